@@ -50,7 +50,7 @@ class GpuReport:
     date: str
     gpu: dict[str, Any]
     versions: dict[str, str]
-    settings: dict[str, Any]
+    settings: dict[str, object]
     ceilings: dict[str, float] = field(default_factory=dict)
     measurements: list[GpuMeasurement] = field(default_factory=list)
     absences: list[str] = field(default_factory=list)
@@ -82,7 +82,7 @@ def read(paths: Sequence[Path]) -> GpuReport:
     return replace(reports[0], measurements=[one for report in reports for one in report.measurements], absences=list(absences))
 
 
-def select(report: GpuReport, **allowed: Sequence[Any] | None) -> GpuReport:
+def select(report: GpuReport, **allowed: Sequence[object] | None) -> GpuReport:
     """The measurements whose fields are among those `allowed`; None allows all. shape: (n, k)."""
     wanted = {name: set(values) for name, values in allowed.items() if values is not None}
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import TypedDict
 
 from halfbyte.nn.report import table
 from halfbyte.plot import line_plot
@@ -92,9 +92,9 @@ class Report:
     """Everything about one run. `machine`, `versions` and `settings` say what it ran on and how."""
 
     date: str
-    machine: dict[str, Any]
+    machine: dict[str, object]
     versions: dict[str, str]
-    settings: dict[str, Any]
+    settings: dict[str, object]
     measurements: list[Measurement] = field(default_factory=list)
     absences: list[Absence] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -103,11 +103,20 @@ class Report:
         if line not in self.notes:
             self.notes.append(line)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"schema": SCHEMA, **asdict(self)}
 
 
-def summarize(samples: Sequence[Sample], best_rate: float, peak: str | None, nbytes: int, operations: int) -> dict[str, Any]:
+class Summary(TypedDict):
+    """Fields of Measurement that `summarize` computes."""
+
+    seconds: float
+    steady: int
+    operations_per_second: float
+    fraction: float | None
+
+
+def summarize(samples: Sequence[Sample], best_rate: float, peak: str | None, nbytes: int, operations: int) -> Summary:
     """seconds, steady, rate and fraction of one contender's samples: fields of Measurement.
 
     best_rate   the highest `host_rate` of the run, that of a steady host

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 import halfbyte
 from halfbyte.bench.cpu import versions
@@ -72,7 +71,7 @@ class StepReport:
         """The sum of what was timed by itself."""
         return sum(op.calls * op.seconds for op in self.ops if op.seconds is not None)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"schema": SCHEMA, "kind": "step", **asdict(self)}
 
     def __str__(self) -> str:
@@ -119,7 +118,7 @@ def measure_step(
         for layers, group in groups
         for lowered in group
     }
-    timed: dict[tuple[Any, ...], tuple[float | None, float | None]] = {}
+    timed: dict[tuple[object, ...], tuple[float | None, float | None]] = {}
     ops = []
     for at, (layers, lowered) in enumerate(kernels):
         op = lowered.op

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import UnsupportedError
@@ -57,13 +56,13 @@ def dynamic_int8(work: Workload, format: str) -> Built:
     slab = work.codes(format)
     zeros = torch.zeros(work.n, dtype=torch.int64)
     copy_bytes = work.take(slab, 0).nbytes
-    modules: list[Any] = []
+    modules: list[nn.Module] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch.ao is deprecated
         for copy in range(work.copies(copy_bytes)):
             codes = work.take(slab, copy)
             weight = torch._make_per_channel_quantized_tensor(codes.data, codes.scale.flatten().double(), zeros, 0)
-            module: Any = torch.ao.nn.quantized.dynamic.Linear(work.k, work.n, bias_=False)
+            module = torch.ao.nn.quantized.dynamic.Linear(work.k, work.n, bias_=False)
             module.set_weight_bias(weight, None)
             modules.append(module)
 

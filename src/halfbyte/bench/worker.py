@@ -19,7 +19,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter, process_time, sleep
-from typing import Any
 
 import torch
 
@@ -42,18 +41,18 @@ class Bench:
     def __init__(self, peers: Sequence[Contender] = PEERS) -> None:
         self._peers = peers
 
-    def prepare(self, name: str, workload: dict[str, int]) -> dict[str, Any]:
+    def prepare(self, name: str, workload: dict[str, int]) -> dict[str, object]:
         if hasattr(self, "built"):
             del self.built  # frees the memory of the last shape before the next is allocated
         self.contender, self.work = contender(name, self._peers), Workload(**workload)
         self.built = self.contender.build(self.work)
         return {"copy_bytes": self.built.copy_bytes, "copies": self.built.copies}
 
-    def check(self, m: int) -> dict[str, Any]:
+    def check(self, m: int) -> dict[str, object]:
         allowed = self.contender.arithmetic.error(self.work.activations(m))
         return {"error": relative_error(self.work, self.built, m), "allowed": allowed}
 
-    def measure(self, m: int, min_time: float) -> dict[str, Any]:
+    def measure(self, m: int, min_time: float) -> dict[str, object]:
         one_pass = self.built.bind(self.work.activations(m))
 
         def run() -> None:
@@ -65,7 +64,7 @@ class Bench:
         seconds = {name: getattr(taken, name) / self.built.copies for name in ("median", "min", "max")}
         return {**seconds, "runs": taken.runs, "idle": wait_until_idle()}
 
-    def probe(self, names: list[str], threads: int) -> dict[str, Any]:
+    def probe(self, names: list[str], threads: int) -> dict[str, object]:
         found = {name: getattr(probe, name)(threads) for name in names}
         wait_until_idle()
         return found
@@ -82,7 +81,7 @@ def wait_until_idle(limit: float = 1.0) -> bool:
     return False
 
 
-def answers(bench: Bench, requests: Iterator[str]) -> Iterator[dict[str, Any]]:
+def answers(bench: Bench, requests: Iterator[str]) -> Iterator[dict[str, object]]:
     for line in requests:
         request = json.loads(line)
         try:

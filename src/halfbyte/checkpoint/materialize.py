@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,8 +27,8 @@ class Materializer:
         self._plan, self._reader, self._path = plan, reader, path
         self._steps = {plan.renamed.get(target, target): step for step in plan.steps for target in step.targets}
         layers, _ = decoder_layers(self.model)
-        model: Any = plan.model
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        get_head = getattr(plan.model, "get_output_embeddings", None)
+        head = None if get_head is None else get_head()
         for prefix, module in list(self.model.named_modules()):
             if module is not head and not prefix.startswith(f"{layers}."):
                 self._fill(prefix, module)

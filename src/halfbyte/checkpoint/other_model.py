@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class OtherModel(StoredModel):
     """The model that a config describes, from tensors in files; or only the tensors, where it names no architecture."""
 
     def __init__(
-        self, path: Path, config: dict[str, Any], entries: Entries, quantize: Config | None = None, kept: Mapping[str, str] = NO_REASONS
+        self, path: Path, config: dict[str, object], entries: Entries, quantize: Config | None = None, kept: Mapping[str, str] = NO_REASONS
     ) -> None:
         """Plan how the tensors are read.
 

@@ -26,6 +26,8 @@ from halfbyte.nn.report import Report
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from halfbyte.checkpoint.native.manifest import Weight
+
 Finish = Callable[[nn.Module], None]
 
 
@@ -107,7 +109,7 @@ def _as_stored(holder: Holder, owners: Mapping[str, str], stored: StoredModel) -
     return replace(holder, weight=owner, format=weight.format, compute=weight.compute, activation=weight.activation, ordered=ordered)
 
 
-def _nbytes(module: nn.Module, weight: Any) -> int:
+def _nbytes(module: nn.Module, weight: Weight | None) -> int:
     """Bytes of a whole module, its weight as stored."""
     direct_bytes = sum(parameter.nbytes for name, parameter in module.named_parameters(recurse=False) if weight is None or name != "weight")
     return direct_bytes + (0 if weight is None else int(weight.stored_bytes))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from halfbyte.io.gguf import is_gguf, read_header
 from halfbyte.io.safetensors import Reader, load_json
 
 
-def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool = True) -> tuple[dict[str, Any], Entries] | None:
+def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool = True) -> tuple[dict[str, object], Entries] | None:
     """config.json, without its settings of quantization, and the tensors; None for a halfbyte checkpoint.
 
     dtype   of the computation of a GGUF file's model; see gguf/model.py
@@ -43,7 +42,7 @@ def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool 
     return None
 
 
-def _reader(source: Path, config: Mapping[str, Any]) -> Reader:
+def _reader(source: Path, config: Mapping[str, object]) -> Reader:
     """The tensors of a folder, by the names that they have in the model itself if it is one of transformers."""
     from halfbyte.checkpoint.mapping.architecture import is_transformers_model
 
@@ -53,7 +52,7 @@ def _reader(source: Path, config: Mapping[str, Any]) -> Reader:
     return reader
 
 
-def open_floats(source: Path, dtype: torch.dtype | None = None) -> tuple[dict[str, Any], Entries]:
+def open_floats(source: Path, dtype: torch.dtype | None = None) -> tuple[dict[str, object], Entries]:
     """`open_source` for a model to be quantized: none of its weights may be codes, except those made of low-precision floats."""
     opened = open_source(source, dtype)
     if opened is None:

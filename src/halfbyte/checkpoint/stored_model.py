@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ class StoredModel(ABC):
     """
 
     path: Path
-    config: dict[str, Any]
+    config: dict[str, object]
     weights: Mapping[str, Weight]
     plain: Mapping[str, TensorSpec]
     tied: Mapping[str, str]

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         "cache": _cache,
         "variables": _variables,
     }
-    found: dict[str, dict[str, Any] | None] = {}
+    found: dict[str, dict[str, object] | None] = {}
     faults: list[str] = []
     for name, part in parts.items():
         found[name] = _find(part, faults)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if faults else 0
 
 
-def _find(part: Callable[[], dict[str, Any]], faults: list[str]) -> dict[str, Any] | None:
+def _find(part: Callable[[], dict[str, object]], faults: list[str]) -> dict[str, object] | None:
     try:
         return part()
     except HalfbyteError as error:  # invalid variables are among the faults to report
@@ -100,7 +100,7 @@ def _test(args: argparse.Namespace) -> list[Result]:
     return results
 
 
-def _versions() -> dict[str, Any]:
+def _versions() -> dict[str, object]:
     builds = {name: tested.builds for name, tested in TESTED.items()}
     installed = {name: installed_version(name, *builds.get(name, ())) if find_spec(name) else None for name in _PACKAGES}
     with warnings.catch_warnings():
@@ -111,7 +111,7 @@ def _versions() -> dict[str, Any]:
     return {**about, **installed, "untested": untested}
 
 
-def _cpu() -> dict[str, Any]:
+def _cpu() -> dict[str, object]:
     from halfbyte.machine import machine
 
     here = machine()
@@ -127,19 +127,19 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _isa() -> dict[str, Any]:
+def _isa() -> dict[str, object]:
     from halfbyte.kernels.cpu.codegen.isas import current, native
 
     return {"chosen": current().name, "others": {isa.name: isa.missing() or "available" for isa in native() if isa.name != current().name}}
 
 
-def _threads() -> dict[str, Any]:
+def _threads() -> dict[str, object]:
     from halfbyte.kernels.cpu.codegen import runtime
 
     return {"count": runtime.threads(), "runtime": runtime.name()}
 
 
-def _gpus() -> dict[str, Any]:
+def _gpus() -> dict[str, object]:
     import torch
 
     from halfbyte.dispatch import tune
@@ -156,7 +156,7 @@ def _gpus() -> dict[str, Any]:
     return {"devices": devices, "trouble": why_no_triton() if devices else None}
 
 
-def _cache() -> dict[str, Any]:
+def _cache() -> dict[str, object]:
     from halfbyte.kernels.cpu.codegen import jit
     from halfbyte.language import packed_cache
 
@@ -179,13 +179,13 @@ def _sizes(folder: Path) -> Iterator[int]:
                 yield os.stat(os.path.join(parent, name)).st_size
 
 
-def _variables() -> dict[str, Any]:
+def _variables() -> dict[str, object]:
     known = {variable.name: os.environ[variable.name] for variable in env.VARIABLES if os.environ.get(variable.name)}
     known |= {name: "set, not shown" for name in known if name in env.SECRET}
     return {"set": known, "unknown": env.unknown()}
 
 
-def _print_part(name: str, part: dict[str, Any] | None) -> None:
+def _print_part(name: str, part: dict[str, object] | None) -> None:
     for line in [] if part is None else LINES[name](part):
         print(f"{name:10} {line}", flush=True)
         name = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from halfbyte.cli.generate import writes_text
 from halfbyte.cli.shared.device import add_device, settle_device
@@ -28,6 +28,7 @@ from halfbyte.io.files import check_regular
 if TYPE_CHECKING:
     from torch import nn
 
+    from halfbyte.bench.pages.quality import ModelQuality, QualityDocument
     from halfbyte.evaluate import EmbeddingQuality, LanguageQuality, OutputQuality
 
 
@@ -118,7 +119,7 @@ def _language(args: argparse.Namespace, text: str) -> int:
         named |= {f"{name}, {args.cache} cache": each.int8_cached for name, each in opened.items()}
         sizes |= {f"{name}, {args.cache} cache": each.weight_bytes for name, each in opened.items()}
     reference, candidates = opened[label], {name: model for name, model in named.items() if name != label}
-    rows: list[dict[str, Any]] = [{"model": name, "weight_bytes": sizes[name]} for name in named]
+    rows: list[ModelQuality] = [{"model": name, "weight_bytes": sizes[name]} for name in named]
     from halfbyte.evaluate import last_word_accuracy
 
     with progress(args, "evaluating") as advance:
@@ -129,10 +130,10 @@ def _language(args: argparse.Namespace, text: str) -> int:
                 advance(i + 1, len(rows))
         else:
             for row, quality in zip(rows, _qualities(args, reference, candidates, text, advance), strict=True):
-                row |= quality.to_json()
-    document = {"kind": "language", "text": (args.lambada_like or args.text).name, "models": rows}
+                row |= cast("ModelQuality", quality.to_json())
+    document: QualityDocument = {"kind": "language", "text": (args.lambada_like or args.text).name, "models": rows}
     if args.json:
-        print_json(document | {"text": str(args.lambada_like or args.text)})
+        print_json({**document, "text": str(args.lambada_like or args.text)})
     elif args.lambada_like:
         print_table(("model", "MB", "last word"), [(r["model"], _mb(r), f"{r['last_word_accuracy']:.2%}") for r in rows])
     else:
@@ -145,7 +146,7 @@ def _language(args: argparse.Namespace, text: str) -> int:
     return 0
 
 
-def _write_page(args: argparse.Namespace, document: dict[str, Any]) -> None:
+def _write_page(args: argparse.Namespace, document: QualityDocument) -> None:
     from halfbyte.bench.pages.quality import quality_page
 
     settings = f"windows of {args.context} tokens" if args.text else "the last word of each line"
@@ -153,7 +154,7 @@ def _write_page(args: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def _qualities(
-    args: argparse.Namespace, reference: Opened, candidates: dict[str, Any], text: str, advance: Advance
+    args: argparse.Namespace, reference: Opened, candidates: dict[str, object], text: str, advance: Advance
 ) -> list[LanguageQuality]:
     import torch
 
@@ -172,18 +173,18 @@ def _qualities(
     return [reference_quality, *candidate_qualities.values()]
 
 
-def _row(row: dict[str, Any], original: float) -> tuple[str, ...]:
+def _row(row: ModelQuality, original: float) -> tuple[str, ...]:
     shown = (row["model"], _mb(row), str(row["tokens"]), f"{row['perplexity']:.4f}", f"{row['perplexity_error']:.4f}")
     if row["divergence"] is None:
         return (*shown, "", "", "")
     return (*shown, f"{row['perplexity'] / original - 1:+.3%}", f"{row['divergence']:.6f}", f"{row['top1']:.2%}")
 
 
-def _mb(row: dict[str, Any]) -> str:
+def _mb(row: ModelQuality) -> str:
     return f"{row['weight_bytes'] / 1e6:.1f}"
 
 
-def _plot(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+def _plot(args: argparse.Namespace, rows: list[ModelQuality]) -> None:
     from halfbyte.checkpoint.native.folder import replacing_file
     from halfbyte.plot import line_plot
 
@@ -230,7 +231,7 @@ MEANING = {
 }
 
 
-def _load_original(folder: Path) -> tuple[nn.Module, Any, bool]:
+def _load_original(folder: Path) -> tuple[nn.Module, object, bool]:
     """(model, tokenizer, whether it is an encoder that gives embeddings) of a Hugging Face folder."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -254,7 +255,7 @@ def _load_original(folder: Path) -> tuple[nn.Module, Any, bool]:
 
 
 def _compare_embeddings(
-    original: nn.Module, quantized: nn.Module, tokenizer: Any, lines: list[str], args: argparse.Namespace, step: Advance
+    original: nn.Module, quantized: nn.Module, tokenizer: object, lines: list[str], args: argparse.Namespace, step: Advance
 ) -> EmbeddingQuality:
     from halfbyte.evaluate import compare_embeddings, embed
 
@@ -266,7 +267,7 @@ def _compare_embeddings(
 
 
 def _compare_outputs(
-    original: nn.Module, quantized: nn.Module, tokenizer: Any, lines: list[str], args: argparse.Namespace, step: Advance
+    original: nn.Module, quantized: nn.Module, tokenizer: object, lines: list[str], args: argparse.Namespace, step: Advance
 ) -> OutputQuality:
     import torch
 

@@ -11,6 +11,8 @@ from halfbyte.cli.shared.output import Commands, add_command, check_fits, path_a
 from halfbyte.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from halfbyte.nn.config import Config
 
 
@@ -137,7 +139,7 @@ def _run_modules(args: argparse.Namespace, config: Config | None, reason: str) -
 
     if writes_text(args.model):
         dtype = torch.bfloat16 if args.dtype is None and args.device != "cpu" else asked_dtype(args)
-        model, _ = open_model(args.model, "cpu", config, dtype)
+        model: nn.Module = open_model(args.model, "cpu", config, dtype)[0]
     else:
         model = optimize_(load(args.model, format=config))
         model = model if args.dtype is None else model.to(asked_dtype(args))

@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,13 @@ from halfbyte.io.files import is_file, is_there
 from halfbyte.memory import peak_memory, size_text
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedTokenizerBase
+
+    from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
+    from halfbyte.integrations.transformers.modules import Part
+    from halfbyte.integrations.transformers.text import Generated
     from halfbyte.language.generate import Generation
     from halfbyte.language.model import LanguageModel
     from halfbyte.language.sampling import Sampling
@@ -122,7 +130,7 @@ def open_native(args: argparse.Namespace) -> tuple[LanguageModel, Sampling] | No
 
 
 @settling()
-def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, dict[str, Any]]:
+def open_asked(args: argparse.Namespace, mesh: DeviceMesh | None = None) -> tuple[Part, PreTrainedTokenizerBase, dict[str, Any]]:
     """(model, tokenizer, settings of `generate`) for the arguments; `mesh` of the processes that share the model."""
     _check(args)
     drawn = _choice_of_tokens(args)
@@ -140,7 +148,7 @@ def open_asked(args: argparse.Namespace, mesh: Any = None) -> tuple[Any, Any, di
     return model, tokenizer, {"max_new_tokens": args.max_new_tokens, "compiled": args.compile, **drawn}
 
 
-def new_cache(args: argparse.Namespace, model: Any) -> Any:
+def new_cache(args: argparse.Namespace, model: Part) -> Int8Cache | None:
     """The cache asked for; None for the model's default."""
     if args.cache is None:
         return None
@@ -149,7 +157,7 @@ def new_cache(args: argparse.Namespace, model: Any) -> Any:
     return Int8Cache(model.config)
 
 
-def _choice_of_tokens(args: argparse.Namespace) -> dict[str, Any]:
+def _choice_of_tokens(args: argparse.Namespace) -> dict[str, object]:
     """The sampling settings for transformers' `generate`. Raises ArgumentError."""
     if args.temperature and not _LEAST <= args.temperature <= _MOST:  # NaN, too
         raise ArgumentError(f"--temperature is 0 for greedy decoding, or {_LEAST:g} to {_MOST:g}, got {args.temperature}")
@@ -195,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
         return _run(args, open_asked(args, mesh), rank, count)
 
 
-def _run(args: argparse.Namespace, opened: tuple[Any, Any, dict[str, Any]], rank: int, count: int) -> int:
+def _run(args: argparse.Namespace, opened: tuple[Part, PreTrainedTokenizerBase, dict[str, Any]], rank: int, count: int) -> int:
     from halfbyte.integrations.transformers.text import check_prompt, generate, room
 
     model, tokenizer, settings = opened
@@ -253,7 +261,7 @@ def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def measured(done: Any) -> dict[str, float]:
+def measured(done: Generated) -> dict[str, float]:
     return {
         "prompt_tokens": done.prompt_tokens,
         "prompt_tokens_per_second": done.prompt_rate,
@@ -272,7 +280,7 @@ def native_measured(generation: Generation) -> dict[str, float]:
     }
 
 
-def sizes(model: Any, device: str) -> dict[str, int | None]:
+def sizes(model: nn.Module, device: str) -> dict[str, int | None]:
     from halfbyte.integrations.transformers.text import weight_bytes
 
     return {"weight_bytes": weight_bytes(model), "peak_memory_bytes": _peak(device)}
@@ -287,7 +295,7 @@ def _peak(device: str) -> int | None:
     return int(torch.cuda.max_memory_allocated(device))
 
 
-def in_words(facts: dict[str, Any]) -> str:
+def in_words(facts: Mapping[str, Any]) -> str:
     """One human-readable line."""
     parts = [
         f"prompt {facts['prompt_tokens']} tokens, {facts['prompt_tokens_per_second']:.1f}/s",

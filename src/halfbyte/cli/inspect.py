@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from halfbyte.cli.shared.output import Advance, Commands, add_command, path_argument, print_json, print_table, progress
 from halfbyte.errors import CheckpointError
@@ -74,7 +74,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cells(row: dict[str, Any], otherwise: bool) -> tuple[str, ...]:
+# What is shown of a tensor: see `_row`.
+TensorRow = TypedDict(  # noqa: UP013  keys of the JSON document, which are not names of this code
+    "TensorRow",
+    {
+        "name": str,
+        "type": str,
+        "format": str,
+        "shape": list[int],
+        "bytes": int,
+        "held_bytes": int,
+        "error": float | None,
+        "tied_to": str | None,
+    },
+)
+
+
+def _cells(row: TensorRow, otherwise: bool) -> tuple[str, ...]:
     """A row of the table; `otherwise`: with halfbyte's format and bytes next to those of the files."""
     shape = "×".join(map(str, row["shape"])) or "scalar"
     if row["tied_to"] is not None:
@@ -86,7 +102,7 @@ def _cells(row: dict[str, Any], otherwise: bool) -> tuple[str, ...]:
     return row["name"], row["type"], shape, *_sizes(row, "bytes"), *halfbyte_cells, error
 
 
-def _sizes(row: dict[str, Any], key: str) -> tuple[str, str]:
+def _sizes(row: TensorRow, key: Literal["bytes", "held_bytes"]) -> tuple[str, str]:
     """Bytes, and bits of an element."""
     from halfbyte.memory import size_text
 
@@ -106,7 +122,7 @@ def _is_described(path: Path) -> bool:
     return is_file(path / CONFIG) and not {SECTION, SETTINGS}.isdisjoint(load_json(path / CONFIG))
 
 
-def _model_rows(model: StoredModel) -> Iterator[dict[str, Any]]:
+def _model_rows(model: StoredModel) -> Iterator[TensorRow]:
     for name, owner in model.names():
         tied_to, form = None if owner == name else owner, model.form(owner)
         gguf_type = None if form is None else form.removeprefix("GGUF ")
@@ -118,7 +134,7 @@ def _model_rows(model: StoredModel) -> Iterator[dict[str, Any]]:
             yield _row(name, _dtype(spec), spec.shape, model.nbytes(owner), spec.nbytes, gguf_type, tied_to=tied_to)
 
 
-def _plain_rows(reader: Reader) -> Iterator[dict[str, Any]]:
+def _plain_rows(reader: Reader) -> Iterator[TensorRow]:
     for name, place in sorted(reader.places.items()):
         yield _row(name, _dtype(place.spec), place.spec.shape, place.spec.nbytes, place.spec.nbytes)
 
@@ -136,7 +152,7 @@ def _row(
     gguf_type: str | None = None,
     error: float | None = None,
     tied_to: str | None = None,
-) -> dict[str, Any]:
+) -> TensorRow:
     """What is shown of a tensor.
 
     format, stored_bytes  its format in halfbyte, and bytes of that
@@ -155,7 +171,7 @@ def _row(
     }
 
 
-def _compare(model: StoredModel, source: Reader, rows: list[dict[str, Any]], advance: Advance) -> None:
+def _compare(model: StoredModel, source: Reader, rows: list[TensorRow], advance: Advance) -> None:
     """Fills in the error of every quantized row, from the original's tensors."""
     from halfbyte.nn.kinds import relative_error
 

@@ -8,7 +8,7 @@ import logging
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from halfbyte import env
 from halfbyte.cli.generate import writes_text
@@ -17,6 +17,7 @@ from halfbyte.cli.shared.output import Commands, add_command, path_argument, pri
 from halfbyte.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
+    from halfbyte.nn.config import Config
     from halfbyte.serve.server import Language, Sentences
     from halfbyte.serve.settings import Settings
 
@@ -156,7 +157,7 @@ def _open_language(args: argparse.Namespace, path: Path) -> Language:
     from halfbyte.language.model import LanguageModel
     from halfbyte.serve.server import Language
 
-    config: Any = None
+    config: Config | None = None
     if args.format is not None:
         from halfbyte.nn.config import Config
 

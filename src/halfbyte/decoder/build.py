@@ -40,11 +40,11 @@ class Tensors(Protocol):
         """Read an embedding, quantized or in floating point in the type of activations, with the compute of an output embedding that is
         tied to it."""
 
-    def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
+    def each(self, reads: Sequence[Callable[[], object]]) -> list[Any]:
         """Call functions that read tensors, on several threads where that takes less time."""
 
 
-def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
+def build_spec(values: dict[str, object], tensors: Tensors) -> DecoderSpec:
     """Build the specification of a model.
 
     Args:
@@ -75,7 +75,7 @@ def build_spec(values: dict[str, Any], tensors: Tensors) -> DecoderSpec:
         source.check(spec)
         return spec
 
-    reads: list[Callable[[], Any]] = [partial(tensors.table, "model.embed_tokens.weight")]  # the largest first
+    reads: list[Callable[[], object]] = [partial(tensors.table, "model.embed_tokens.weight")]  # the largest first
     reads.append(partial(_per_layer_inputs, family, config, tensors))
     reads.append((lambda: None) if config.tied else partial(_head, tensors))
     reads += [partial(layer, index) for index in range(config.num_hidden_layers)]

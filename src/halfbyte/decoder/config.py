@@ -26,14 +26,14 @@ _ORIGINAL = "original_max_position_embeddings"  # of config.json itself it is st
 _BY_MODEL = {family.model_class: family for family in FAMILIES.values() if family.model_class is not None}
 
 
-def find_family(values: Mapping[str, Any]) -> Family | None:
+def find_family(values: Mapping[str, object]) -> Family | None:
     """Find the family of a config.json; None where its architecture is in none."""
     names = values.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     return _BY_MODEL.get(name) if isinstance(name, str) else None
 
 
-def family_of_config(values: Mapping[str, Any]) -> Family:
+def family_of_config(values: Mapping[str, object]) -> Family:
     """Find the family of a config.json.
 
     Raises:
@@ -61,7 +61,7 @@ class TextConfig:
         CheckpointError: A value is of a wrong type or size.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, object]) -> None:
         """Check sizes and derive what follows from other values: head_dim, num_key_value_heads, rope_parameters, layer_types.
 
         Raises:
@@ -80,12 +80,12 @@ class TextConfig:
         self.layer_types = self._layer_types()
         self.layer_sizes = [self._sizes(overrides) for overrides in self._overrides()]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("_") or name not in self._values:
             raise UnsupportedError(f"config.json has no {name}: let a current version of transformers write it again")
         return self._values[name]
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """Return a value, or `default` where there is none."""
         return self._values.get(name, default)
 
@@ -176,7 +176,7 @@ class TextConfig:
             raise CheckpointError(f"config.json says layer_types: {short(found)}, a name for each of {layers} layers: the file is damaged")
         return [*found[:-1], _FULL] if self.family.full_attention_last else found
 
-    def _overrides(self) -> list[Mapping[str, Any]]:
+    def _overrides(self) -> list[Mapping[str, object]]:
         """Values that each layer has in place of those of the whole config."""
         layers, stored, sizes = self.num_hidden_layers, self.get(_BY_LAYER), self.family.full_attention_sizes
         if _BY_LAYER not in self._values:
@@ -192,18 +192,18 @@ class TextConfig:
             raise UnsupportedError(f"its layers differ in {min(differing, key=str)}")
         return [stored.get(str(index), {}) for index in range(layers)]
 
-    def _sizes(self, overrides: Mapping[str, Any]) -> LayerSizes:
+    def _sizes(self, overrides: Mapping[str, object]) -> LayerSizes:
         head_dim = _count("head_dim", overrides.get("head_dim", self.head_dim), _MOST_DIM)
         kv_heads = _count("num_key_value_heads", overrides.get("num_key_value_heads", self.num_key_value_heads))
         if self.num_attention_heads % kv_heads:
             raise CheckpointError(f"config.json has {self.num_attention_heads} heads and {kv_heads} of keys and values: these divide those")
         return LayerSizes(head_dim, kv_heads)
 
-    def rope_parameters(self) -> dict[str, Any]:
+    def rope_parameters(self) -> dict[str, object]:
         """Return `rope_parameters`, also from `rope_theta` and `rope_scaling` of earlier versions."""
         return self._whole_rope() | self._stored_rope()
 
-    def rope_parameters_of(self, kind: str) -> dict[str, Any]:
+    def rope_parameters_of(self, kind: str) -> dict[str, object]:
         """Return `rope_parameters` of layers of a type, where each type has its own."""
         stored, local = self._stored_rope(), self.get("rope_local_base_freq")
         by_type = isinstance(stored.get(kind), Mapping)
@@ -215,7 +215,7 @@ class TextConfig:
             return whole  # `rope_scaling` of earlier versions is of full attention
         return whole | (dict(stored[kind]) if by_type else stored)
 
-    def _whole_rope(self) -> dict[str, Any]:
+    def _whole_rope(self) -> dict[str, object]:
         """Values of config.json itself, which `rope_parameters` may have, too."""
         theta = self.get("rope_theta", _THETA)
         whole = {"rope_theta": theta, **{name: self.get(name) for name in ("partial_rotary_factor", _ORIGINAL)}}

@@ -6,7 +6,6 @@ Called by `LanguageModel.explain` and `halfbyte explain`. The kernels are those 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ class DecoderExplanation:
         kernels = iter(self.kernels)
         return grouped((layer, tuple(next(kernels) for _ in ops)) for layer, ops in self.program.scopes())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return what is said as a document of JSON."""
         groups = [{"layers": [*layers], "ops": [lowered.to_json() for lowered in ops]} for layers, ops in self.groups]
         about = {"machine": self.machine, "encoder": False, "rows": self.rows, "dtype": str(self.dtype).removeprefix("torch.")}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from halfbyte.io.gguf import Value
     from halfbyte.io.gguf_metadata import Metadata
 
 from halfbyte.kernels.layer_kinds import GateFunction, RouterScores
@@ -19,7 +20,14 @@ ACTIVATIONS: dict[str, GateFunction] = {
     "gelu_new": "gelu_tanh",
     "relu2": "relu2",
 }
+Config: TypeAlias = Mapping[str, Any]  # the values of a config.json, which are those of JSON: its family says which it has
 SLIDING = "sliding_attention"  # of a config's `layer_types`
+
+
+class ModelConfig(Protocol):
+    """A configuration, of transformers or a `TextConfig`: its family decides which values it has, and of which types."""
+
+    def __getattr__(self, name: str) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,7 @@ class RopeLayers(NamedTuple):
 
     attributes: tuple[str, ...]
     rotates: Callable[..., bool]
-    from_config: Callable[[Any, int], bool]
+    from_config: Callable[[ModelConfig, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,16 +201,16 @@ class GGUF:
     sizes: Mapping[str, str] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
-    implied: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    implied: Callable[[Config], dict[str, object]] = lambda config: {}
     sliding_window: bool = True
     local_rope_base: float | None = None
     yarn: Mapping[str, object] = field(default_factory=dict)
     rope_alpha: bool = False
     merges_by_index: bool = False
 
-    read_layers: Callable[[Metadata, Sequence[str]], tuple[dict[str, Any], Mapping[str, int]]] | None = None
-    read_config: Callable[[Metadata, Mapping[str, Any]], dict[str, Any]] | None = None
-    write_config: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    read_layers: Callable[[Metadata, Sequence[str]], tuple[dict[str, object], Mapping[str, int]]] | None = None
+    read_config: Callable[[Metadata, Config], dict[str, object]] | None = None
+    write_config: Callable[[Config], dict[str, Value]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +313,7 @@ class Family:
     activation: str = "hidden_act"
     default_activation: str = "silu"
     norm_eps: str = "rms_norm_eps"
-    attention_scale: Callable[[Any, int], float] = lambda config, head_dim: head_dim**-0.5
+    attention_scale: Callable[[ModelConfig, int], float] = lambda config, head_dim: head_dim**-0.5
     softcap: str | None = None
     query_scale_from: str | None = None
     residual_multiplier: str | None = None

@@ -55,7 +55,7 @@ class Op:
     reads: tuple[str, ...]
     shape: tuple[int, ...] = ()
     format: str = ""
-    settings: tuple[tuple[str, Any], ...] = ()
+    settings: tuple[tuple[str, object], ...] = ()
     device: str = "cpu"
     part: Packed | Tensor | Weight | Norm | Heads | Rope | Experts | None = field(default=None, compare=False, repr=False)
 
@@ -68,7 +68,7 @@ class Op:
         """Its settings in words."""
         return ", ".join(_text(name, value) for name, value in self.settings)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return its fields but the layer and the part."""
         about = {"kind": self.kind, "name": self.name, "reads": [*self.reads], "shape": [*self.shape] or None}
         return {**about, "format": self.format or None, "settings": dict(self.settings), "device": self.device}
@@ -92,7 +92,7 @@ class Lowered:
     call: str | None = None
     reason: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the op's fields and these."""
         about = {"kernel": self.kernel or None, "fused_into": self.fused_into, "call": self.call, "reason": self.reason}
         return {**self.op.to_json(), **about}
@@ -330,7 +330,7 @@ def _gate(name: str, function: str, read: str, *, gated: bool = True) -> Op:
     return Op("gate" if gated else "activation", name, None, (read,), settings=settings)
 
 
-def _settings(**settings: Any) -> tuple[tuple[str, Any], ...]:
+def _settings(**settings: object) -> tuple[tuple[str, object], ...]:
     """Those that say something."""
     return tuple((name, value) for name, value in settings.items() if value is not None and value is not False)
 

@@ -98,7 +98,7 @@ class _Parameters:
         return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
-def make_rope(parameters: Mapping[str, Any], head_dim: int, max_positions: int | None, *, partial: bool = False) -> Rope:
+def make_rope(parameters: Mapping[str, object], head_dim: int, max_positions: int | None, *, partial: bool = False) -> Rope:
     """Compute the frequencies of a rotary embedding.
 
     Args:
@@ -127,7 +127,7 @@ def _no_frequencies(kind: str) -> CheckpointError:
     return CheckpointError(f"rope_parameters of config.json give no finite frequencies of rope_type {kind}: the file is damaged")
 
 
-def _rope_of(kind: str, parameters: Mapping[str, Any], head_dim: int, max_positions: int | None, partial: bool) -> Rope:
+def _rope_of(kind: str, parameters: Mapping[str, object], head_dim: int, max_positions: int | None, partial: bool) -> Rope:
     p = _Parameters({name: value for name, value in parameters.items() if value is not None})
     factor = p.number("partial_rotary_factor", 1.0)
     rotary_dim = int(head_dim * factor) if partial else head_dim

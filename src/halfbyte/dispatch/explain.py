@@ -6,7 +6,7 @@ Experts are linear layers that run together on a CPU, in one parallel region: th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, get_args, overload
+from typing import get_args, overload
 
 import torch
 
@@ -66,7 +66,7 @@ class Explanation:
         """How it cuts outputs into tiles."""
         return self.choice.options[0].config  # type: ignore[no-any-return]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         problem, roof = self.problem, self.roofline
         return {
             **shape_json(problem),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from halfbyte.timing import time_text
 EXPERTS_HAVE_ZEROS = "experts are packed with all of their zeros"
 
 
-def shape_json(problem: Problem) -> dict[str, Any]:
+def shape_json(problem: Problem) -> dict[str, object]:
     """What was asked for."""
     shape = {"m": problem.m, "n": problem.n, "k": problem.k} | ({} if problem.op == "linear" else {"experts": problem.experts})
     return {"op": problem.op, **shape, "format": str(problem.format), "dtype": str(problem.dtype).removeprefix("torch.")}
@@ -60,7 +59,7 @@ class GpuExplanation:
     roofline: Roofline
     measured: float | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         problem, taken, roof = self.problem, self.choice.taken, self.roofline
         return {
             **shape_json(problem),

@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from math import inf, nan, prod
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -103,14 +104,14 @@ class GpuCandidate(Candidate[Problem, Gpu]):
         return found, failures
 
     @property
-    def module(self) -> Any:
+    def module(self) -> ModuleType:
         return import_module(f"halfbyte.kernels.gpu.{self.home}")
 
     def multiplied(self, problem: Problem) -> Problem:
         """What the file is asked for: the weight with its zeros, where it reads no other."""
         return replace(problem, sparse=False) if problem.sparse and not self.sparse else problem
 
-    def launch(self, problem: Problem, config: Any, *operands: Any) -> None:
+    def launch(self, problem: Problem, config: object, *operands: Any) -> None:
         """Multiply. Of a linear layer the first operands are x and the weight's sections."""
         multiplied = self.multiplied(problem)
         if multiplied is not problem:
@@ -266,7 +267,7 @@ def keep_failure(problem: Problem, gpu: Gpu, option: Option[GpuCandidate], reaso
     _failures[_failure_key(problem, gpu, option.candidate, option.config)] = reason
 
 
-def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: Any) -> tuple[str, str, int, str, str]:
+def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: object) -> tuple[str, str, int, str, str]:
     return gpu.name, tune.kind(replace(problem, sparse=False)), tune.rows_class(problem.m), candidate.name, str(config)
 
 

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -73,7 +72,7 @@ def compile_launches(contenders: dict[str, list[Callable[[], object]]], device: 
 
 
 def linear_launches(
-    problem: Problem, gpu: Gpu, candidate: rules.GpuCandidate, config: Any, device: torch.device
+    problem: Problem, gpu: Gpu, candidate: rules.GpuCandidate, config: object, device: torch.device
 ) -> list[Callable[[], object]]:
     """Launches of one kernel on different weights of random bits, which together no cache holds."""
     from halfbyte.kernels.gpu.runtime.clock import copies
@@ -86,7 +85,7 @@ def linear_launches(
 
 
 def grouped_launches(
-    problem: Problem, gpu: Gpu, candidate: rules.GpuCandidate, config: Any, device: torch.device
+    problem: Problem, gpu: Gpu, candidate: rules.GpuCandidate, config: object, device: torch.device
 ) -> list[Callable[[], object]]:
     """The same for experts, to which the rows are sent evenly; other ones at each launch."""
     from halfbyte.kernels.gpu.runtime.clock import copies

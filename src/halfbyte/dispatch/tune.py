@@ -38,7 +38,7 @@ _HALVES = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
 _TABLES = Path(__file__).parent / "tables"
 # Tables that could not be written, by the GPU's name, with one entry for each problem that this process has measured, until it ends: from
 # the first on that could not be written, all are here. Threads that measure at the same time: the later table wins, as in the file.
-_unsaved: dict[str, dict[str, Any]] = {}
+_unsaved: dict[str, dict[str, object]] = {}
 
 
 class Measured(NamedTuple):
@@ -60,7 +60,7 @@ def measured(gpu: Gpu, problem: Problem, *, here: bool = False) -> Measured:
     return Measured({}, "")
 
 
-def _local_table(gpu: Gpu) -> dict[str, Any]:
+def _local_table(gpu: Gpu) -> dict[str, object]:
     """This machine's table of a GPU, {} where there is none."""
     if (table := _unsaved.get(gpu.name)) is not None:
         return table
@@ -124,14 +124,14 @@ def keep(gpu: Gpu, problem: Problem, times: Times, path: Path | None = None) -> 
     _unsaved[gpu.name] = _with(_unsaved.get(gpu.name, {}), gpu, problem, times)
 
 
-def _with(table: dict[str, Any], gpu: Gpu, problem: Problem, times: Times) -> dict[str, Any]:
+def _with(table: dict[str, Any], gpu: Gpu, problem: Problem, times: Times) -> dict[str, object]:
     """A table with times added."""
     table = table or {"gpu": gpu.name, "arch": gpu.arch, "sms": gpu.sms, "bandwidth": gpu.bandwidth, "linear": {}}
     table["linear"].setdefault(kind(problem), {})[str(rows_class(problem.m))] = times
     return table
 
 
-def _write(path: Path, table: dict[str, Any]) -> None:
+def _write(path: Path, table: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     temporary.write_text(json.dumps(table, indent=1), encoding="utf-8")
@@ -149,7 +149,7 @@ def _table(path: Path, gpu: str | None = None) -> dict[str, Any]:
         return {}
 
 
-def _read(path: Path, gpu: str | None = None) -> dict[str, Any]:
+def _read(path: Path, gpu: str | None = None) -> dict[str, object]:
     """A table, {} where there is none. Raises ArgumentError where the file is none, or not one of this GPU."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))

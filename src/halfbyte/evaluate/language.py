@@ -70,8 +70,8 @@ class _Sums:
 
 
 def evaluate_language(
-    reference: Any,
-    candidates: Mapping[str, Any],
+    reference: object,
+    candidates: Mapping[str, object],
     ids: Tensor,
     *,
     context: int = 512,
@@ -111,7 +111,7 @@ def evaluate_language(
 
 
 @torch.inference_mode()
-def last_word_accuracy(model: Any, tokenizer: Any, lines: Sequence[str]) -> float:
+def last_word_accuracy(model: object, tokenizer: Callable[..., Mapping[str, list[int]]], lines: Sequence[str]) -> float:
     """The fraction of lines whose last word the model predicts greedily from the words before it.
 
     The task of LAMBADA (Paperno et al., 2016, arXiv 1606.06031), on any lines. Raises ArgumentError for a line of one word.

@@ -147,7 +147,7 @@ def pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
 @torch.inference_mode()
 def embed(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: object,
     texts: Sequence[str],
     *,
     batch_size: int = 32,

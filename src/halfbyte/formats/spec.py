@@ -14,7 +14,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 
@@ -298,6 +298,6 @@ def as_format(name: str | Format) -> Format:
             "for example int4_g128_zp"
         )
     block: Scope = int(match["block"]) if match["block"] else "channel" if match["scope"] == "channel" else "tensor"
-    family: Any = match["family"] or "int"
+    family = cast("Family", match["family"] or "int")
     bits = 8 if family in PACKED_BITS else int(match["bits"] or 4)
     return Format(bits, block, _ZEROS[match["zero"]], SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block), family)

@@ -105,7 +105,7 @@ class Strings(Sequence[str]):
 class Numbers(Sequence[Any]):
     """An array of numbers. (A NumPy array itself would compare element by element.)"""
 
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+    def __init__(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> None:
         self._array = array
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from reprlib import repr as short
-from typing import Any
+from typing import Any, cast
 
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value
@@ -46,11 +46,11 @@ class Metadata:
             raise CheckpointError(f"the GGUF file {what} {self._prefix}.{key}, a number: it is damaged or not a language model")
         return kind(value)
 
-    def by_layer(self, key: str) -> Sequence[Any]:
+    def by_layer(self, key: str) -> Sequence[int]:
         """Return a list of integers or booleans that are not all 0. Raises CheckpointError for anything else."""
         found = self.get(key)
         if isinstance(found, Sequence) and not isinstance(found, str) and all(type(each) in (int, bool) for each in found) and any(found):
-            return found
+            return cast("Sequence[int]", found)
         raise CheckpointError(f"the GGUF file says {short(found)} for {self._prefix}.{key}, a number for each layer: it is damaged")
 
     @property

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from halfbyte.errors import ArgumentError, CheckpointError, lookup, model_path, 
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.io.files import open_file
 from halfbyte.io.weights import zero_points
+
+if TYPE_CHECKING:
+    from onnx import TensorProto
 
 _OPSET = 21
 _DOMAIN = "com.microsoft"
@@ -135,7 +139,7 @@ def _weight(parts: dict[str, Tensor], settings: dict[str, int], source: Path) ->
     return codes
 
 
-def _tensor(onnx: Any, stored: Any, source: Path) -> Tensor:
+def _tensor(onnx: ModuleType, stored: TensorProto, source: Path) -> Tensor:
     if stored.data_location == onnx.TensorProto.EXTERNAL:
         raise CheckpointError(f"{source} keeps {stored.name} in another file: save it as one file")
     try:
@@ -144,7 +148,7 @@ def _tensor(onnx: Any, stored: Any, source: Path) -> Tensor:
         raise CheckpointError(f"{source}: {stored.name} is damaged: {' '.join(str(e).split())[:200]}") from e
 
 
-def _onnx() -> Any:
+def _onnx() -> ModuleType:
     try:
         import onnx
         import onnx.helper

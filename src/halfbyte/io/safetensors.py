@@ -73,10 +73,10 @@ def read_bytes(path: Path, limit: int) -> bytes:
     return content
 
 
-def parse_json(text: bytes, what: str) -> dict[str, Any]:
+def parse_json(text: bytes, what: str) -> dict[str, object]:
     """The JSON object in `text`; a duplicate name is an error."""
 
-    def unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(items: list[tuple[str, object]]) -> dict[str, object]:
         parsed = dict(items)
         "".join(parsed).encode()  # raises for an escaped lone surrogate, which is not text
         if len(parsed) < len(items):

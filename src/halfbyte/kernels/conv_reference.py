@@ -9,7 +9,6 @@ blocks (`layouts/convolution.py`), so that `reference.py`'s definitions for line
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ def patches(x: Tensor, sizes: Filter, window: Window, fill: float = 0) -> Tensor
     return torch.cat(taps, dim=-1)
 
 
-def _each_group(codes: Codes, sizes: Filter, x: Tensor, bias: Tensor | None, run: Callable[..., Tensor], *settings: Any) -> Tensor:
+def _each_group(codes: Codes, sizes: Filter, x: Tensor, bias: Tensor | None, run: Callable[..., Tensor], *settings: object) -> Tensor:
     """`run(patches, matrix, bias, *settings)` of each group, joined: [B, Co, Ho, Wo]."""
     biases = [None] * sizes.groups if bias is None else bias.chunk(sizes.groups)
     parts = [run(rows, matrix, group_bias, *settings) for rows, matrix, group_bias in zip(x, groups_of(codes, sizes), biases, strict=True)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,20 +149,20 @@ def linear_gradient(dy: Tensor, codes: Codes) -> Tensor:
     return dy.double() @ codes.dequantize(torch.float64)
 
 
-def grouped_linear(x: Tensor, codes: Codes, expert_ids: Tensor, bias: Tensor | None = None, **settings: Any) -> Tensor:
+def grouped_linear(x: Tensor, codes: Codes, expert_ids: Tensor, bias: Tensor | None = None, **settings: object) -> Tensor:
     """Each row with the weight of its expert: codes [E, N, K], bias [E, N], expert_ids [M] with x [M, K] -> float64 [M, N], or
     [M, T] with x [M, K] (shared) or [M, T, K] -> [M, T, N]. `settings` are compute and activation, as for `linear`.
     """
     return _by_expert(linear, x, codes, expert_ids, bias, settings)
 
 
-def grouped_error_bound(x: Tensor, codes: Codes, expert_ids: Tensor, bias: Tensor | None = None, **settings: Any) -> Tensor:
+def grouped_error_bound(x: Tensor, codes: Codes, expert_ids: Tensor, bias: Tensor | None = None, **settings: object) -> Tensor:
     """The error bound of a kernel for `grouped_linear`: that of `linear` with each expert."""
     return _by_expert(error_bound, x, codes, expert_ids, bias, settings)
 
 
 def _by_expert(
-    function: Callable[..., Tensor], x: Tensor, codes: Codes, ids: Tensor, bias: Tensor | None, settings: dict[str, Any]
+    function: Callable[..., Tensor], x: Tensor, codes: Codes, ids: Tensor, bias: Tensor | None, settings: dict[str, object]
 ) -> Tensor:
     experts, n, k = codes.shape
     rows = x.unsqueeze(1).expand(*ids.shape, k) if x.dim() == ids.dim() == 2 else x

@@ -30,14 +30,14 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 def render(
     template: str,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    documents: Sequence[Mapping[str, object]] | None = None,
     add_generation_prompt: bool = True,
     bos_token: str | None = None,
     eos_token: str | None = None,
-    **variables: Any,
+    **variables: object,
 ) -> str:
     """Renders a conversation as the text that the model was trained on, as transformers' `apply_chat_template` does.
 
@@ -73,7 +73,7 @@ def render(
     from halfbyte.language.template_limits import Limits, TemplateLimitError, limited
 
     try:
-        given: dict[str, Any] = {
+        given: dict[str, object] = {
             **tokens,
             **{name: _plain(value) for name, value in variables.items()},
             "messages": [_message(message) for message in messages],
@@ -100,14 +100,14 @@ def _check_mappings(name: str, values: object) -> None:
         raise ArgumentError(f"{name} are a list of dicts, got {type(values).__name__}: pass one dict for each of them")
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(message: Mapping[str, object]) -> dict[str, object]:
     """A message as templates get it: without keys that are None, its reasoning under all names."""
     plain = {key: _plain(value) for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value made of JSON's types alone, whose methods the sandbox knows; anything else becomes its type's name."""
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -126,7 +126,7 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def _size(value: Any) -> tuple[int, int]:
+def _size(value: object) -> tuple[int, int]:
     """(elements, characters) of a value."""
     if isinstance(value, str):
         return 1, len(value)
@@ -164,13 +164,13 @@ def _environment() -> LimitedEnvironment:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return [nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)]
 
-        def _content(self, caller: Any) -> Any:
+        def _content(self, caller: Any) -> object:
             return caller()
 
     class TemplateDict:
         """The global `dict`, of which attributes lead nowhere."""
 
-        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        def __call__(self, *args: Any, **kwargs: Any) -> dict[object, Any]:
             environment.count_value(args)
             return dict(*args, **kwargs)
 
@@ -181,7 +181,7 @@ def _environment() -> LimitedEnvironment:
     class TemplateNamespace(Namespace):
         """The global `namespace`, without attributes that begin with an underscore."""
 
-        def __init__(*args: Any, **kwargs: Any) -> None:  # so that `self` can be an attribute
+        def __init__(*args: object, **kwargs: object) -> None:  # so that `self` can be an attribute
             self, *rest = args
             environment.count_value(rest)
             attributes = dict(*rest, **kwargs)
@@ -189,7 +189,7 @@ def _environment() -> LimitedEnvironment:
                 _check_name(name)
             Namespace.__init__(self, attributes)
 
-        def __setitem__(self, name: str, value: Any) -> None:
+        def __setitem__(self, name: str, value: object) -> None:
             _check_name(name)
             Namespace.__setitem__(self, name, value)
 

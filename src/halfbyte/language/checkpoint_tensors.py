@@ -111,7 +111,7 @@ class EntriesSource:
     def __init__(
         self,
         path: Path,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         entries: Entries,
         quantize: Config | None = None,
         device: torch.device | None = None,
@@ -332,7 +332,7 @@ def open_checkpoint(
     sparse: bool | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
-) -> tuple[dict[str, Any], PackedTensors]:
+) -> tuple[dict[str, object], PackedTensors]:
     """Open a checkpoint of any kind.
 
     Args:
@@ -366,7 +366,7 @@ def _cache_of(path: Path, quantize: Config | None, header: File | None, sparse: 
     return open_cache(files, (quantize, sparse))
 
 
-def dtype_on_gpu(config: Mapping[str, Any]) -> torch.dtype:
+def dtype_on_gpu(config: Mapping[str, object]) -> torch.dtype:
     """Find the type of activations on a GPU: the one that config.json names if it has 16 bits, and otherwise bfloat16.
 
     A GGUF file names none. Most models are trained in bfloat16, and the hidden states of some leave the range of float16.
@@ -375,7 +375,7 @@ def dtype_on_gpu(config: Mapping[str, Any]) -> torch.dtype:
     return config_dtype if config_dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
-def _opened(path: Path, quantize: Config | None, header: File | None, device: torch.device | None) -> tuple[dict[str, Any], Source]:
+def _opened(path: Path, quantize: Config | None, header: File | None, device: torch.device | None) -> tuple[dict[str, object], Source]:
     if quantize is not None:
         from halfbyte.checkpoint.sources import open_floats
 

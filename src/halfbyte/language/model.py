@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from halfbyte.decoder.lower_gpu import GpuModel
     from halfbyte.nn.config import Config
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 _GUESSES = 8  # of a draft model
 
 
@@ -150,7 +150,7 @@ class LanguageModel:
         return self._model.most_decode
 
     def generate(
-        self, prompts: str | Sequence[int] | Sequence[Message] | Sequence[str], sampling: Sampling | None = None, **settings: Any
+        self, prompts: str | Sequence[int] | Sequence[Message] | Sequence[str], sampling: Sampling | None = None, **settings: object
     ) -> Any:
         """Generate the continuation of a prompt, or of several at the same time.
 
@@ -177,7 +177,9 @@ class LanguageModel:
             pass
         return generation
 
-    def stream(self, prompt: str | Sequence[int] | Sequence[Message], sampling: Sampling | None = None, **settings: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: str | Sequence[int] | Sequence[Message], sampling: Sampling | None = None, **settings: object
+    ) -> Iterator[str]:
         """Generate the continuation of a prompt piece by piece, in whole characters.
 
         Args:
@@ -189,7 +191,7 @@ class LanguageModel:
         """
         yield from self.stream_of(self.submit(prompt, sampling, **settings))
 
-    def submit(self, prompt: str | Sequence[int] | Sequence[Message], sampling: Sampling | None = None, **settings: Any) -> Generation:
+    def submit(self, prompt: str | Sequence[int] | Sequence[Message], sampling: Sampling | None = None, **settings: object) -> Generation:
         """Prepare a generation for `stream_of`; the same arguments as `stream`."""
         return self._batch.submit(self._ids(prompt), _sampling(sampling, settings))
 
@@ -232,7 +234,7 @@ class LanguageModel:
 
         return explain_decoder(self.spec, device, rows, dtype)
 
-    def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> str:
+    def chat_prompt(self, messages: Sequence[Message], **variables: object) -> str:
         """Render the messages of a chat with the model's chat template.
 
         Raises:
@@ -245,7 +247,7 @@ class LanguageModel:
         settings: dict[str, Any] = {**self.tokenizer.special_tokens, **variables}
         return render(template, messages, **settings)
 
-    def _ids(self, prompt: Any) -> list[int]:
+    def _ids(self, prompt: object) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         values: list[Any] = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) else [None]

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,7 +214,7 @@ class PackedCache:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def open_cache(files: Sequence[Path], settings: Any) -> PackedCache | None:
+def open_cache(files: Sequence[Path], settings: object) -> PackedCache | None:
     """Open what is stored of a model.
 
     Args:
@@ -351,7 +351,7 @@ def wait(timeout: float | None = None) -> None:
             thread.join(timeout)
 
 
-def summary() -> dict[str, Any]:
+def summary() -> dict[str, object]:
     """Tell what is stored: the number of models, their bytes, the bound, and why nothing is stored where that is so."""
     from halfbyte.kernels.cpu.codegen import jit
 

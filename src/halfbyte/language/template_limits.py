@@ -114,7 +114,7 @@ class _Budget:
             elif isinstance(item, str | bytes):
                 self.use(0, len(item))
 
-    def use_result(self, value: Any) -> Any:
+    def use_result(self, value: object) -> object:
         """Counts what an operation has made, and returns it."""
         self.use(0, len(value) if isinstance(value, _TYPES_WITH_LENGTH) else 0)
         return value
@@ -145,7 +145,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: object) -> None:
         # Not optimized: constant expressions would be computed as the template is compiled.
         super().__init__(optimized=False, finalize=_finalize, extensions=["jinja2.ext.loopcontrols"], **settings)
         for name in _REMOVED_FILTERS:
@@ -156,7 +156,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         tests: Mapping[str, Any] = self.tests
         self.tests.update({name: _counted_test(function) for name, function in tests.items()})
 
-    def add_filter(self, name: str, function: Callable[..., Any]) -> None:
+    def add_filter(self, name: str, function: Callable[..., object]) -> None:
         """Adds a filter, whose work is counted."""
         self.filters[name] = _counted_filter(name, function)
 
@@ -165,7 +165,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         _Counted().visit(tree)
         return tree.set_environment(self)  # type: ignore[return-value]  # returns the node itself
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         """Computes an operator that may make something large."""
         budget = _budget()
         budget.use(1, _length_of_binop(operator, left, right))
@@ -187,7 +187,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             budget.use_value(args)
         return budget.use_result(super().call(__context, __obj, *args, **kwargs))
 
-    def getitem(self, obj: Any, argument: Any) -> Any:
+    def getitem(self, obj: object, argument: object) -> object:
         """An element or attribute; a tuple is hashed element by element."""
         if isinstance(argument, tuple):
             _budget().use_value(argument)
@@ -198,16 +198,16 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         _budget().use(1, characters)
         return True
 
-    def count_value(self, value: Any) -> Any:
+    def count_value(self, value: object) -> object:
         """Counts a value that is compared or concatenated."""
         _budget().use_value(value)
         return value
 
-    def count_result(self, value: Any) -> Any:
+    def count_result(self, value: object) -> object:
         """Counts a value that has been made."""
         return _budget().use_result(value)
 
-    def concatenate(self, *values: Any) -> str:
+    def concatenate(self, *values: object) -> str:
         """The operator ~."""
         budget = _budget()
         texts = []
@@ -220,7 +220,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 @pass_context
-def _finalize(context: Context, value: Any) -> Any:
+def _finalize(context: Context, value: object) -> object:
     """Counts what is printed. Takes the context so that jinja2 does not call it as it compiles."""
     budget = _budget()
     if not isinstance(value, str):
@@ -290,7 +290,7 @@ def _literal_characters(body: Sequence[nodes.Node]) -> int:
     return sum(len(data.data) for data in [*inner, *(node for node in body if isinstance(node, nodes.TemplateData))])
 
 
-def _length_of_binop(operator: str, left: Any, right: Any) -> int:
+def _length_of_binop(operator: str, left: object, right: object) -> int:
     """How long the result of an operator may be. Raises TemplateLimitError for one that is absurd."""
     if operator == "+":
         return sum(len(value) for value in (left, right) if isinstance(value, _TYPES_WITH_LENGTH))
@@ -308,7 +308,7 @@ def _length_of_binop(operator: str, left: Any, right: Any) -> int:
     return 0
 
 
-def _digits(value: Any) -> int:
+def _digits(value: object) -> int:
     """Roughly the decimal digits of an integer."""
     return 1 + value.bit_length() // 3 if isinstance(value, int) else 0
 
@@ -319,7 +319,7 @@ def _checked_digits(count: int) -> int:
     return count
 
 
-def _check_format(template: str | bytes, values: Sequence[Any]) -> None:
+def _check_format(template: str | bytes, values: Sequence[object]) -> None:
     """Raises TemplateLimitError for a format with a huge width; counts what is formatted."""
     budget = _budget()
     text = template.decode("latin-1") if isinstance(template, bytes) else template
@@ -336,7 +336,7 @@ def _check_format(template: str | bytes, values: Sequence[Any]) -> None:
         raise TemplateLimitError("it formats a value with a width of 10000 or more")
 
 
-def _check_method(budget: _Budget, name: str, owner: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_method(budget: _Budget, name: str, owner: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Counts the result of a builtin method before it is made: one that can be longer than its arguments, and what is compared."""
     numbers = sum(value for value in (*args, *kwargs.values()) if isinstance(value, int) and value > 0)
     length = len(owner) if isinstance(owner, _TYPES_WITH_LENGTH) else 1
@@ -358,20 +358,20 @@ def _check_method(budget: _Budget, name: str, owner: Any, args: tuple[Any, ...],
             budget.use_value(value)
 
 
-def _replaced(text: Any, old: Any, new: Any) -> int:
+def _replaced(text: Any, old: object, new: Any) -> int:
     """The characters that replacing adds at most."""
     if not isinstance(old, type(text)) or not isinstance(new, type(text)):
         return 0
     return int(text.count(old)) * len(new) if old else (len(text) + 1) * len(new)
 
 
-def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _counted_filter(name: str, function: Callable[..., object]) -> Callable[..., object]:
     """A filter that counts its input before and its result after it has run."""
 
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)  # takes jinja2's mark with it, by which a filter gets the environment or the context
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: object, **kwargs: object) -> object:
         budget = _budget()
         value, rest = args[first], (*args[first + 1 :], *kwargs.values())
         if name in ("join", "sum") and not isinstance(value, _TYPES_WITH_LENGTH) and hasattr(value, "__iter__"):
@@ -390,7 +390,7 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     return counted
 
 
-def _check_filter(budget: _Budget, name: str, value: Any, rest: Sequence[Any]) -> None:
+def _check_filter(budget: _Budget, name: str, value: object, rest: Sequence[object]) -> None:
     """Counts the result of a filter that can be much longer than its arguments before it is made."""
     if name == "format":
         _check_format(str(value), rest)
@@ -406,20 +406,20 @@ def _check_filter(budget: _Budget, name: str, value: Any, rest: Sequence[Any]) -
         budget.use(0, (1 + _length(value)) * sum(_length(other) for other in rest))
 
 
-def _length(value: Any) -> int:
+def _length(value: object) -> int:
     return len(value) if isinstance(value, _TYPES_WITH_LENGTH) else max(value, 1) if isinstance(value, int) else 1
 
 
-def _counted_elements(elements: Iterator[Any]) -> Iterator[Any]:
+def _counted_elements(elements: Iterator[object]) -> Iterator[object]:
     """The elements of a filter that makes them as they are needed."""
     for element in elements:
         _budget().use(1)
         yield element
 
 
-def _counted_test(function: Callable[..., Any]) -> Callable[..., Any]:
+def _counted_test(function: Callable[..., object]) -> Callable[..., object]:
     @wraps(function)
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: object, **kwargs: object) -> object:
         budget = _budget()
         budget.use(1)
         if len(args) > 1:  # is compared with something

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halfbyte.checkpoint.files import COMPANION_BYTES
 from halfbyte.checkpoint.gguf import chat_templates
@@ -22,6 +22,9 @@ from halfbyte.checkpoint.native.manifest import CONFIG
 from halfbyte.errors import CheckpointError
 from halfbyte.io.files import is_file
 from halfbyte.io.safetensors import load_json, read_bytes
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
 
 FILE, SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -87,7 +90,7 @@ def _naming_the_folder(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"no tokenizer can be made from {FILE} and {SETTINGS} of {folder} ({why}): copy them again") from e
 
 
-def _as_its_class(backend: Any, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def _as_its_class(backend: Tokenizer, settings: Mapping[str, object], config: Mapping[str, object]) -> None:
     """Replaces what transformers' class of the tokenizer replaces in tokenizer.json: the way in which spaces begin a text."""
     stated = settings.get("tokenizer_class") or config.get("tokenizer_class")
     name = stated.removesuffix("Fast") if isinstance(stated, str) else ""
@@ -103,7 +106,7 @@ def _as_its_class(backend: Any, settings: Mapping[str, Any], config: Mapping[str
                 step.add_prefix_space = bool(prefix)
 
 
-def _as_llama(backend: Any, prefix: bool, legacy: bool) -> None:
+def _as_llama(backend: Tokenizer, prefix: bool, legacy: bool) -> None:
     """The normalizer, pre-tokenizer and decoder of transformers' LlamaTokenizer."""
     from tokenizers import decoders, pre_tokenizers
 
@@ -119,7 +122,7 @@ def _described(component: Any) -> str:
     return "" if component is None else str(component.__getstate__(), "utf-8")
 
 
-def decoder_steps(backend: Any) -> list[dict[str, Any]]:
+def decoder_steps(backend: Any) -> list[dict[str, object]]:
     """The steps of a tokenizer's decoder as in tokenizer.json; a Sequence is its elements, no decoder is no step."""
     described = _described(backend.decoder)
     return list(_flat(json.loads(described))) if described else []
@@ -133,10 +136,10 @@ def _flat(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield step
 
 
-def _add_tokens(backend: Any, folder: Path, settings: Mapping[str, Any], make: Any) -> dict[str, str]:
+def _add_tokens(backend: Tokenizer, folder: Path, settings: Mapping[str, Any], make: type[AddedToken]) -> dict[str, str]:
     """Add the tokens that the files next to tokenizer.json name, and returns the special ones by transformers' names."""
     stated = dict(settings)
-    described: dict[int, Any] = {}  # by id
+    described: dict[int, AddedToken] = {}  # by id
     if (listed := stated.pop("added_tokens_decoder", None)) is not None:
         described = {int(i): make(**token) for i, token in listed.items()}
     else:
@@ -158,13 +161,13 @@ def _add_tokens(backend: Any, folder: Path, settings: Mapping[str, Any], make: A
         if text not in there:
             tokens.append(make(text, special=True))
             there.add(text)
-    for token in tokens:
-        token.special = token.special or token.content in special.values()
+    for added in tokens:
+        added.special = added.special or added.content in special.values()
     backend.add_tokens(tokens)
     return special
 
 
-def _special_tokens(stated: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _special_tokens(stated: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Names and texts of the special tokens: those of `_NAMES`, and a model's own, such as `image_token`."""
     extra = stated.get("extra_special_tokens")
     for name, value in [*stated.items(), *(extra.items() if isinstance(extra, Mapping) else ())]:
@@ -178,19 +181,19 @@ def _extra_tokens(stated: Mapping[str, Any]) -> Iterable[str]:
     return [] if isinstance(extra, Mapping) else [_text("extra_special_tokens", token) for token in extra]
 
 
-def _text(name: str, token: Any) -> str:
+def _text(name: str, token: object) -> str:
     content = token.get("content") if isinstance(token, Mapping) else "" if token is None else token
     if not isinstance(content, str):
         raise CheckpointError(f"{name} of {SETTINGS} is a text or an added token, got {short(token)}: repair or remove it")
     return content
 
 
-def _flags(token: Any) -> dict[str, bool]:
+def _flags(token: object) -> dict[str, bool]:
     """The flags of an added token as a file states it."""
     return {key: bool(value) for key, value in token.items() if key not in ("content", "__type")} if isinstance(token, Mapping) else {}
 
 
-def _end_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:
+def _end_ids(folder: Path, config: Mapping[str, object]) -> list[int]:
     """The ids of eos_token_id in generation_config.json; where there is no such file, in config.json."""
     file = folder / generation_settings.FILE
     stated: Any

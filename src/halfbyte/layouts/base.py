@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +47,7 @@ class Packed:
     sparse: bool | None = None
     source_format: Format | None = None
     name: str = field(default="", kw_only=True)
-    calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
+    calls: Bounded[Hashable, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -56,7 +57,7 @@ class Packed:
         name = self.name if self.source_format is None else f"{self.source_format} as {self.name}"
         return f"Packed({name}, {list(self.shape)}, {self.layout} on {self.data.device})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.format, self.shape, self.layout, self.data, self.sparse, self.source_format)
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -168,14 +168,14 @@ class PackedConv:
     data: Tensor
     name: str = field(default="", kw_only=True)
     numbers: tuple[int, ...] = field(default=(), kw_only=True)
-    calls: Bounded[Any, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
+    calls: Bounded[Hashable, Any] = field(init=False, repr=False, default_factory=lambda: Bounded(CALLS))
 
     def __post_init__(self) -> None:
         if not self.name:
             object.__setattr__(self, "name", str(self.sizes.format))
             object.__setattr__(self, "numbers", self.sizes.numbers)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.sizes, self.layout, self.data)
 
     def __repr__(self) -> str:

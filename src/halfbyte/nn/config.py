@@ -94,7 +94,7 @@ class Config:
     activation: str = "block"
     embedding: str | Format | None = "q8_0"
     activations: str = "dynamic"
-    calibration: Calibration | Tensor | Iterable[Any] | None = field(default=None, repr=False, compare=False)
+    calibration: Calibration | Tensor | Iterable[object] | None = field(default=None, repr=False, compare=False)
     observer: Observer = "minmax"
     strict: bool = False
 
@@ -174,7 +174,7 @@ class Config:
         return as_format(self.embedding) if kind in ("Embedding", "EmbeddingBag") and self.embedding is not None else fmt
 
 
-def _check_settings(cls: type, settings: Mapping[str, Any]) -> None:
+def _check_settings(cls: type, settings: Mapping[str, object]) -> None:
     """Raises ArgumentError for a setting that no Config has; `cls` is what it was given to."""
     known = [setting.name for setting in fields(Config)]
     for name, value in settings.items():
@@ -196,7 +196,7 @@ def as_config(config: Config | Format | str) -> Config:
     return Config(config)
 
 
-def take_calibration(config: Config, given: Any, *, in_memory: bool = True) -> tuple[Config, Any]:
+def take_calibration(config: Config, given: object, *, in_memory: bool = True) -> tuple[Config, Any]:
     """The config without its calibration, and the calibration: `given`, or else the config's own.
 
     Raises ArgumentError for a config that needs calibration and has none, or has one that it does not use; UnsupportedError for static

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ after_quantizing: list[Callable[[nn.Module], None]] = []
 def quantize_(
     model: nn.Module,
     config: Config | Format | str,
-    calibration: Calibration | Tensor | Iterable[Any] | None = None,
+    calibration: Calibration | Tensor | Iterable[object] | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
     """Quantize the Linear, Embedding, EmbeddingBag, Conv1d and Conv2d modules of a model, and its stacks of experts, in place.
@@ -78,7 +78,7 @@ def quantize_(
 
 
 def _quantize_expanded_(
-    model: nn.Module, config: Config, calibration: Calibration | Tensor | Iterable[Any] | None, progress: Progress | None
+    model: nn.Module, config: Config, calibration: Calibration | Tensor | Iterable[object] | None, progress: Progress | None
 ) -> nn.Module:
     found, present = candidates(model), quantized(model)
     decisions = decide(found, config)
@@ -180,7 +180,7 @@ def put_quantized_(
     return kept
 
 
-def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, images: Any) -> nn.Module:
+def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, images: object) -> nn.Module:
     """`quantize_` with static activations: to a network on int8 codes."""
     check_type(images, Iterable, 'activations="static" takes batches of images', "pass a DataLoader or a list of tensors")
     for name, fmt in formats_of(decisions).items():
@@ -206,7 +206,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
         error, bias = relative_error(layer.weight, codes), None if layer.bias is None else layer.bias.detach()
         return LayerWeight(pack_weight(layer, codes, layer.weight.device), bias, error)
 
-    network = on_codes(model, images, weight_of, observer=config.observer)
+    network = on_codes(model, cast("Iterable[object]", images), weight_of, observer=config.observer)
     from_ = calibrated(network)
     assert from_ is not None
     replace_(model, network)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -93,12 +92,11 @@ def _float_module(module: QuantModule, weights: dict[int, nn.Parameter], dtype: 
         if not isinstance(module, QuantEmbedding | QuantEmbeddingBag):
             float_module.bias = module.bias
     keep_hooks(module, float_module)
-    return float_module.train(module.training)  # type: ignore[no-any-return]
+    return float_module.train(module.training)
 
 
-def _skeleton(module: QuantModule, weight: nn.Parameter) -> Any:
+def _skeleton(module: QuantModule, weight: nn.Parameter) -> nn.Module:
     """The float module without its weight on the meta device; a Conv1D of transformers and experts already with it."""
-    float_module: Any
     if isinstance(module, QuantExperts):
         return StackedExperts(weight, module.transposed)
     if module.transposed:
@@ -112,9 +110,15 @@ def _skeleton(module: QuantModule, weight: nn.Parameter) -> Any:
             set_factor(float_module, module.embed_scale)
         return float_module
     if isinstance(module, QuantEmbeddingBag):
-        settings: Any = {"mode": module.mode, "padding_idx": module.padding_idx, "include_last_offset": module.include_last_offset}
-        return nn.EmbeddingBag(module.num_embeddings, module.embedding_dim, **settings, device="meta")
+        return nn.EmbeddingBag(
+            module.num_embeddings,
+            module.embedding_dim,
+            mode=module.mode,
+            padding_idx=module.padding_idx,
+            include_last_offset=module.include_last_offset,
+            device="meta",
+        )
     assert isinstance(module, QuantConv2d)
-    kind: Any = nn.Conv1d if isinstance(module, QuantConv1d) else nn.Conv2d
+    kind: Callable[..., nn.Module] = nn.Conv1d if isinstance(module, QuantConv1d) else nn.Conv2d
     sizes = (module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding, module.dilation)
     return kind(*sizes, module.groups, bias=False, device="meta")

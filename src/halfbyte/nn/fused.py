@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +148,7 @@ class _Group:
     def __post_init__(self) -> None:
         self.check = digest(self.packed.data)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self.join()  # a copy's biases are no views yet
 
@@ -301,7 +300,7 @@ class FusedLinear(DerivedLinear):
             biases = functional.pad(bias.float(), (rows.start, whole.shape[0] - rows.stop))
         return ops.linear(x, whole, biases, compute=self.compute, activation=self.activation)[..., rows]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         view_data, whole = self.packed_data, self._group.packed.data
         if view_data.data_ptr() != whole.data_ptr() and torch.equal(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import fx, nn
@@ -57,10 +57,10 @@ def fuse_convolutions_(model: nn.Module) -> None:
 class _Fused(nn.Module):
     """Mixed in before the class of a module (its second base class) to replace its forward."""
 
-    fused: Any
+    fused: Callable[..., object]
     inner: Inner
 
-    def forward(self, *images: Any, **named: Any) -> Any:
+    def forward(self, *images: object, **named: object) -> object:
         if self.training:
             return super().forward(*images, **named)
         if not torch.compiler.is_compiling():
@@ -70,11 +70,11 @@ class _Fused(nn.Module):
                 return _again(self)(*images, **named)
         return self.fused(*images, **named)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return _fused_again, (type(self).__mro__[2], self.__dict__)
 
 
-def _fused_again(kind: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+def _fused_again(kind: type[nn.Module], state: dict[str, object]) -> nn.Module:
     model = kind.__new__(kind)
     model.__dict__.update(state)
     fuse_convolutions_(model)

@@ -4,7 +4,7 @@ replaces it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ def quantized_module(
         quantized = QuantExperts(packed, compute, activation, dtype=dtype, error=error)
     else:
         assert isinstance(module, nn.Linear | QuantLinear) or is_conv1d(module)
-        bias: Any = module.bias
+        bias = cast("Tensor | None", module.bias)
         quantized = QuantLinear(packed, bias, compute, "row" if activation == "image" else activation, dtype=dtype, error=error)
     quantized.transposed = is_transposed(module)
     keep_hooks(module, quantized)

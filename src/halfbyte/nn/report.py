@@ -143,7 +143,7 @@ def report(model: nn.Module) -> Report:
     """List which modules of a model are quantized and which are not, with reasons and bytes.
 
     Args:
-        model: Any model.
+        model: A model, quantized or not.
 
     Returns:
         The report, with one row per module that has parameters; `str()` is a table.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def check_clamp(low: float, high: float) -> None:
 
 def code_range(clamp: tuple[int, int] | None) -> tuple[int, int]:
     """The lowest and the highest code of a result; the table's check says whether they are int8."""
-    ends: Sequence[Any] = (-128, 127) if clamp is None else clamp
+    ends: Sequence[int] = (-128, 127) if clamp is None else clamp
     low, high = ends
     if not all(isinstance(end, Integral) for end in ends):
         raise ArgumentError(f"clamp takes codes, whole numbers in -128 … 127, got ({low!r}, {high!r}): write (out_zero, 127) for ReLU")

@@ -21,6 +21,7 @@ from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_d
 from halfbyte.ops.tensors import aligned, empty_sum, empty_sum_codes
 
 if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.linear.linear import LinearKernel
     from halfbyte.kernels.cpu.steps import Step
 
 _INFINITE = float("inf")
@@ -71,15 +72,15 @@ def linear(
         x = x.reshape(-1, k)
         if x.stride(1) != 1:
             x = x.contiguous()
-        return kernel(x, weight.data_ptr(), bias, low, high, residual).view((*shape[:-1], n))  # type: ignore[no-any-return]
-    return kernel(x, weight.data_ptr(), bias, low, high, residual)  # type: ignore[no-any-return]
+        return kernel(x, weight.data_ptr(), bias, low, high, residual).view((*shape[:-1], n))
+    return kernel(x, weight.data_ptr(), bias, low, high, residual)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, compute: str, activation: str) -> Tensor:
     return linear(x, weight, bias, None, format, n, k, compute, activation, -_INFINITE, _INFINITE, gelu=True)
 
 
-def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str, gelu: bool) -> Any:
+def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str, gelu: bool) -> LinearKernel:
     """Check what all calls of this kind have in common, and find the kernel."""
     from halfbyte.dispatch.choose import cpu_kernel
 

@@ -6,10 +6,8 @@ Calls of linear layers with the same shapes, dtypes and settings share a tape (`
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,15 +56,18 @@ def packed_linear(
     replay = packed.calls.get(key)
     if replay is not None and current_recording() is None and (y := replay(x, packed.data, bias, residual)) is not None:
         return y  # type: ignore[no-any-return]
-    settings = (packed.name, *packed.shape, compute, activation, low, high)
+    settings = (packed.name, packed.shape[0], packed.shape[1], compute, activation, low, high)
     y = linear(x, packed.data, bias, residual, *settings)
     if replay is None and (tape := tapes.get(key_of((x, packed.data, bias, residual), "linear", *settings))) is not None and tape.replay:
         packed.calls[key] = tape.replay
     return y
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
-    """The op. settings: format, n, k, compute, activation, low, high."""
+LinearSettings = tuple[str, int, int, str, str, float, float]  # format, n, k, compute, activation, low, high
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: *LinearSettings) -> Tensor:
+    """The op."""
     if bias is not None and bias.dtype == torch.float64:
         bias = bias.float()
     key = (
@@ -138,7 +139,7 @@ def _run(problem: Problem, x: Tensor, weight: tuple[Tensor, gpu_tiles.Geometry],
     plain.linear(problem, x, weight[0], out, epilogue)
 
 
-def run_first(choice: Choice[Problem, GpuCandidate], here: Gpu, arguments: Sequence[Any]) -> None:
+def run_first(choice: Choice[Problem, GpuCandidate], here: Gpu, arguments: tuple[Tensor, *tuple[object, ...]]) -> None:
     """Run the first option of `choice` that runs on this GPU; those before it are not chosen again."""
     problem = choice.problem
     recording = current_recording()

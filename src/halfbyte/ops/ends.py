@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +22,7 @@ def ends(low: float | None, high: float | None) -> tuple[float, float]:
 def bounded(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`run`, whose last two arguments are the ends of a clamp, with those of an op."""
 
-    def with_ends(*arguments: Any) -> Tensor:
+    def with_ends(*arguments: *tuple[*tuple[object, ...], float | None, float | None]) -> Tensor:
         *others, low, high = arguments
         return run(*others, *ends(low, high))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol, TypeVarTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from halfbyte.ops import functions
 from halfbyte.ops.checks import check_floats, check_here
 from halfbyte.ops.library import has_tangent, loops, transformed
 from halfbyte.quantizers import quantize_to_grid
+
+_Settings = TypeVarTuple("_Settings")
 
 
 def fake_quantize(weight: Tensor, format: str | Format, method: str = "absmax", *, name: str = "weight") -> Tensor:
@@ -83,7 +85,7 @@ def fake_quantize_images(x: Tensor) -> Tensor:
     return _straight_through(x, _fake_quantize_images)
 
 
-def _straight_through(x: Tensor, op: Callable[..., Tensor], *settings: Any) -> Tensor:
+def _straight_through(x: Tensor, op: Callable[[Tensor, Unpack[_Settings]], Tensor], *settings: *_Settings) -> Tensor:
     """op(x, *settings) with the derivative of the identity."""
     check_here(x, "the input")
     check_floats(x, "fake quantization takes activations")
@@ -121,7 +123,7 @@ def _fake_quantize_given(rows: Tensor, scale: Tensor, zero: Tensor | None, forma
 
 @_fake_quantize.register_fake
 @_fake_quantize_given.register_fake
-def _(rows: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(rows: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.shape), rows.new_empty(rows.shape, dtype=torch.bool)
 
 
@@ -164,21 +166,30 @@ def _blocks(rows: Tensor, fmt: Format) -> Tensor:
     return (torch.nn.functional.pad(rows, (0, short)) if short else rows).reshape(len(rows), -1, size)
 
 
-def _keep_inside(ctx: Any, inputs: Any, output: Any) -> None:
+class _Context(Protocol):
+    """What torch keeps between the forward and the gradient."""
+
+    format: str
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
+def _keep_inside(ctx: _Context, inputs: object, output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(output[1])
 
 
-def _weight_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _weight_gradient(ctx: _Context, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     (inside,) = ctx.saved_tensors
     return grad * inside, None, None, None
 
 
-def _keep_given(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep_given(ctx: _Context, inputs: tuple[Tensor, Tensor, Tensor | None, str, str], output: tuple[Tensor, Tensor]) -> None:
     rows, scale, zero, ctx.format, _ = inputs
     ctx.save_for_backward(rows, scale, zero, *output)
 
 
-def _given_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _given_gradient(ctx: _Context, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     rows, scale, zero, rounded, inside = ctx.saved_tensors
     fmt = as_format(ctx.format)
     slope = _slope(rows, scale, zero, rounded, inside, fmt)
@@ -234,7 +245,7 @@ def _fake_quantize_images(x: Tensor) -> Tensor:
 
 @_fake_quantize_activation.register_fake
 @_fake_quantize_images.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
+def _(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -28,8 +28,8 @@ class _DeviceGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self.pools: dict[int, Any] = {}
-        self.lost: list[Any] = []
+        self.pools: dict[int, torch.cuda.CUDAGraph] = {}
+        self.lost: list[torch.cuda.CUDAGraph] = []
 
 
 # What graphs share, by the index of the device: created by its first capture, and never invalidated. Captures of one device must not
@@ -49,7 +49,7 @@ class CapturedGraph:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._graph = device, torch.cuda.CUDAGraph()
-        self._owner: Any = None
+        self._owner: tuple[int, int, int] | None = None
         here = torch.cuda.current_stream(device)
         self._replayed_on = here.cuda_stream
         self._shared = _devices.get(here.device_index) or _devices.setdefault(here.device_index, _DeviceGraphs(device))
@@ -100,7 +100,7 @@ class CapturedGraph:
             scratch.release(self._owner)
 
 
-def _trivial(device: torch.device) -> Any:
+def _trivial(device: torch.device) -> torch.cuda.CUDAGraph:
     """A graph that does nothing of use, captured on the current stream. What torch keeps of graphs that share memory goes with the last of
     them, and cannot be taken up again."""
     graph = torch.cuda.CUDAGraph()

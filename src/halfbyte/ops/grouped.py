@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from halfbyte.layouts.base import Packed
 from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, packed_bytes, place
 from halfbyte.ops.library import OPS, autocast, casts, differentiated, loops, plain, transformed
 from halfbyte.ops.tensors import aligned
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.linear.linear import LinearKernel
 
 
 def grouped_linear(
@@ -74,6 +77,9 @@ def grouped_linear(
         raise
 
 
+_Sizes = tuple[str, int, int, int, str, str]  # `_Settings`, in its order
+
+
 class _Settings(NamedTuple):
     """The arguments of the op besides tensors: a weight of `experts` matrices [n, k]."""
 
@@ -109,7 +115,7 @@ def _check(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, s: _Sett
         raise ArgumentError(f"the bias of {s.experts} experts is {wanted}, got {got}")
 
 
-def _grouped(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+def _grouped(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: *_Sizes) -> Tensor:
     """The op."""
     s = _Settings(*settings)
     shape = _shape(x, ids, s)
@@ -149,11 +155,10 @@ def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
 
 
 @functools.lru_cache(maxsize=1024)  # to import at each call takes longer
-def _cpu_kernel(s: _Settings, dtype: torch.dtype) -> Any:
+def _cpu_kernel(s: _Settings, dtype: torch.dtype) -> LinearKernel:
     from halfbyte.dispatch.choose import cpu_kernel
 
-    settings: Any = {"compute": s.compute, "activation": s.activation}
-    return cpu_kernel(Problem("grouped_linear", 1, s.n, s.k, as_format(s.format), dtype, **settings))
+    return cpu_kernel(Problem("grouped_linear", 1, s.n, s.k, as_format(s.format), dtype, s.compute, s.activation))  # type: ignore[arg-type]
 
 
 def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
@@ -182,6 +187,19 @@ def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
     return multiply
 
 
+class _Context(Protocol):
+    """What torch keeps between the forward and the derivatives of `_GroupedLinear`."""
+
+    settings: _Settings
+    shared: bool
+    bias_dtype: torch.dtype
+    saved_tensors: tuple[Tensor, Tensor]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+    def save_for_forward(self, *tensors: Tensor) -> None: ...
+
+
 class _GroupedLinear(torch.autograd.Function):
     """dX[p] = dY[p] · W[id[p]] and dB[e] = sum of dY[p] with id[p] = e, with the dequantized W, whatever the compute of the forward; the
     weights are frozen."""
@@ -189,20 +207,20 @@ class _GroupedLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             return OPS.grouped_linear.default(x, weight, ids, bias, *settings)  # type: ignore[no-any-return]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, ids, bias, *settings = inputs
-        ctx.settings, ctx.shared = _Settings(*settings), x.dim() < ids.dim() + 1
-        ctx.bias_dtype = None if bias is None else bias.dtype
+    def setup_context(ctx: _Context, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, *_Sizes], output: Tensor) -> None:
+        x, weight, ids, bias = inputs[:4]
+        ctx.settings, ctx.shared = _Settings(*inputs[4:]), x.dim() < ids.dim() + 1
+        ctx.bias_dtype = x.dtype if bias is None else bias.dtype
         ctx.save_for_backward(weight, ids)
         ctx.save_for_forward(weight, ids)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, ids = ctx.saved_tensors
         s, grad_x, grad_bias = ctx.settings, None, None
         rows = grad.reshape(-1, s.n)
@@ -215,7 +233,7 @@ class _GroupedLinear(torch.autograd.Function):
         return (grad_x, None, None, grad_bias, *[None] * len(s))
 
     @staticmethod
-    def jvp(ctx: Any, x: Tensor, _: Any, __: Any, bias: Tensor | None, *settings: Any) -> Tensor:
+    def jvp(ctx: _Context, x: Tensor, _: object, __: object, bias: Tensor | None, *settings: object) -> Tensor:
         """Takes tangents."""
         weight, ids = ctx.saved_tensors
         s = ctx.settings
@@ -240,14 +258,14 @@ def _by_expert(rows: Tensor, ids: Tensor, experts: int, matrix: Callable[[int], 
     return torch.cat([*products, rows.new_zeros(len(absent), width)])[torch.cat([*places, absent]).argsort()]
 
 
-def _autograd(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+def _autograd(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
     if differentiated(x, bias, None):
         return _GroupedLinear.apply(x, weight, ids, bias, *settings)  # type: ignore[no-any-return,no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return OPS.grouped_linear.default(x, weight, ids, bias, *settings)  # type: ignore[no-any-return]
 
 
-def _fake(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: *_Sizes) -> Tensor:
     return x.new_empty(_shape(x, ids, _Settings(*settings)))
 
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,9 @@ def plain(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None)
     )
 
 
-def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, format: str, n: int, k: int, *_: Any) -> Tensor:
+def _linear_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, format: str, n: int, k: int, *_: object
+) -> Tensor:
     if x.dim() == 0 or x.shape[-1] != k:
         raise ArgumentError(f"a weight of shape [{n}, {k}] takes activations [..., {k}], got {list(x.shape)}")
     return x.new_empty((*x.shape[:-1], n))
@@ -90,11 +92,29 @@ class Gradients(NamedTuple):
     outputs  the shape of a bias that is added to y
     """
 
-    op: Any
+    op: Callable[..., Tensor]
     product: Callable[..., Tensor]
     of_x: Callable[..., Tensor]
     of_bias: Callable[[Tensor], Tensor]
     outputs: tuple[int, ...]
+
+
+class _Context(Protocol):
+    """What torch keeps between the forward and the derivatives of `_Differentiable`."""
+
+    gradients: Gradients
+    shape: torch.Size
+    bias_dtype: torch.dtype
+    settings: tuple[object, ...]
+    clamp: tuple[float, float]
+    saved_tensors: tuple[Tensor, Tensor | None]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def save_for_forward(self, *tensors: Tensor | None) -> None: ...
+
+
+_Inputs = tuple[Gradients, Tensor, Tensor, "Tensor | None", "Tensor | None", *tuple[object, ...], "float | None", "float | None"]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -103,40 +123,40 @@ class _Differentiable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradients: Gradients, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+    def forward(gradients: Gradients, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: object) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            return gradients.op(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
+            return gradients.op(x, weight, bias, residual, *settings)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        gradients, x, weight, bias, _, *settings = inputs
-        ctx.gradients, ctx.shape, ctx.bias_dtype, ctx.settings = gradients, x.shape, None if bias is None else bias.dtype, tuple(settings)
-        clamped = output if ctx.settings[-2:] != (None, None) else None
+    def setup_context(ctx: _Context, inputs: _Inputs, output: Tensor) -> None:
+        gradients, x, weight, bias, _, *settings, low, high = inputs
+        ctx.gradients, ctx.shape, ctx.bias_dtype = gradients, x.shape, x.dtype if bias is None else bias.dtype
+        ctx.settings, ctx.clamp = (*settings, low, high), ends(low, high)
+        clamped = None if low is None and high is None else output
         ctx.save_for_backward(weight, clamped)
         ctx.save_for_forward(weight, clamped)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, output = ctx.saved_tensors
-        grad = _unclamped(grad, output, ctx.settings)
+        grad = _unclamped(grad, output, *ctx.clamp)
         _, x_too, _, bias_too, residual_too = ctx.needs_input_grad[:5]
         grad_x = ctx.gradients.of_x(grad, weight, ctx.shape, *ctx.settings) if x_too else None
         grad_bias = ctx.gradients.of_bias(grad).to(ctx.bias_dtype) if bias_too else None
         return (None, grad_x, None, grad_bias, grad if residual_too else None, *[None] * len(ctx.settings))
 
     @staticmethod
-    def jvp(ctx: Any, _: None, x: Tensor, __: Any, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+    def jvp(ctx: _Context, _: None, x: Tensor, __: object, bias: Tensor | None, residual: Tensor | None, *settings: object) -> Tensor:
         """Takes tangents."""
         weight, output = ctx.saved_tensors
         y: Tensor = ctx.gradients.product(x, weight, *ctx.settings)
         if bias is not None:
             y = y + bias.to(y.dtype).view(ctx.gradients.outputs)
-        return _unclamped(y if residual is None else y + residual, output, ctx.settings)
+        return _unclamped(y if residual is None else y + residual, output, *ctx.clamp)
 
 
-def _unclamped(derivative: Tensor, output: Tensor | None, settings: tuple[Any, ...]) -> Tensor:
+def _unclamped(derivative: Tensor, output: Tensor | None, low: float, high: float) -> Tensor:
     """A derivative, 0 where the output is clamped; `output`: None where it has no clamp."""
-    low, high = ends(*settings[-2:])
     return derivative if output is None else torch.where((output > low) & (output < high), derivative, 0)
 
 
@@ -147,7 +167,7 @@ def differentiable(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    *settings: Any,
+    *settings: object,
 ) -> Tensor:
     """The op under autograd; `run` is the op on the device of x, `bounded`."""
     if differentiated(x, bias, residual):
@@ -155,15 +175,15 @@ def differentiable(
     if plain(x, bias, residual):  # a second dispatch would take as long as a small kernel
         return run(x, weight, bias, residual, *settings)
     with torch._C._AutoDispatchBelowAutograd():
-        return gradients.op(x, weight, bias, residual, *settings)  # type: ignore[no-any-return]
+        return gradients.op(x, weight, bias, residual, *settings)
 
 
-def _linear_product(x: Tensor, weight: Tensor, format: str, n: int, k: int, *_: Any) -> Tensor:
+def _linear_product(x: Tensor, weight: Tensor, format: str, n: int, k: int, *_: object) -> Tensor:
     """x · Wᵀ"""
     return x @ OPS.dequantize.default(weight, format, n, k, x.dtype).T  # type: ignore[no-any-return]
 
 
-def _linear_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, format: str, n: int, k: int, *_: Any) -> Tensor:
+def _linear_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, format: str, n: int, k: int, *_: object) -> Tensor:
     """dX = dY · W"""
     return grad @ OPS.dequantize.default(weight, format, n, k, grad.dtype)  # type: ignore[no-any-return]
 
@@ -176,7 +196,7 @@ def transformed() -> bool:
 def transformation(gradients: Gradients) -> Callable[..., Tensor]:
     """An op under torch.func."""
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: object) -> Tensor:
         return _Differentiable.apply(gradients, autocast(x), weight, bias, autocast(residual), *settings)  # type: ignore[no-any-return,no-untyped-call]
 
     return run
@@ -193,16 +213,22 @@ def autocast(x: _Tensor) -> _Tensor:
     return x.to(torch.get_autocast_dtype(device)) if device in ("cpu", "cuda") and torch.is_autocast_enabled(device) else x
 
 
+class _VmapInfo(Protocol):
+    """What torch.func tells a batching rule."""
+
+    batch_size: int
+
+
 def casts(library: torch.library.Library, name: str, *operands: int) -> None:
     """Registers the op as one whose `operands` autocast casts. Biases need not be: kernels add them in float32."""
     op = getattr(OPS, name).default
     for device in ("CPU", "CUDA"):
         above = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
 
-        def run(*arguments: Any, above: Any = above) -> Any:
+        def run(*arguments: Any, above: torch._C.DispatchKeySet = above) -> Tensor:
             given = [autocast(argument) if i in operands else argument for i, argument in enumerate(arguments)]
             with torch._C._ExcludeDispatchKeyGuard(above):  # within which autocast counts as off
-                return op(*given)
+                return op(*given)  # type: ignore[no-any-return]
 
         library.impl(name, run, f"Autocast{device}")
 
@@ -212,7 +238,9 @@ def loops(library: torch.library.Library, *names: str) -> None:
     for name in names:
         op = getattr(OPS, name).default
 
-        def run(info: Any, in_dims: tuple[Any, ...], *arguments: Any, op: Any = op) -> tuple[Any, Any]:
+        def run(
+            info: _VmapInfo, in_dims: tuple[int | None, ...], *arguments: Any, op: Callable[..., Any] = op
+        ) -> tuple[Tensor | tuple[Tensor, ...], int | tuple[int, ...]]:
             given = list(zip(arguments, in_dims, strict=True))
             calls = [op(*(a.select(dim, i) if isinstance(dim, int) else a for a, dim in given)) for i in range(info.batch_size)]
             if isinstance(calls[0], Tensor):
@@ -227,7 +255,7 @@ def refuses_derivatives(library: torch.library.Library, name: str) -> None:
     """Registers the op as one that raises UnsupportedError where its result would have a derivative."""
     op = getattr(OPS, name).default
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: object) -> object:
         for tensor in arguments:
             if isinstance(tensor, Tensor) and differentiated(tensor, None, None):
                 what = "a dual tensor" if has_tangent(tensor) else "a tensor that requires grad"
@@ -243,11 +271,11 @@ _gradients = Gradients(OPS.linear.default, _linear_product, _linear_gradient, la
 transformed_linear = transformation(_gradients)
 
 
-def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
     return functional.gelu(OPS.linear.default(x, weight, bias, None, *settings, None, None))
 
 
-def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
     """Under autograd, which needs the argument of GELU."""
     if differentiated(x, bias, None):
         return _linear_then_gelu(x, weight, bias, *settings)
@@ -256,7 +284,13 @@ def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any)
 
 
 def _linear_vmap(
-    info: Any, in_dims: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any
+    info: _VmapInfo,
+    in_dims: tuple[int | None, ...],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *settings: object,
 ) -> tuple[Tensor, int]:
     """The rows of all calls in one product."""
 
@@ -277,13 +311,13 @@ def gpu_ops() -> ModuleType:
     return cuda
 
 
-def _home(device: str, name: str) -> Callable[..., Any]:
+def _home(device: str, name: str) -> Callable[..., Tensor]:
     """The function behind an op on a device."""
     if device == "CPU":
         return getattr(cpu, name)  # type: ignore[no-any-return]
 
-    def run(*arguments: Any) -> Any:
-        return getattr(gpu_ops(), name)(*arguments)
+    def run(*arguments: object) -> Tensor:
+        return getattr(gpu_ops(), name)(*arguments)  # type: ignore[no-any-return]
 
     return run
 

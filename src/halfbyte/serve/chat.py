@@ -10,7 +10,6 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from halfbyte.language.model import LanguageModel
 from halfbyte.serve.protocol import ChatRequest, Message, NamedTool
@@ -28,7 +27,7 @@ def prompt(model: LanguageModel, request: ChatRequest) -> str:
         CheckpointError: The template does not take these messages.
     """
     messages = [_plain(message) for message in request.messages]
-    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    variables: dict[str, object] = dict(request.chat_template_kwargs or {})
     for name in ("self", "messages", "template"):
         if name in variables:
             raise ApiError(
@@ -39,7 +38,7 @@ def prompt(model: LanguageModel, request: ChatRequest) -> str:
     return model.chat_prompt(messages, **variables)
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: Message) -> dict[str, object]:
     """A message as templates read it: one text, and arguments of calls as objects."""
     plain = message.model_dump(exclude_none=True)
     plain["role"] = "system" if message.role == "developer" else message.role
@@ -55,7 +54,7 @@ def _plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def forced_call(request: ChatRequest) -> dict[str, Any] | None:
+def forced_call(request: ChatRequest) -> dict[str, object] | None:
     """Return the JSON schema of an answer that has to be a call, or None where it need not be one."""
     choice, tools = request.tool_choice, request.tools or []
     if choice in (None, "none", "auto"):
@@ -73,7 +72,7 @@ def forced_call(request: ChatRequest) -> dict[str, Any] | None:
     return {"anyOf": calls, **({"$defs": definitions} if definitions else {})}
 
 
-def _definitions(schema: Any) -> Iterator[tuple[str, Any]]:
+def _definitions(schema: object) -> Iterator[tuple[str, object]]:
     """The definitions of a tool's schema, to which its references point from the root."""
     if isinstance(schema, dict) and isinstance(found := schema.get("$defs"), dict):
         yield from found.items()
@@ -107,7 +106,7 @@ class Answer:
         self._given = self._given or bool(given.strip())
         return given
 
-    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+    def finish(self) -> tuple[str, list[dict[str, object]]]:
         """Return the text that was pending back and is no call, and the calls."""
         pending, self._pending = self._pending, ""
         calls, rest = [], pending
@@ -119,7 +118,7 @@ class Answer:
             rest = "" if calls else pending
         return rest, calls
 
-    def _calls(self, text: str) -> Iterator[dict[str, Any]]:
+    def _calls(self, text: str) -> Iterator[dict[str, object]]:
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Receive
@@ -26,7 +26,7 @@ from halfbyte.language.model import LanguageModel
 from halfbyte.language.sampling import Choice
 from halfbyte.serve.chat import Answer, forced_call, prompt
 from halfbyte.serve.engine import Engine, Job, Processor, Request, Update
-from halfbyte.serve.formats import ChatFormat, CompletionFormat, TokenTexts, usage
+from halfbyte.serve.formats import Calls, ChatFormat, CompletionFormat, TokenTexts, usage
 from halfbyte.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, ResponseFormat
 from halfbyte.serve.replies import DONE, ApiError, EventStream, event, json_reply, watching
 from halfbyte.serve.settings import Settings
@@ -55,7 +55,7 @@ class TextService:
     """Answers requests for completions and chats with one model."""
 
     def __init__(
-        self, name: str, model: LanguageModel, engine: Engine, settings: Settings, defaults: dict[str, Any], executor: Executor
+        self, name: str, model: LanguageModel, engine: Engine, settings: Settings, defaults: dict[str, object], executor: Executor
     ) -> None:
         """Make a service.
 
@@ -211,7 +211,7 @@ class TextService:
             )
         return wanted
 
-    def _processors(self, request: GenerationRequest, schema: dict[str, Any] | None) -> list[Processor]:
+    def _processors(self, request: GenerationRequest, schema: dict[str, object] | None) -> list[Processor]:
         """Make the logits processors of one sequence: logit_bias, and the grammar of a JSON schema, which has state of its own."""
         processors: list[Processor] = []
         if request.logit_bias:
@@ -281,7 +281,7 @@ class TextService:
         answers = [Answer(prepared.names) for _ in engine_request.jobs]
         empty = {"usage": None} if with_usage else {}  # OpenAI's API: null in all chunks but the last
 
-        def chunk(choice: dict[str, Any]) -> bytes:
+        def chunk(choice: dict[str, object]) -> bytes:
             return format.chunk([choice], **empty)
 
         def delta(index: int, text: str, choices: list[Choice] | None) -> bytes:
@@ -296,7 +296,7 @@ class TextService:
                 yield delta(index, echo, None)
         try:
             async for update in engine_request.updates():
-                text, calls = answers[update.sequence].push(update.text), list[Any]()
+                text, calls = answers[update.sequence].push(update.text), Calls()
                 choices = self._shown(request, update)
                 if update.finish_reason is not None:
                     rest, calls = answers[update.sequence].finish()  # text that might have become a tool call
@@ -307,7 +307,8 @@ class TextService:
                         yield chunk(format.delta(update.sequence, "", None, None, calls))
                     # `calls` sets the finish_reason "tool_calls"; the calls themselves are in the chunk before.
                     last = format.delta(update.sequence, "", None, update.finish_reason, calls)
-                    last.get("delta", {}).pop("tool_calls", None)
+                    if isinstance(changes := last.get("delta"), dict):
+                        changes.pop("tool_calls", None)
                     yield chunk(last)
                 elif text or choices:
                     yield delta(update.sequence, text, choices)
@@ -347,7 +348,7 @@ class TextService:
         return json_reply(format.document(choices, usage(engine_request, prepared.prompt_tokens), chunk=False), headers=headers)
 
 
-def _schema(format: ResponseFormat | None) -> dict[str, Any] | None:
+def _schema(format: ResponseFormat | None) -> dict[str, object] | None:
     """Return the JSON schema that response_format asks for; None: any text.
 
     Raises:

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from halfbyte.errors import CheckpointError, UnsupportedError
 from halfbyte.serve.replies import ApiError
 
 if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
     from torch import Tensor
 
 _BATCH = 32  # texts at a time
@@ -35,13 +36,13 @@ class Encoder:
         dimensions: Elements of an embedding.
     """
 
-    def __init__(self, model: Any, *, most_waiting: int) -> None:
+    def __init__(self, model: SentenceTransformer, *, most_waiting: int) -> None:
         """Take a `SentenceTransformer`. most_waiting: texts that wait, at most."""
         self._model, self._most = model, most_waiting
         self.most_tokens: int | None = model.max_seq_length
         # Renamed in sentence-transformers 6.
         dimensions = getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension
-        self.dimensions: int = dimensions()
+        self.dimensions = cast(int, dimensions())
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._waiting = 0
         self._lock = threading.Lock()

@@ -6,13 +6,14 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 from halfbyte import __version__
 from halfbyte.language.sampling import Choice
 from halfbyte.language.tokenizer import Tokenizer
 from halfbyte.serve.engine import Request
 from halfbyte.serve.replies import dumps, event
+
+Calls = list[dict[str, object]]  # tool calls, as OpenAI's API has them
 
 
 class TokenTexts:
@@ -26,13 +27,13 @@ class TokenTexts:
         text = self._tokenizer.backend.decode([token], False)
         return text or self._tokenizer.backend.id_to_token(token) or ""
 
-    def entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def entry(self, token: int, logprob: float) -> dict[str, object]:
         """Return a token as /v1/chat/completions has it."""
         text = self.text(token)
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
 
 
-def usage(request: Request, prompt_tokens: int) -> dict[str, Any]:
+def usage(request: Request, prompt_tokens: int) -> dict[str, object]:
     """Return the numbers of tokens of a request."""
     new, cached = request.new_tokens, max((job.cached_tokens for job in request.jobs), default=0)
     return {
@@ -55,21 +56,21 @@ class CompletionFormat:
         self._offsets: dict[int, int] = {}
         self._text_events: dict[int, list[bytes]] = {}
 
-    def document(self, choices: Sequence[Mapping[str, object]], usage: dict[str, Any] | None, *, chunk: bool) -> dict[str, Any]:
+    def document(self, choices: Sequence[Mapping[str, object]], usage: dict[str, object] | None, *, chunk: bool) -> dict[str, object]:
         """Return a whole response, or a chunk of a stream."""
         kind = self.chunk_kind if chunk else self.kind
-        document = {**self._head, "object": kind, "choices": choices}
+        document: dict[str, object] = {**self._head, "object": kind, "choices": choices}
         return document if usage is None else {**document, "usage": usage}
 
-    def first(self, index: int) -> dict[str, Any] | None:
+    def first(self, index: int) -> dict[str, object] | None:
         """Return the choice of the chunk with which a sequence begins, if there is one."""
         return None
 
-    def delta(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: list[Any]) -> dict[str, Any]:
+    def delta(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: Calls) -> dict[str, object]:
         """Return what is new of a sequence."""
         return {"index": index, "text": text, "logprobs": self._logprobs(index, choices), "finish_reason": reason}
 
-    def whole(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: list[Any]) -> dict[str, Any]:
+    def whole(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: Calls) -> dict[str, object]:
         """Return a sequence."""
         return self.delta(index, text, choices, reason, calls)
 
@@ -89,7 +90,7 @@ class CompletionFormat:
             self._text_events[index] = parts
         return dumps(text).join(parts)
 
-    def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, object] | None:
         if choices is None:
             return None
         texts = [self._tokens.text(choice.id) for choice in choices]
@@ -111,22 +112,22 @@ class ChatFormat(CompletionFormat):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def first(self, index: int) -> dict[str, Any] | None:
+    def first(self, index: int) -> dict[str, object] | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: list[Any]) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": text} if text else {}
+    def delta(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: Calls) -> dict[str, object]:
+        delta: dict[str, object] = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         return {"index": index, "delta": delta, "logprobs": self._logprobs(index, choices), "finish_reason": _reason(reason, calls)}
 
-    def whole(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: list[Any]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+    def whole(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: Calls) -> dict[str, object]:
+        message: dict[str, object] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
         if calls:
             message["tool_calls"] = calls
         return {"index": index, "message": message, "logprobs": self._logprobs(index, choices), "finish_reason": _reason(reason, calls)}
 
-    def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, object] | None:
         if choices is None:
             return None
         entry = self._tokens.entry
@@ -136,5 +137,5 @@ class ChatFormat(CompletionFormat):
         return {"content": content, "refusal": None}
 
 
-def _reason(reason: str | None, calls: list[Any]) -> str | None:
+def _reason(reason: str | None, calls: Calls) -> str | None:
     return "tool_calls" if calls and reason == "stop" else reason

@@ -6,7 +6,7 @@ A field that would change the answer and is not supported is refused; any other 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Json, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 
@@ -42,7 +42,7 @@ class JsonSchema(BaseModel):
     """A schema by name."""
 
     name: StrictStr = "schema"
-    schema_: dict[str, Any] | StrictBool = Field(default=True, alias="schema")
+    schema_: dict[str, object] | StrictBool = Field(default=True, alias="schema")
 
 
 class ResponseFormat(BaseModel):
@@ -82,7 +82,7 @@ class GenerationRequest(ApiRequest):
         """Number of most likely tokens with log probabilities; None: no log probabilities."""
         raise NotImplementedError
 
-    def sampling(self, defaults: dict[str, Any], new_tokens: int, index: int) -> Sampling:
+    def sampling(self, defaults: dict[str, object], new_tokens: int, index: int) -> Sampling:
         """Return the settings of one of the request's sequences.
 
         Args:
@@ -171,7 +171,7 @@ class Function(BaseModel):
 
     name: Annotated[StrictStr, Field(min_length=1, max_length=256)]
     description: StrictStr | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
 
 
 class Tool(BaseModel):
@@ -223,7 +223,7 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     generation_config: Json[GenerationConfig] | None = None
 
     @model_validator(mode="after")

@@ -10,7 +10,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -37,7 +36,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.code, self.param, self.headers = status, message, code, param, headers
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> dict[str, object]:
         """Return the error as OpenAI's clients read it."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -47,17 +46,17 @@ class ApiError(Exception):
         return json_reply(self.document(), self.status, self.headers)
 
 
-def dumps(document: Any) -> bytes:
+def dumps(document: object) -> bytes:
     """Return compact JSON in ASCII: text with any characters is valid in it."""
     return _ENCODER.encode(document).encode("ascii")
 
 
-def json_reply(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_reply(document: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a JSON response."""
     return Response(dumps(document), status, headers, media_type="application/json")
 
 
-def event(document: Any) -> bytes:
+def event(document: object) -> bytes:
     """Return a server-sent event."""
     return b"data: " + dumps(document) + b"\n\n"
 

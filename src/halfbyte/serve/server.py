@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import uvicorn
 
@@ -44,7 +44,7 @@ class Language(NamedTuple):
 
     name: str
     model: LanguageModel
-    defaults: dict[str, Any]
+    defaults: dict[str, object]
 
 
 class Sentences(NamedTuple):

@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.language.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 _LIMITS = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 100_000, "step_max_items": 20_000, "max_grammar_size": 100_000}
 _LIMITS |= {"max_items_in_row": 1000, "max_lexer_states": 50_000}
@@ -35,7 +38,7 @@ class Grammars:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
 
     @lru_cache(maxsize=1)  # noqa: B019 - one object lives as long as the server
-    def _ll_tokenizer(self) -> Any:
+    def _ll_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
         ends = [id for id in self._tokenizer.eos_ids if id < self._vocabulary]
@@ -46,7 +49,7 @@ class Grammars:
         backend = cast(Any, self._tokenizer.backend)
         return LLTokenizer(backend.to_str(), n_vocab=self._vocabulary, eos_token=ends)
 
-    def json_schema(self, schema: Mapping[str, Any] | bool) -> Grammar:
+    def json_schema(self, schema: Mapping[str, object] | bool) -> Grammar:
         """Compile a JSON schema. Takes up to a second.
 
         Raises:
@@ -79,7 +82,7 @@ class Grammar:
         error: Why the grammar was given up, or None. The answer ends then.
     """
 
-    def __init__(self, matcher: Any, vocabulary: int, ends: list[int]) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: list[int]) -> None:
         self._matcher, self._vocabulary, self._ends = matcher, vocabulary, ends
         self._mask = torch.empty(-(-vocabulary // _BITS), dtype=torch.int32, device="cpu")
         self._shifts = torch.arange(_BITS, dtype=torch.int32, device="cpu")

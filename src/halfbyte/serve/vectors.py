@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from starlette.types import Receive
@@ -18,6 +18,9 @@ from halfbyte.serve.metrics import Metrics
 from halfbyte.serve.protocol import EmbeddingRequest, RerankRequest
 from halfbyte.serve.replies import ApiError, json_reply, watching
 from halfbyte.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class VectorService:
@@ -38,7 +41,7 @@ class VectorService:
         texts = [text if isinstance(text, str) else self.encoder.decode(text) for text in given]
         rows, tokens = await self._rows(texts, receive)
         if request.encoding_format == "base64":
-            data: list[Any] = [base64.b64encode(row.numpy().astype("<f4").tobytes()).decode("ascii") for row in rows]
+            data: list[object] = [base64.b64encode(row.numpy().astype("<f4").tobytes()).decode("ascii") for row in rows]
         else:
             data = rows.tolist()
         items = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(data)]
@@ -61,7 +64,7 @@ class VectorService:
         ]
         return json_reply({"id": f"rerank-{uuid.uuid4().hex}", "model": self.name, "results": results, "usage": {"total_tokens": tokens}})
 
-    async def _rows(self, texts: Sequence[str], receive: Receive) -> tuple[Any, int]:
+    async def _rows(self, texts: Sequence[str], receive: Receive) -> tuple[Tensor, int]:
         """Embeddings [texts, dimensions], and the number of tokens of all texts.
 
         Raises:

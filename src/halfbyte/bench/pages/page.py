@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any
 
 from halfbyte import __version__
 from halfbyte.bench.pages.markup import Markup, element, join
@@ -16,7 +15,7 @@ from halfbyte.bench.pages.markup import Markup, element, join
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
-def page(title: str, about: Sequence[str], tiles: Mapping[str, str], cards: Iterable[Markup], data: Mapping[str, Any]) -> str:
+def page(title: str, about: Sequence[str], tiles: Mapping[str, str], cards: Iterable[Markup], data: Mapping[str, object]) -> str:
     """Returns the text of an HTML file.
 
     Args:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Required, TypedDict
 
 from halfbyte.bench.pages.charts import Bar, Point, Series, bars, chart
 from halfbyte.bench.pages.markup import Markup
@@ -15,9 +15,30 @@ _MEANINGS = (
 )
 
 
-def quality_page(document: Mapping[str, Any], about: Sequence[str] = ()) -> str:
+class ModelQuality(TypedDict, total=False):
+    """The quality of one model: a row of the document; `LanguageQuality.to_json`, or the last words that it predicts."""
+
+    model: Required[str]
+    weight_bytes: Required[int]
+    tokens: int
+    perplexity: float
+    perplexity_error: float
+    divergence: float | None
+    top1: float
+    last_word_accuracy: float
+
+
+class QualityDocument(TypedDict):
+    """The document that `eval --json` prints for a language model: the first of its models is the original."""
+
+    kind: str
+    text: str
+    models: list[ModelQuality]
+
+
+def quality_page(document: QualityDocument, about: Sequence[str] = ()) -> str:
     """Returns the page of the document that `eval --json` prints for a language model: the first of its models is the original."""
-    models: list[dict[str, Any]] = document["models"]
+    models: list[ModelQuality] = document["models"]
     if "last_word_accuracy" in models[0]:
         cards = [_last_words(models)]
         columns: tuple[str, ...] = ("model", "MB", "last word")
@@ -32,7 +53,7 @@ def quality_page(document: Mapping[str, Any], about: Sequence[str] = ()) -> str:
     return page("Size against quality", [f"text: {document['text']}", *about], tiles, cards, document)
 
 
-def _perplexities(models: Sequence[dict[str, Any]]) -> Markup:
+def _perplexities(models: Sequence[ModelQuality]) -> Markup:
     series = [
         Series(
             one["model"],
@@ -46,8 +67,8 @@ def _perplexities(models: Sequence[dict[str, Any]]) -> Markup:
     return card("Perplexity against size", drawn, note="Lower and further to the left is better.")
 
 
-def _divergences(models: Sequence[dict[str, Any]]) -> list[Markup]:
-    compared = [(i, one) for i, one in enumerate(models) if one["divergence"] is not None and one["divergence"] > 0]
+def _divergences(models: Sequence[ModelQuality]) -> list[Markup]:
+    compared = [(i, one, found) for i, one in enumerate(models) if (found := one["divergence"]) is not None and found > 0]
     if not compared:
         return []
     series = [
@@ -56,22 +77,22 @@ def _divergences(models: Sequence[dict[str, Any]]) -> list[Markup]:
             [
                 Point(
                     one["weight_bytes"] / 1e6,
-                    one["divergence"],
-                    f"{_mb(one)} MB, {one['divergence']:.6f} nats\ntop token {one['top1']:.2%}",
+                    divergence,
+                    f"{_mb(one)} MB, {divergence:.6f} nats\ntop token {one['top1']:.2%}",
                 )
             ],
             is_halfbyte=True,
             label=one["model"],
             colour=i,
         )
-        for i, one in compared
+        for i, one, divergence in compared
     ]
     drawn = chart(series, x_label="MB of weights", y_label="divergence, nats", log_y=True, log_x=True)
     note = "From the original's predictions; it separates formats of nearly the same perplexity."
     return [card("Divergence against size", drawn, note=note)]
 
 
-def _last_words(models: Sequence[dict[str, Any]]) -> Markup:
+def _last_words(models: Sequence[ModelQuality]) -> Markup:
     lines = [
         Bar(one["model"], one["last_word_accuracy"], f"{one['last_word_accuracy']:.2%}", f"{_mb(one)} MB", colour=i)
         for i, one in enumerate(models)
@@ -79,7 +100,7 @@ def _last_words(models: Sequence[dict[str, Any]]) -> Markup:
     return card("Last word predicted", bars(lines), note="Fraction of the passages. Higher is better.", wide=True)
 
 
-def _tiles(models: Sequence[dict[str, Any]]) -> dict[str, str]:
+def _tiles(models: Sequence[ModelQuality]) -> dict[str, str]:
     original, *others = models
     if not others:
         return {f"perplexity of {original['model']}": f"{original['perplexity']:.3f}"}
@@ -93,11 +114,11 @@ def _tiles(models: Sequence[dict[str, Any]]) -> dict[str, str]:
     }
 
 
-def _increase(one: Mapping[str, Any], original: float) -> str:
+def _increase(one: ModelQuality, original: float) -> str:
     return f"{one['perplexity'] / original - 1:+.2%}"
 
 
-def _cells(one: Mapping[str, Any], original: float) -> tuple[str, ...]:
+def _cells(one: ModelQuality, original: float) -> tuple[str, ...]:
     shown = (one["model"], _mb(one), f"{one['perplexity']:.4f}", f"{one['perplexity_error']:.4f}")
     compared = ("", "", "")
     if one["divergence"] is not None:
@@ -105,5 +126,5 @@ def _cells(one: Mapping[str, Any], original: float) -> tuple[str, ...]:
     return (*shown, *compared, str(one["tokens"]))
 
 
-def _mb(one: Mapping[str, Any]) -> str:
+def _mb(one: ModelQuality) -> str:
     return f"{one['weight_bytes'] / 1e6:.1f}"

@@ -29,7 +29,7 @@ _PART = "_weight_"
 _LARGEST = 1 << 20  # bytes of a description in a file's metadata
 
 
-def of_hqq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+def of_hqq(reader: Reader, settings: dict[str, object], dtype: torch.dtype) -> Entries:
     """HQQ: weights with groups along the inputs keep their codes, those with groups along the outputs (axis 0) become floats."""
     modules, rest = modules_of(reader, (*_NUMBERS, *_SETTINGS))
     entries = weights_of(modules, lambda parts: _hqq_entry(parts, dtype))
@@ -82,7 +82,7 @@ def _hqq_settings(parts: Parts) -> tuple[int, int | None, int, tuple[int, int]]:
     return bits, group or None, axis, (n, k)
 
 
-def of_torchao(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+def of_torchao(reader: Reader, settings: dict[str, object], dtype: torch.dtype) -> Entries:
     """torchao's tensors in safetensors, as transformers saves them since 5.0: unpacked integers and 8-bit floats."""
     modules, rest = modules_of(reader, tuple(f"{_PART}{part}" for part in torchao.PARTS))
     entries = weights_of(modules, lambda parts: _torchao_entry(parts, dtype))
@@ -124,7 +124,7 @@ def _torchao_entry(parts: Parts, dtype: torch.dtype) -> Entry:
     return parts.entry(TensorSpec(dtype, shape), lambda _: torchao.read(parts.tensors(), bits, (n, k), blocks, name), quantized)
 
 
-def _described(reader: Reader, name: str) -> tuple[str, Mapping[str, Any]]:
+def _described(reader: Reader, name: str) -> tuple[str, Mapping[str, object]]:
     """The class of a tensor and its attributes, from the metadata of the files."""
     text = reader.metadata.get(name, "")
     if not isinstance(text, str) or not 0 < len(text) < _LARGEST:
@@ -134,7 +134,7 @@ def _described(reader: Reader, name: str) -> tuple[str, Mapping[str, Any]]:
     return str(found.get("_type")), about if isinstance(about, dict) else {}
 
 
-def _bits_of(about: Mapping[str, Any], name: str) -> int:
+def _bits_of(about: Mapping[str, object], name: str) -> int:
     """4 or 8: the bits of codes that hold the integers of a dtype such as int4 or int3."""
     target = about.get("target_dtype")
     said = target.get("_data") if isinstance(target, dict) else None
@@ -144,7 +144,7 @@ def _bits_of(about: Mapping[str, Any], name: str) -> int:
     return 4 if bits <= 4 else 8
 
 
-def _activation(about: Mapping[str, Any]) -> tuple[str, str]:
+def _activation(about: Mapping[str, object]) -> tuple[str, str]:
     """The compute of a weight: with activations quantized to 8 bits per row, or "auto" where they are not mentioned."""
     if about.get("activation_quantization") == "int8_asym_per_token":
         return "int8", "row_offset"

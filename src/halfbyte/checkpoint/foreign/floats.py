@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +66,7 @@ def notes(forms: Mapping[str, int], dropped: int) -> list[str]:
     return found + ([f"activations are not quantized: {dropped} scales for them are not used"] if dropped else [])
 
 
-def fp8(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+def fp8(reader: Reader, settings: dict[str, object], dtype: torch.dtype) -> Entries:
     """float8 weights as DeepSeek and Qwen (quant_method fp8), FBGEMM (fbgemm_fp8) and AutoFP8 write them."""
     return plain_or_float8(reader, None, dtype, block_of(settings.get("weight_block_size")))
 
@@ -78,7 +77,7 @@ def block_of(value: object) -> tuple[int, int] | None:
     return (value[0], value[1]) if sound and isinstance(value, list) else None
 
 
-def modelopt(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+def modelopt(reader: Reader, settings: dict[str, object], dtype: torch.dtype) -> Entries:
     """NVIDIA's Model Optimizer: FP8 and NVFP4."""
     packed, rest = modules_of(reader, ("weight", "weight_scale", "weight_scale_2"), None, lambda spec: spec.dtype == torch.uint8)
     others = plain_or_float8(reader, [name for name in rest if not (packed and RUN_TIME.fullmatch(name))], dtype)
@@ -107,7 +106,7 @@ def _empty(spec: TensorSpec) -> Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
 
-def mxfp4(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+def mxfp4(reader: Reader, settings: dict[str, object], dtype: torch.dtype) -> Entries:
     """gpt-oss: stacks of experts as `<name>_blocks` uint8 [E, N, K/32, 16] and `<name>_scales` uint8 [E, N, K/32]; in floats [E, K, N]."""
     entries: dict[str, Entry] = {}
     rest = dict.fromkeys(reader.places)
@@ -134,7 +133,7 @@ def _mxfp4_entry(parts: Parts, dtype: torch.dtype) -> Entry:
     )
 
 
-def bnb(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+def bnb(reader: Reader, settings: dict[str, object], dtype: torch.dtype) -> Entries:
     """bitsandbytes, 4 and 8 bits."""
     eights, rest = modules_of(reader, bitsandbytes.EIGHT)
     entries = weights_of(eights, lambda parts: _eight(parts, dtype))

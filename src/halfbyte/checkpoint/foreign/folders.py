@@ -49,7 +49,7 @@ _ELSEWHERE = "dequantize it with transformers and {0} (model.dequantize(), save_
 _REMEDIES = {name: _ELSEWHERE.format(name) for name in ("quanto", "quark", "auto-round", "eetq", "aqlm", "vptq", "higgs")}
 
 
-def settings_of(folder: Path, config: Mapping[str, Any]) -> Any:
+def settings_of(folder: Path, config: Mapping[str, object]) -> object:
     """The quantization_config of a folder with this config.json, or the settings file of an older folder; None where it has neither."""
     if (settings := config.get(quantization_config.SETTINGS)) is not None:
         return settings
@@ -68,7 +68,7 @@ def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:
     """The tensors of a folder whose config.json has a quantization_config; raises CheckpointError for an unknown project."""
     settings = config[quantization_config.SETTINGS]
     method = settings.get("quant_method") if isinstance(settings, dict) else None
-    known: dict[str, Callable[[Reader, dict[str, Any], torch.dtype], Entries]] = {
+    known: dict[str, Callable[[Reader, dict[str, object], torch.dtype], Entries]] = {
         "awq": _awq,
         "gptq": _gptq,
         "compressed-tensors": partial(_compressed_tensors, config=config),
@@ -94,14 +94,14 @@ def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:
     return known[method](reader, settings, dtype)
 
 
-def read_plain(reader: Reader, config: Mapping[str, Any]) -> Entries:
+def read_plain(reader: Reader, config: Mapping[str, object]) -> Entries:
     """The tensors of a folder without a quantization_config; 8-bit floats are recognized by their scales."""
     dtype = dtype_named(config.get("dtype", config.get("torch_dtype")))
     usual = (spec.dtype for spec in reader.specs().values() if spec.dtype in zero_points.SCALES and len(spec.shape) > 1)
     return plain_or_float8(reader, None, dtype or next(usual, torch.bfloat16))
 
 
-def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+def _awq(reader: Reader, settings: dict[str, object], dtype: torch.dtype) -> Entries:
     bits, version = settings.get("bits", 4), str(settings.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         what = f"{short(bits)} bits in AWQ's version {short(version)}"
@@ -121,7 +121,7 @@ def _awq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entrie
     return Entries(joined(weights_of(modules, entry), plain_entries(reader, rest)))
 
 
-def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+def _gptq(reader: Reader, settings: dict[str, object], dtype: torch.dtype) -> Entries:
     bits, _ = _of_module(settings, "")
     form = settings.get("checkpoint_format") or ("marlin" if settings.get("is_marlin_format") is True else "gptq")
     if form not in _GPTQ_FORMS:
@@ -146,7 +146,7 @@ def _gptq(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entri
     return Entries(joined(weights_of(modules, entry), plain_entries(reader, rest)), [lies] if version != claimed else [])
 
 
-def _of_module(settings: Mapping[str, Any], name: str) -> tuple[int, int]:
+def _of_module(settings: Mapping[str, object], name: str) -> tuple[int, int]:
     """Bits and block size of a module, which patterns under `dynamic` may override."""
     module_settings = dict(settings)
     dynamic = settings.get("dynamic")
@@ -176,7 +176,7 @@ def _order(parts: Parts, part: str, k: int, block: int) -> Order | None:
     return None if read() is None else cast(Order, read)
 
 
-def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.dtype, config: Mapping[str, Any]) -> Entries:
+def _compressed_tensors(reader: Reader, settings: dict[str, object], dtype: torch.dtype, config: Mapping[str, object]) -> Entries:
     groups = settings.get("config_groups") or {}  # none, where only caches are quantized, or weights are only sparse
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise CheckpointError(
@@ -205,7 +205,7 @@ def _compressed_tensors(reader: Reader, settings: dict[str, Any], dtype: torch.d
 
 
 def _classes(
-    reader: Reader, modules: Collection[str], groups: Mapping[str, Mapping[str, Any]], config: Mapping[str, Any]
+    reader: Reader, modules: Collection[str], groups: Mapping[str, Mapping[str, Any]], config: Mapping[str, object]
 ) -> Mapping[str, set[str]]:
     """The names of the classes of modules and their base classes, where a target may name one that is not Linear."""
     targets = [target for group in groups.values() if isinstance(group.get("targets"), list) for target in group["targets"]]
@@ -216,7 +216,7 @@ def _classes(
     return module_classes(config, list(modules), sizes)
 
 
-def _check_dense(reader: Reader, settings: Mapping[str, Any]) -> None:
+def _check_dense(reader: Reader, settings: Mapping[str, object]) -> None:
     """Raises CheckpointError for compressed-tensors' layouts of sparse weights."""
     for name in reader.places:
         if name.endswith(_SPARSE):
@@ -234,13 +234,13 @@ def _online_transform(transforms: object) -> object:
     return next((place for place in places if not str(place).startswith("weight_")), None)
 
 
-def _rectangle(groups: Mapping[str, Mapping[str, Any]]) -> tuple[int, int] | None:
+def _rectangle(groups: Mapping[str, Mapping[str, object]]) -> tuple[int, int] | None:
     """Rows and columns that share a scale, if one of the groups gives them."""
     weights = [group.get("weights") for group in groups.values()]
     return next((found for each in weights if isinstance(each, dict) and (found := block_of(each.get("block_structure")))), None)
 
 
-def _ct_entry(parts: Parts, group: Mapping[str, Any], dtype: torch.dtype, notes: list[str]) -> Entry:
+def _ct_entry(parts: Parts, group: Mapping[str, object], dtype: torch.dtype, notes: list[str]) -> Entry:
     bits = 8
     if "weight_packed" in parts:
         bits = _ct_bits(parts, group, notes)
@@ -261,7 +261,7 @@ def _ct_entry(parts: Parts, group: Mapping[str, Any], dtype: torch.dtype, notes:
     return parts.entry(TensorSpec(dtype, shape), lambda _: compressed_tensors.read(parts.tensors(), bits, parts.module)[0], quantized)
 
 
-def _ct_bits(parts: Parts, group: Mapping[str, Any], notes: list[str]) -> int:
+def _ct_bits(parts: Parts, group: Mapping[str, object], notes: list[str]) -> int:
     """The bits of packed codes: those that the config says, or, where these do not fit the tensor, the ones that do."""
     weights, name = group.get("weights"), parts.module
     said = weights.get("num_bits") if isinstance(weights, dict) else None
@@ -277,7 +277,7 @@ def _ct_bits(parts: Parts, group: Mapping[str, Any], notes: list[str]) -> int:
     return int(bits)
 
 
-def _group_of(name: str, groups: Mapping[str, Mapping[str, Any]], classes: Mapping[str, set[str]]) -> Mapping[str, Any]:
+def _group_of(name: str, groups: Mapping[str, Mapping[str, object]], classes: Mapping[str, set[str]]) -> Mapping[str, object]:
     """The config group whose targets match a module: its name, a pattern `re:…`, or else its class, Linear where that is not known."""
     lists = {key: [t for t in targets if isinstance(t, str)] for key, g in groups.items() if isinstance(targets := g.get("targets"), list)}
     for key, targets in lists.items():
@@ -297,7 +297,7 @@ def _matches(pattern: str, name: str) -> bool:
         return False
 
 
-def _activation(group: Mapping[str, Any]) -> tuple[str, str]:
+def _activation(group: Mapping[str, object]) -> tuple[str, str]:
     """The compute of a group: with activations quantized to 8 bits per row, or in floating point where it does not mention them."""
     inputs = group.get("input_activations")
     if not isinstance(inputs, dict) or inputs.get("num_bits") != 8 or inputs.get("type", "int") != "int":
@@ -305,7 +305,7 @@ def _activation(group: Mapping[str, Any]) -> tuple[str, str]:
     return "int8", "row" if inputs.get("symmetric", True) else "row_offset"
 
 
-def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> Entries:
+def _halfbyte(reader: Reader, settings: dict[str, object], dtype: torch.dtype) -> Entries:
     """A model that halfbyte quantized and transformers saved: codes as in a checkpoint, and a guard under the weight's own name."""
     found, rest = modules_of(reader, ("weight.data", "weight.scale", "weight.zero", "weight", ORDER))
     known, guarded = quantization_config.parse(settings), guard()
@@ -330,7 +330,7 @@ def _halfbyte(reader: Reader, settings: dict[str, Any], dtype: torch.dtype) -> E
     return Entries(joined(weights_of(found, entry), plain_entries(reader, rest)))
 
 
-def _group_size(settings: Mapping[str, Any]) -> int:
+def _group_size(settings: Mapping[str, object]) -> int:
     size = settings.get("group_size", 128)
     if type(size) is not int or not (size == -1 or 0 < size < 10**9):
         raise CheckpointError(f"config.json says group_size {short(size)}, neither a number of weights nor -1: the checkpoint is damaged")

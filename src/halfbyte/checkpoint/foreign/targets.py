@@ -6,7 +6,6 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,7 +100,7 @@ class Target(ABC):
         """The tensors of a weight, by their names in a module."""
 
     @abstractmethod
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """The quantization_config."""
 
 
@@ -120,7 +119,7 @@ class Awq(Target):
     def parts(self, name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
         return awq.write(codes)
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         group = _group_size(self.format)
         skipped = {"modules_to_not_convert": self.others} if self.others else {}
         return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm", **skipped}
@@ -144,8 +143,8 @@ class Gptq(Target):
     def parts(self, name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
         return gptq.write(codes, order, self.version)
 
-    def settings(self) -> dict[str, Any]:
-        skipped: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in self.others if name != "lm_head"}
+    def settings(self) -> dict[str, object]:
+        skipped: dict[str, object] = {f"-:^{re.escape(name)}$": {} for name in self.others if name != "lm_head"}
         settings = {
             "quant_method": "gptq",
             "bits": self.format.bits,
@@ -164,7 +163,7 @@ class CompressedTensors(Target):
     def __init__(self, model: StoredModel) -> None:
         super().__init__(model)
         self.schemes: dict[str, list[str]] = {}
-        self._groups: list[dict[str, Any]] = []
+        self._groups: list[dict[str, object]] = []
         for name, weight in self.kept.items():
             group = self._scheme(weight, name in self.ordered)
             if group not in self._groups:
@@ -184,19 +183,19 @@ class CompressedTensors(Target):
     def parts(self, name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
         return compressed_tensors.write(codes, order, packed=not self._integer(self.kept[name]))
 
-    def _scheme(self, weight: Weight, ordered: bool) -> dict[str, Any]:
+    def _scheme(self, weight: Weight, ordered: bool) -> dict[str, object]:
         size, fmt = _group_size(weight.format), weight.format
-        weights: dict[str, Any] = {"num_bits": fmt.bits, "type": "int", "symmetric": fmt.zero == "none", "dynamic": False}
+        weights: dict[str, object] = {"num_bits": fmt.bits, "type": "int", "symmetric": fmt.zero == "none", "dynamic": False}
         weights |= {"strategy": "channel"} if size < 0 else {"strategy": "group", "group_size": size}
         if ordered:
             weights["actorder"] = "group"
-        inputs: dict[str, Any] | None = None
+        inputs: dict[str, object] | None = None
         if self._integer(weight):
             inputs = {"num_bits": 8, "type": "int", "symmetric": weight.activation == "row", "dynamic": True, "strategy": "token"}
         form = "int-quantized" if inputs else "pack-quantized"
         return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": form}
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         groups = {
             f"group_{number}": {"targets": ["Linear"] if len(self._groups) == 1 else self.schemes[str(number)], **group}
             for number, group in enumerate(self._groups)

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
 
 from halfbyte.checkpoint.files import COMPANION_BYTES
 from halfbyte.errors import CheckpointError, unreadable
@@ -23,7 +22,7 @@ _NAMES = "tokenizer.chat_templates"
 _OTHER = re.compile(r"[^A-Za-z0-9]")  # characters that gguf-py replaces by "_" in a name
 
 
-def of_folder(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+def of_folder(folder: Path, settings: Mapping[str, object]) -> dict[str, str]:
     """The templates of a folder by name, as transformers reads them. `settings`: its tokenizer_config.json."""
     found: dict[str, str] = {}
     if is_file(folder / "chat_template.jinja"):
@@ -77,7 +76,7 @@ def of_metadata(metadata: Mapping[str, Value]) -> dict[str, str]:
     return found
 
 
-def _stated(file: Path, value: Any) -> dict[str, str]:
+def _stated(file: Path, value: object) -> dict[str, str]:
     """Templates as a JSON file states them: one, or several by name."""
     if isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value):
         value = {entry.get("name"): entry.get("template") for entry in value}

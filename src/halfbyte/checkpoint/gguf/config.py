@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfbyte.checkpoint.gguf.names import Architecture, of_config, of_file
 from halfbyte.checkpoint.gguf.tokenizer import end_tokens
-from halfbyte.decoder.family import GGUF, SLIDING
+from halfbyte.decoder.family import GGUF, SLIDING, Config
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import Value
 from halfbyte.io.gguf_metadata import Metadata
@@ -93,7 +93,7 @@ def _keys(architecture: Architecture) -> dict[str, tuple[str, type, bool]]:
     return keys | {key: (config_key, int, True) for key, config_key in architecture.gguf.sizes.items()}
 
 
-def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict[str, Any]:
+def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict[str, object]:
     """The settings of experts in a config.json; `inner` is the file's feed_forward_length."""
     config = dict[str, Any]()
     for key, config_key in (architecture.experts or {}).items():
@@ -109,7 +109,7 @@ def _experts(architecture: Architecture, metadata: Metadata, inner: int) -> dict
     return config | every | {"norm_topk_prob": architecture.normalized}
 
 
-def _routed(architecture: Architecture, metadata: Metadata) -> dict[str, Any]:
+def _routed(architecture: Architecture, metadata: Metadata) -> dict[str, object]:
     """The settings of experts in a config.json where the file has all of them."""
     most = ("expert_count", "expert_used_count", "expert_feed_forward_length")
     experts = (architecture.experts or {}).items()
@@ -132,7 +132,7 @@ def _rope(
     read: Callable[[str], Tensor],
     head_dim: int,
     rotary_dim: int | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The rope_parameters of a config.json."""
     base = metadata.number("rope.freq_base", float, needed=False) or _ROPE_BASE
     rope = {"rope_type": "default", "rope_theta": base, **_rope_scaling(architecture.gguf, metadata, names, read, base, head_dim)}
@@ -147,7 +147,7 @@ def _rope(
 
 def _rope_scaling(
     gguf: GGUF, metadata: Metadata, names: Sequence[str], read: Callable[[str], Tensor], base: float, head_dim: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The rope_scaling of a config.json, if positions are scaled."""
     factors = read("rope_freqs.weight").double() if "rope_freqs.weight" in names else None
     if factors is not None and bool((factors >= _NOT_ROTATED).any()) and bool(((factors == 1) | (factors >= _NOT_ROTATED)).all()):
@@ -170,7 +170,7 @@ def _rope_scaling(
     raise CheckpointError(f"the GGUF file scales positions in the way {short(kind)}, which halfbyte does not read: use its safetensors")
 
 
-def llama3_factors(rope: Mapping[str, Any], base: float, head_dim: int) -> Tensor:
+def llama3_factors(rope: Config, base: float, head_dim: int) -> Tensor:
     """The factors by which llama.cpp divides rotary frequencies: transformers' rope_type llama3 (modeling_rope_utils.py), float64
     [head_dim / 2]."""
     inverse = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
@@ -182,7 +182,7 @@ def llama3_factors(rope: Mapping[str, Any], base: float, head_dim: int) -> Tenso
     return torch.where(length < original / high, 1.0, torch.where(length > original / low, factor, between))
 
 
-def _llama3(factors: Tensor, base: float, head_dim: int) -> dict[str, Any]:
+def _llama3(factors: Tensor, base: float, head_dim: int) -> dict[str, object]:
     """The settings that give these factors. All models use Llama's own, except for the original context length."""
     for original in (8192, 4096, 16384, 32768, 2048, 32):
         rope = {**_LLAMA3, "factor": float(factors.max()), "original_max_position_embeddings": original}
@@ -192,7 +192,7 @@ def _llama3(factors: Tensor, base: float, head_dim: int) -> dict[str, Any]:
     raise CheckpointError("the GGUF file divides rotary frequencies by factors that are not Llama 3's: use its safetensors")
 
 
-def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, Tensor]]:
+def to_metadata(config: Config) -> tuple[dict[str, Value], dict[str, Tensor]]:
     """The metadata of a GGUF file for the model of a config.json, and the tensors that belong to it."""
     architecture = of_config(config)
     name, gguf = architecture.name, architecture.gguf
@@ -215,7 +215,7 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
     out.setdefault(f"{name}.attention.head_count_kv", heads)
     out |= {f"{name}.attention.key_length": head_dim, f"{name}.attention.value_length": head_dim}
     out[f"{name}.vocab_size"] = int(config["vocab_size"])
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope.get(_FULL, rope)
     base = float(rope.get("rope_theta") or config.get("rope_theta") or _ROPE_BASE)
     if gguf.rope_alpha and rope.get("rope_type") == "dynamic" and rope.get("alpha"):
@@ -226,7 +226,7 @@ def to_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Value], dict[str, 
     return out, _scaled(gguf, out, rope, base, head_dim)
 
 
-def _no_place(architecture: Architecture, config: Mapping[str, Any]) -> str | None:
+def _no_place(architecture: Architecture, config: Config) -> str | None:
     """The property of a model that GGUF's metadata cannot express, or None."""
     gguf, family = architecture.gguf, architecture.family
     implied = {**gguf.settings, **gguf.implied(config)}
@@ -255,7 +255,7 @@ def _no_place(architecture: Architecture, config: Mapping[str, Any]) -> str | No
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _scaled(gguf: GGUF, out: dict[str, Value], rope: Mapping[str, Any], base: float, head_dim: int) -> dict[str, Tensor]:
+def _scaled(gguf: GGUF, out: dict[str, Value], rope: Config, base: float, head_dim: int) -> dict[str, Tensor]:
     """Adds the metadata of scaled positions to `out`; returns the tensors that describe the scaling."""
     name, kind = gguf.architecture, rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +114,7 @@ class _Place:
         return dict(zip(self.names, parts, strict=True))
 
 
-def _place(architecture: Architecture, name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> _Place:
+def _place(architecture: Architecture, name: str, shape: tuple[int, ...], config: Mapping[str, object]) -> _Place:
     names = architecture.to_gguf(name)
     if not names:
         raise CheckpointError(f"GGUF has no name for {name} in a {architecture.model}: this model cannot be written as GGUF")

@@ -15,6 +15,7 @@ from torch import Tensor
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, floats
 from halfbyte.checkpoint.gguf.config import drafts, to_config
 from halfbyte.checkpoint.gguf.names import Architecture, is_depthwise_kernel, is_ignorable, layer_of, of_file
+from halfbyte.decoder.family import Config
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import input_unit, take
@@ -118,7 +119,7 @@ def _factor(file: gguf.File, architecture: Architecture, name: str) -> gguf.Entr
 
 
 def _stacks(
-    file: gguf.File, architecture: Architecture, config: Mapping[str, Any], dtype: torch.dtype
+    file: gguf.File, architecture: Architecture, config: Mapping[str, object], dtype: torch.dtype
 ) -> tuple[dict[str, Entry], list[str]]:
     """The stacks of experts and joined matrices, by transformers' names, and notes for the report. Those whose parts have one type keep
     their codes."""
@@ -184,7 +185,7 @@ def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Seq
     }
 
 
-def _of_latents(file: gguf.File, config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Entry]:
+def _of_latents(file: gguf.File, config: Config, dtype: torch.dtype) -> dict[str, Entry]:
     """Keys and values from latents, `kv_b_proj` [heads * (key + value), rank] in transformers, of files that have them apart: keys
     [heads, rank, key] and values [heads, value, rank]. No format of codes holds both, so that they are read as floats."""
     entries = {}
@@ -268,7 +269,7 @@ def _plain(file: gguf.File, name: str) -> Tensor:
     return _numbers(file.entries[name])
 
 
-def _order(architecture: Architecture, config: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> tuple[Tensor | None, bool]:
+def _order(architecture: Architecture, config: Mapping[str, object], name: str, shape: tuple[int, ...]) -> tuple[Tensor | None, bool]:
     """The place in the file of each row of transformers' tensor, None where it is the same; or of each column."""
     columns = name.endswith("ssm_out.weight")  # whose inputs are what others have as rows
     order = architecture.rows(name, config, shape[-1 if columns else 0] if shape else 0)

@@ -10,13 +10,12 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from reprlib import repr as short
-from typing import Any
 
 from torch import Tensor
 
 from halfbyte.checkpoint.gguf.orders import ORDERS
 from halfbyte.decoder.families import FAMILIES, OTHERS
-from halfbyte.decoder.family import GGUF, Family
+from halfbyte.decoder.family import GGUF, Config, Family
 from halfbyte.errors import CheckpointError
 
 # Stacks of experts [E, N, K]: transformers' name and llama.cpp's, whose rows are concatenated in transformers; the last is of newer files.
@@ -178,7 +177,7 @@ class Architecture:
         gguf_tensor = {tensor: gguf_tensor for gguf_tensor, tensor in self._tensors.items()}.get(in_layer[2]) if in_layer else None
         return (f"blk.{in_layer[1]}.{gguf_tensor}",) if in_layer and gguf_tensor else ()
 
-    def rows(self, name: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
+    def rows(self, name: str, config: Config, rows: int) -> Tensor | None:
         """Return, for a tensor by llama.cpp's name, the row of transformers' tensor for each of its rows; None where they are the same."""
         in_layer, order = _IN_LAYER.fullmatch(name), self.gguf.row_order
         return ORDERS[order](in_layer[2], config, rows) if order and in_layer else None
@@ -236,7 +235,7 @@ _NO_MODELS = {
 }
 
 
-def of_file(metadata: Mapping[str, Any]) -> Architecture:
+def of_file(metadata: Mapping[str, object]) -> Architecture:
     """Return the architecture of a file with this metadata.
 
     Raises:
@@ -259,13 +258,13 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
     return max(matching, key=lambda a: len(a.gguf.known_by))  # the most specific one
 
 
-def _matches(architecture: Architecture, metadata: Mapping[str, Any]) -> bool:
+def _matches(architecture: Architecture, metadata: Mapping[str, object]) -> bool:
     """Return whether metadata has the keys, and the values where one is given, by which families of one name are told apart."""
     values = [(metadata.get(f"{architecture.name}.{key}"), wanted) for key, wanted in architecture.gguf.known_by.items()]
     return all(value is not None and wanted in (None, value) for value, wanted in values)
 
 
-def of_config(config: Mapping[str, Any]) -> Architecture:
+def of_config(config: Mapping[str, object]) -> Architecture:
     """Return the architecture to write for the model of a config.json.
 
     Raises:

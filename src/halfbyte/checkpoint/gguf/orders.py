@@ -6,16 +6,17 @@ same. `config` is the model's config.json.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-Order = Callable[[str, Mapping[str, Any], int], Tensor | None]
+from halfbyte.decoder.family import Config
+
+Order = Callable[[str, Config, int], Tensor | None]
 
 
-def interleaved(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
+def interleaved(inner: str, config: Config, rows: int) -> Tensor | None:
     """Queries and keys: the two halves of each head are interleaved."""
     counts = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
     count = int(config[counts[inner]]) if inner in counts else 0
@@ -24,7 +25,7 @@ def interleaved(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | No
     return torch.arange(rows, device="cpu").view(count, 2, -1).transpose(1, 2).flatten()
 
 
-def tiled(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
+def tiled(inner: str, config: Config, rows: int) -> Tensor | None:
     """Linear attention: value heads follow each other by key heads, 0 1 0 1, not 0 0 1 1."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     before = 2 * keys * config["linear_key_head_dim"] if inner in ("attn_qkv", "ssm_conv1d") else 0
@@ -34,7 +35,7 @@ def tiled(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
     return torch.cat([torch.arange(before, device="cpu"), heads.transpose(0, 1).flatten()])
 
 
-def separate(inner: str, config: Mapping[str, Any], rows: int) -> Tensor | None:
+def separate(inner: str, config: Config, rows: int) -> Tensor | None:
     """Linear attention: transformers has the queries, keys, values and gates of each key head together, the file one after the other."""
     keys, share = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
     sizes = [config["linear_key_head_dim"]] * 2 + [share * config["linear_value_head_dim"]] * 2

@@ -14,12 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from reprlib import repr as short
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfbyte.checkpoint.gguf import chat_templates
 from halfbyte.decoder.families import FAMILIES, OTHERS
 from halfbyte.errors import CheckpointError
 from halfbyte.io.gguf import File, Value, is_gguf, read_header
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 _KINDS = ("gpt2", "llama", "gemma4")
 CONTROL, USER = 3, 4  # llama.cpp's types of tokens that are matched before a text is split
@@ -92,7 +96,7 @@ class StoredTokenizer(NamedTuple):
         clean_up: Whether transformers removes spaces before punctuation from decoded text.
     """
 
-    backend: Any
+    backend: Tokenizer
     special_tokens: dict[str, str]
     chat_templates: dict[str, str]
     end_ids: list[int]
@@ -139,7 +143,7 @@ def read(path: Path, file: File | None = None) -> StoredTokenizer | None:
         return StoredTokenizer(backend, special, chat_templates.of_metadata(metadata), end_tokens(metadata))
 
 
-def load(path: Path) -> Any:
+def load(path: Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a GGUF file as one of transformers; None where the file has none. Raises CheckpointError as `read` does."""
     described = read(path)
     if described is None:
@@ -147,12 +151,13 @@ def load(path: Path) -> Any:
     from halfbyte.checkpoint.mapping.architecture import import_transformers
 
     transformers = import_transformers("the tokenizer of a GGUF file")
-    settings: dict[str, Any] = dict(described.special_tokens)
+    settings: dict[str, object] = dict(described.special_tokens)
     if templates := described.chat_templates:
         only_default = templates.keys() == {chat_templates.DEFAULT}
         settings["chat_template"] = templates[chat_templates.DEFAULT] if only_default else templates
     with _naming_the_file(path):
-        return transformers.PreTrainedTokenizerFast(tokenizer_object=described.backend, clean_up_tokenization_spaces=False, **settings)
+        settings |= {"tokenizer_object": described.backend, "clean_up_tokenization_spaces": False}
+        return transformers.PreTrainedTokenizerFast(**settings)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -199,7 +204,7 @@ def save(path: Path, folder: Path) -> list[str]:
     return []
 
 
-def _sequence(metadata: Mapping[str, Value], name: str) -> Any:
+def _sequence(metadata: Mapping[str, Value], name: str) -> Sequence[Any]:
     value = metadata.get(f"tokenizer.ggml.{name}")
     if value is None or isinstance(value, str | int | float):
         raise CheckpointError(f"the GGUF file has no list tokenizer.ggml.{name}: it is damaged")
@@ -215,13 +220,13 @@ def _cut(metadata: Mapping[str, Value]) -> tuple[str, ...]:
     return CUTS[str(name)]
 
 
-def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
+def _byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     patterns = _cut(metadata)
     merges = _merge_halves(metadata)
     whole = metadata.get("tokenizer.ggml.pre") in WHOLE
-    backend: Any = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=whole))
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=whole))
     steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
@@ -234,7 +239,7 @@ def _merge_halves(metadata: Mapping[str, Value]) -> list[tuple[str, str]]:
     return [(left, right) for left, _, right in (merge.partition(" ") for merge in _sequence(metadata, "merges"))]
 
 
-def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
+def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -245,7 +250,7 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Any:
         merges = _merges(vocabulary, [-i for i in range(len(tokens))] if by_order else _sequence(metadata, "scores"))
     unknown = metadata.get("tokenizer.ggml.unknown_token_id")
     unk = tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None
-    backend: Any = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unk))
+    backend = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unk))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     # One more space precedes each piece of text, even one that begins with a space, as in llama.cpp.
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581")] * prefix + [normalizers.Replace(" ", "\u2581")])
@@ -266,7 +271,7 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
     return [(left, right) for *_, left, right in found]
 
 
-def _add_tokens(backend: Any, metadata: Mapping[str, Value], tokens: Sequence[str]) -> None:
+def _add_tokens(backend: Tokenizer, metadata: Mapping[str, Value], tokens: Sequence[str]) -> None:
     """Registers the tokens that are matched literally in a text."""
     from tokenizers import AddedToken
 
@@ -282,7 +287,7 @@ def _add_tokens(backend: Any, metadata: Mapping[str, Value], tokens: Sequence[st
         (backend.add_special_tokens if special else backend.add_tokens)(added)
 
 
-def _begin_and_end(backend: Any, metadata: Mapping[str, Value], special: Mapping[str, str], begins: bool) -> None:
+def _begin_and_end(backend: Tokenizer, metadata: Mapping[str, Value], special: Mapping[str, str], begins: bool) -> None:
     """Sets the tokens that texts begin and end with."""
     from tokenizers import processors
 

@@ -25,7 +25,7 @@ from halfbyte.io.safetensors import load_json
 _NORMAL, _UNKNOWN, _UNUSED, _BYTE = 1, 2, 5, 6  # llama.cpp's types of tokens
 
 
-def to_metadata(folder: Path, config: Mapping[str, Any], vocabulary: int) -> tuple[dict[str, Value], list[str]]:
+def to_metadata(folder: Path, config: Mapping[str, object], vocabulary: int) -> tuple[dict[str, Value], list[str]]:
     """The metadata for the tokenizer of a folder, and notes for the report.
 
     vocabulary  rows of the embedding, each of which gets a token
@@ -90,7 +90,7 @@ def _listed(ids: Mapping[str, int]) -> str:
     return first if len(ids) <= 3 else f"{first} and {len(ids) - 3} more"
 
 
-def _walk(piece: Any) -> Iterator[Mapping[str, Any]]:
+def _walk(piece: object) -> Iterator[Mapping[str, Any]]:
     """A pre-tokenizer or normalizer, or the elements of a sequence of them."""
     if isinstance(piece, Mapping):
         yield piece
@@ -99,7 +99,7 @@ def _walk(piece: Any) -> Iterator[Mapping[str, Any]]:
                 yield from _walk(inner)
 
 
-def _cut(pre_tokenizer: Any, whole: bool) -> tuple[str, list[str]]:
+def _cut(pre_tokenizer: object, whole: bool) -> tuple[str, list[str]]:
     """llama.cpp's name of the rule that splits text.
 
     whole  whether a word that is a token is not merged from pieces
@@ -121,7 +121,7 @@ def _cut(pre_tokenizer: Any, whole: bool) -> tuple[str, list[str]]:
 
 
 def _special(
-    described: Mapping[str, Any], settings: Mapping[str, Any], config: Mapping[str, Any], count: int
+    described: Mapping[str, Any], settings: Mapping[str, object], config: Mapping[str, object], count: int
 ) -> tuple[dict[str, Value], list[str]]:
     """The ids of special tokens, and whether a text begins or ends with one; and notes of ids beyond the `count` rows of the embedding,
     which are left out."""

@@ -65,7 +65,7 @@ def import_transformers(why: str) -> ModuleType:
     return transformers
 
 
-def known_architecture(config: Mapping[str, Any]) -> str | None:
+def known_architecture(config: Mapping[str, object]) -> str | None:
     """The class of transformers that a config.json names, or None."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
@@ -79,12 +79,12 @@ def known_architecture(config: Mapping[str, Any]) -> str | None:
     return name if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
-def is_transformers_model(config: Mapping[str, Any]) -> bool:
+def is_transformers_model(config: Mapping[str, object]) -> bool:
     """Whether a config.json names a class of transformers, which is not imported for a family that halfbyte knows itself."""
     return find_family(config) is not None or known_architecture(config) is not None
 
 
-def skeleton(config: Mapping[str, Any], dtype: torch.dtype, files: Iterable[Sequence[int]]) -> nn.Module:
+def skeleton(config: Mapping[str, object], dtype: torch.dtype, files: Iterable[Sequence[int]]) -> nn.Module:
     """The model that a config.json names, in evaluation mode: parameters on the meta device, buffers computed.
 
     dtype  of its parameters
@@ -177,7 +177,7 @@ def steps_to(model: Any, files: Mapping[str, TensorSpec]) -> tuple[list[Step], d
     return steps, unused
 
 
-def module_classes(config: Mapping[str, Any], modules: Iterable[str], files: Iterable[Sequence[int]]) -> dict[str, set[str]]:
+def module_classes(config: Mapping[str, object], modules: Iterable[str], files: Iterable[Sequence[int]]) -> dict[str, set[str]]:
     """The names of the class and the base classes of modules that have a weight, by their names in the files; without those that the model
     does not have, or not as modules of their own. `files` as for `skeleton`."""
     if find_family(config) is not None:  # what is not its embedding, and is asked for, is one of its Linears
@@ -204,7 +204,7 @@ class _Planned:
     def get_parameter(self, name: str) -> nn.Parameter:
         return self._parameters[name]
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._model, name)
 
 
@@ -241,7 +241,7 @@ def initial(model: Any, name: str) -> Tensor | None:
     return module.get_parameter(tensor_name).detach()
 
 
-def _with_special_floats(value: Any) -> Any:
+def _with_special_floats(value: object) -> object:
     """A value of a config.json, with {"__float__": "Infinity"}, transformers' notation, replaced by the float."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
@@ -269,7 +269,7 @@ class _Skeleton(TorchFunctionMode):
         self.elements_left = 4 * sum(sizes) + _BUFFER_ELEMENTS
         self.tensors_left = 16 * len(sizes) + _BUFFERS
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func in self.FACTORIES and kwargs.get("device") is None:
             on_meta = func(*args, **{**kwargs, "device": "meta"})

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
 
 from halfbyte.errors import CheckpointError
 
@@ -90,7 +89,7 @@ _SETTINGS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 _EMPTY = {"suppress_tokens", "begin_suppress_tokens", "eos_token_id"}  # [] is none here, in files of Whisper for example
 
 
-def check_generation(config: Any, folder: Path) -> None:
+def check_generation(config: object, folder: Path) -> None:
     """Checks the settings of a GenerationConfig, and makes floats of the integers that transformers wants as floats.
 
     Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ def _is_mask(name: str, spec: TensorSpec) -> bool:
     return name.endswith(".bias") and len(spec.shape) == 4 and spec.shape[:2] == (1, 1) and spec.shape[2] == spec.shape[3]
 
 
-def _ignored(model: Any) -> Sequence[str]:
+def _ignored(model: nn.Module) -> Sequence[str]:
     """The patterns of names that the class itself says to be superfluous."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
     return [each for each in patterns if isinstance(each, str)] if isinstance(patterns, list | set | tuple) else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ class Plan:
         return self.weights[name].dtype if name in self.weights else self.plain[name].dtype
 
 
-def plan_model(described: Mapping[str, Any], source: Source, choose: Choose) -> Plan:
+def plan_model(described: Mapping[str, object], source: Source, choose: Choose) -> Plan:
     """The plan for an architecture of transformers, made from its modules on the meta device."""
     files = source.specs()
     floats = (spec.dtype for spec in files.values() if spec.dtype in FLOATS)

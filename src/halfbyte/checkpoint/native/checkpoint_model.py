@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from halfbyte.nn.report import Report
 
 
-def _open(folder: Path) -> tuple[dict[str, Any], Manifest, Reader]:
+def _open(folder: Path) -> tuple[dict[str, object], Manifest, Reader]:
     """Return config.json without halfbyte's section, that section, and a reader of the files that it names.
 
     Another process may save to the folder meanwhile: where the files could not be opened and the section has changed since it was read, the

@@ -135,7 +135,7 @@ class Manifest:
         return section
 
 
-def read_manifest(folder: Path) -> tuple[dict[str, Any], Manifest]:
+def read_manifest(folder: Path) -> tuple[dict[str, object], Manifest]:
     """config.json without the section, and the section. Raises CheckpointError where anything in it is inconsistent."""
     path = folder / CONFIG
     if not is_file(path):
@@ -232,7 +232,7 @@ def _divides(taps: int, shape: Sequence[int], fmt: Format) -> bool:
     return taps == shape[1] if isinstance(fmt.block, int) else taps > 0 and shape[1] % taps == 0
 
 
-def _parse_static(entry: Mapping[str, Any]) -> Calibrated:
+def _parse_static(entry: Mapping[str, object]) -> Calibrated:
     scales = {}
     for name, pair in _get(entry, "scales", dict).items():
         step, zero = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
@@ -245,7 +245,7 @@ def _parse_static(entry: Mapping[str, Any]) -> Calibrated:
     return Calibrated(scales, tuple(floats), tuple(notes))
 
 
-def _checksums(section: Mapping[str, Any], key: str) -> dict[str, int]:
+def _checksums(section: Mapping[str, object], key: str) -> dict[str, int]:
     checksums: dict[str, int] = _get(section, key, dict)
     for name, value in checksums.items():
         if type(value) is not int or not 0 <= value < 1 << 32:
@@ -253,7 +253,7 @@ def _checksums(section: Mapping[str, Any], key: str) -> dict[str, int]:
     return checksums
 
 
-def _get(section: Mapping[str, Any], key: str, kind: type) -> Any:
+def _get(section: Mapping[str, object], key: str, kind: type) -> Any:
     value = section.get(key)
     if not isinstance(value, kind):
         raise ValueError(f"{key!r} is of type {kind.__name__}, got {short(value)}")

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 from zlib import crc32
 
 from halfbyte import __version__
@@ -42,7 +42,7 @@ def model_card(
     weights: Iterable[CardWeight],
     *,
     total_bytes: int,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     base_model: str | None = None,
     tags: Iterable[str] = (),
 ) -> str:

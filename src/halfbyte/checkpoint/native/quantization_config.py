@@ -62,7 +62,7 @@ class Module:
             return replace(module_entry, compute=module.compute, activation=module.activation)
         return module_entry
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         entry = {**asdict(self), "format": str(self.format), "shape": list(self.shape)}
         del entry["bytes_each"], entry["dtype"]
         if self.dtype is not None:
@@ -89,7 +89,7 @@ def dtype_named(name: object) -> torch.dtype | None:
     return DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
 
 
-def has_bytes_each(fmt: Format, entry: Mapping[str, Any]) -> bool:
+def has_bytes_each(fmt: Format, entry: Mapping[str, object]) -> bool:
     """Whether codes of 5 or 6 bits take whole bytes, by what config.json says of a weight. Raises FormatError for other numbers of bits."""
     bits = entry.get(BITS, 8)
     if fmt.packed_bits and (type(bits) is not int or bits not in (fmt.packed_bits, 8)):
@@ -97,12 +97,12 @@ def has_bytes_each(fmt: Format, entry: Mapping[str, Any]) -> bool:
     return bool(fmt.packed_bits) and bits == 8
 
 
-def describe(modules: Mapping[str, Module]) -> dict[str, Any]:
+def describe(modules: Mapping[str, Module]) -> dict[str, object]:
     """The section for these modules, in plain types."""
     return {"quant_method": METHOD, "version": VERSION, "modules": {name: module.to_json() for name, module in modules.items()}}
 
 
-def parse(section: Mapping[str, Any]) -> dict[str, Module]:
+def parse(section: Mapping[str, object]) -> dict[str, Module]:
     """The inverse of `describe`; raises CheckpointError where anything in the section is invalid."""
     if (version := section.get("version")) != VERSION:
         raise CheckpointError(f"the quantization_config is of version {short(version)}, this halfbyte reads {VERSION}: use a newer one")

@@ -173,12 +173,12 @@ def publish(
     staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied, static=static))
 
 
-def _config_of(model: nn.Module) -> dict[str, Any]:
+def _config_of(model: nn.Module) -> dict[str, object]:
     """The config.json of a transformers model; empty for any other."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return {}
-    described: dict[str, Any] = json.loads(config.to_json_string())
+    described: dict[str, object] = json.loads(config.to_json_string())
     present = {m.dtype for m in model.modules() if isinstance(m, QuantModule)} | {p.dtype for p in model.parameters()}
     loaded = getattr(config, "dtype", None)
     # The model's own is that of its first parameter, which may be one of those that stay in float32.

@@ -8,10 +8,13 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from halfbyte.cli.shared.output import settling
 from halfbyte.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -22,7 +25,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: float32 on a CPU, on a GPU the model's own)")
 
 
-def asked_dtype(args: argparse.Namespace) -> Any:
+def asked_dtype(args: argparse.Namespace) -> torch.dtype | None:
     """The requested torch.dtype, or None."""
     import torch
 

@@ -38,7 +38,7 @@ class Opened(NamedTuple):
     tokenizer: Any
     weight_bytes: int
     max_positions: int | None
-    int8_cached: Any
+    int8_cached: object
 
 
 @settling()

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from halfbyte.errors import ArgumentError, CheckpointError, unreadable
 from halfbyte.io.files import is_file, is_folder, open_file
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from halfbyte.nn.report import Report
 
 Command = Callable[[argparse.Namespace], int]
-# argparse's own type for this is private.
-Commands = Any
+
+
+class Commands(Protocol):
+    """Where parsers of commands are added: argparse's own type for this is private."""
+
+    def add_parser(self, name: str, *, help: str, description: str, allow_abbrev: bool) -> argparse.ArgumentParser: ...
 
 
 def add_command(commands: Commands, name: str, run: Command, help: str, description: str = "") -> argparse.ArgumentParser:
@@ -47,12 +51,12 @@ def settling() -> Iterator[None]:
         gc.enable()
 
 
-def print_json(document: Mapping[str, Any]) -> None:
+def print_json(document: Mapping[str, object]) -> None:
     json.dump(document, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
 
 
-def show(args: argparse.Namespace, document: Mapping[str, Any], text: str) -> int:
+def show(args: argparse.Namespace, document: Mapping[str, object], text: str) -> int:
     """Prints a result as JSON, if asked for, or as text; returns the exit code."""
     if args.json:
         print_json(document)

@@ -252,7 +252,7 @@ def _qlinear(codes: Codes, device: str) -> Iterator[Case]:
         yield Case(f"M={m}", partial(ops.qlinear, xq.to(device), packed, bias.to(device), **scales), partial(_right_codes, expected))
 
 
-def _right_codes(expected: Any, found: Tensor) -> Tensor:
+def _right_codes(expected: reference.Requantized, found: Tensor) -> Tensor:
     right: Tensor = expected.agrees(found.cpu())
     return right
 
@@ -275,7 +275,7 @@ def _conv2d(codes: Codes, device: str) -> Iterator[Case]:
             yield Case(f"{name}, {compute}", call, partial(_conv_right, (x, weight, (3, 3), window, bias, groups, compute)))
 
 
-def _conv_right(of: Any, y: Tensor) -> Tensor:
+def _conv_right(of: tuple[Tensor, Codes, tuple[int, int], Window, Tensor, int, Any], y: Tensor) -> Tensor:
     return reference.agrees(y.cpu(), conv_reference.conv2d(*of), conv_reference.error_bound(*of))
 
 

@@ -16,14 +16,24 @@ from __future__ import annotations
 from typing import Any
 
 from halfbyte.decoder.families import gguf_settings as gguf
-from halfbyte.decoder.family import GGUF, SLIDING, Family, FullAttentionSize, KVSharing, MoEFamily, PerLayerEmbedding, RopeLayers
+from halfbyte.decoder.family import (
+    GGUF,
+    SLIDING,
+    Family,
+    FullAttentionSize,
+    KVSharing,
+    ModelConfig,
+    MoEFamily,
+    PerLayerEmbedding,
+    RopeLayers,
+)
 
 
-def _by_scalar(config: Any, head_dim: int) -> float:
+def _by_scalar(config: ModelConfig, head_dim: int) -> float:
     return float(float(config.query_pre_attn_scalar) ** -0.5)
 
 
-def _by_multiplier(config: Any, head_dim: int) -> float:
+def _by_multiplier(config: ModelConfig, head_dim: int) -> float:
     return float(config.attention_multiplier)
 
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.decoder.family import GGUF, SLIDING
+from halfbyte.decoder.family import GGUF, SLIDING, Config
 from halfbyte.errors import CheckpointError
 from halfbyte.layouts.base import round_up
 
 if TYPE_CHECKING:
+    from halfbyte.io.gguf import Value
     from halfbyte.io.gguf_metadata import Metadata
 
-Config = Mapping[str, Any]
-Layers = tuple[dict[str, Any], Mapping[str, int]]
+Layers = tuple[dict[str, object], Mapping[str, int]]
 _KV, _INNER = "attention.head_count_kv", "feed_forward_length"
 _WINDOWS, _FULL = "attention.sliding_window_pattern", "full_attention"
 _LATENT = ("key_length_mla", "key_length", "value_length_mla", "value_length", "kv_lora_rank", "q_lora_rank")
@@ -62,20 +62,20 @@ IMAGES: dict[str, Any] = {"written": False, "note": "the model in the file also 
 # Attention
 
 
-def query_scalar(layers: int) -> Callable[[Config], dict[str, Any]]:
+def query_scalar(layers: int) -> Callable[[Config], dict[str, object]]:
     """No file has the scale of attention: llama.cpp recognizes the model of another one by its number of `layers`."""
 
-    def implied(config: Config) -> dict[str, Any]:
+    def implied(config: Config) -> dict[str, object]:
         width = config["hidden_size"] // max(1, config["num_attention_heads"])
         return {"query_pre_attn_scalar": width if config["num_hidden_layers"] == layers else config.get("head_dim") or width}
 
     return implied
 
 
-def window_by_depth(layers: int) -> Callable[[Config], dict[str, Any]]:
+def window_by_depth(layers: int) -> Callable[[Config], dict[str, object]]:
     """No file says whether layers have a sliding window: llama.cpp recognizes the model with three of four by its number of `layers`."""
 
-    def implied(config: Config) -> dict[str, Any]:
+    def implied(config: Config) -> dict[str, object]:
         slides = config["num_hidden_layers"] == layers
         kinds = [SLIDING if slides and use else _FULL for use in every_fourth_is_0(config)]
         return {"layer_types": kinds} if slides else {"layer_types": kinds, "sliding_window": None}
@@ -88,14 +88,14 @@ def every_fourth_is_0(config: Config) -> list[int]:
     return [int((i + 1) % 4 != 0) for i in range(min(config["num_hidden_layers"], MOST_LAYERS))]
 
 
-def original_positions(metadata: Metadata, config: Config) -> dict[str, Any]:
+def original_positions(metadata: Metadata, config: Config) -> dict[str, object]:
     """Phi 3 has the number of positions before scaling in config.json itself, too."""
     rope = config["rope_parameters"]
     original = rope.get("original_max_position_embeddings") if "partial_rotary_factor" in rope else None
     return {} if original is None else {"original_max_position_embeddings": original}
 
 
-def latent_attention(metadata: Metadata, config: Config) -> dict[str, Any]:
+def latent_attention(metadata: Metadata, config: Config) -> dict[str, object]:
     """Sizes of latent attention (DeepSeek-V2), and its yarn, whose `mscale` is there a tenth."""
     given = {key: metadata.number(f"attention.{key}", needed=False) for key in _LATENT}
     rotated = metadata.number("rope.dimension_count")
@@ -118,7 +118,7 @@ def latent_attention(metadata: Metadata, config: Config) -> dict[str, Any]:
     }
 
 
-def deepseek2(metadata: Metadata, config: Config) -> dict[str, Any]:
+def deepseek2(metadata: Metadata, config: Config) -> dict[str, object]:
     """Latent attention, and how experts are chosen, which follows from the number of their groups."""
     return latent_attention(metadata, config) | {"topk_method": "greedy" if config["n_group"] == 1 else "group_limited_greedy"}
 
@@ -126,7 +126,7 @@ def deepseek2(metadata: Metadata, config: Config) -> dict[str, Any]:
 # Layers that are not attention
 
 
-def linear_attention(metadata: Metadata, config: Config) -> dict[str, Any]:
+def linear_attention(metadata: Metadata, config: Config) -> dict[str, object]:
     """Gated delta nets in place of attention, but in every `full_attention_interval`-th layer."""
     every = metadata.number("full_attention_interval", needed=False) or 4
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
@@ -161,7 +161,7 @@ def convolution_layers(metadata: Metadata, names: Sequence[str]) -> Layers:
     return {"layer_types": [_FULL if count else "conv" for count in heads], "block_auto_adjust_ff_dim": False}, {_KV: max(heads)}
 
 
-def convolution_metadata(config: Config) -> dict[str, Any]:
+def convolution_metadata(config: Config) -> dict[str, Value]:
     """The inverse, and the width of the MLP, which config.json may give before it is adjusted."""
     inner, layers = int(config.get("block_ff_dim") or config["intermediate_size"]), int(config["num_hidden_layers"])
     if config.get("block_auto_adjust_ff_dim", True):
@@ -178,7 +178,7 @@ def convolution_metadata(config: Config) -> dict[str, Any]:
 
 def gemma3n_layers(metadata: Metadata, names: Sequence[str]) -> Layers:
     """llama.cpp, too, takes for granted which layers are sparse, and their other sizes, as they are in both models that there are."""
-    config: dict[str, Any] = {"vocab_size_per_layer_input": metadata.token_count}
+    config: dict[str, object] = {"vocab_size_per_layer_input": metadata.token_count}
     if isinstance(metadata.get(_WINDOWS), Sequence):
         config["layer_types"] = _types_by_window(metadata)
     if not isinstance(metadata.get(_INNER), Sequence):
@@ -193,7 +193,7 @@ def gemma4_layers(metadata: Metadata, names: Sequence[str]) -> Layers:
     keys of their own and twice as much for those after."""
     kinds, numbers = _types_by_window(metadata), dict[str, int]()
     whole = kinds.index(_FULL) if _FULL in kinds else 0
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         "layer_types": kinds,
         "attention_k_eq_v": f"blk.{whole}.attn_v.weight" not in names,
         "vocab_size_per_layer_input": metadata.token_count,
@@ -212,7 +212,7 @@ def _types_by_window(metadata: Metadata) -> list[str]:
     return [SLIDING if window else _FULL for window in metadata.by_layer(_WINDOWS)]
 
 
-def gpt2(metadata: Metadata, config: Config) -> dict[str, Any]:
+def gpt2(metadata: Metadata, config: Config) -> dict[str, object]:
     """Its name of the width of MLPs."""
     return {"n_inner": config["intermediate_size"]}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft.tuners import tuners_utils
@@ -34,6 +34,12 @@ from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.modules.weight_view import AnyPacked, pack_like
 
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftConfig
+
+    _Include = Callable[[PeftConfig, nn.Module], PeftConfig]
+    _Sizes = Callable[..., tuple[int, int] | tuple[None, None]]
+
 _ALL_LINEAR = "all-linear"
 _ADAPTABLE = (QuantLinear, PermutedLinear, FusedLinear, QuantEmbedding)
 # Adapters that can be attached to quantized layers; XLORA is a mixture of LoRA adapters.
@@ -50,7 +56,7 @@ class _Requantized(nn.Module):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Adds adapters to the weight and quantizes it again to its format, which rounds the sum. `unmerge` restores the original."""
-        base: Any = self.get_base_layer()
+        base: object = self.get_base_layer()
         if not isinstance(base, QuantModule):  # the model was dequantized
             super().merge(safe_merge, adapter_names)  # type: ignore[misc]
             return
@@ -85,12 +91,12 @@ class _Requantized(nn.Module):
             self._before_merge = None
         self.merged_adapters.clear()
 
-    def _adapters_here(self) -> Any:
+    def _adapters_here(self) -> nn.ModuleDict | nn.ParameterDict:
         """The names of the adapters that this layer has."""
         raise NotImplementedError
 
     @staticmethod
-    def _put(base: Any, packed: AnyPacked) -> None:
+    def _put(base: QuantModule, packed: AnyPacked) -> None:
         base._set_packed(packed)
         base.error = None
         base.refresh()
@@ -103,17 +109,17 @@ class QuantLoraLinear(_Requantized, Linear):
         super().__init__(*args, **kwargs)
         self.fan_in_fan_out = False  # for a Conv1D too, whose quantized weight is transposed
 
-    def _adapters_here(self) -> Any:
+    def _adapters_here(self) -> nn.ModuleDict | nn.ParameterDict:
         return self.lora_A
 
 
 class QuantLoraEmbedding(_Requantized, Embedding):
     """y = QuantEmbedding(ids) + scaling * B(A[ids]), by peft's own `forward`."""
 
-    def _adapters_here(self) -> Any:
+    def _adapters_here(self) -> nn.ModuleDict | nn.ParameterDict:
         return self.lora_embedding_A
 
-    def _embed(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    def _embed(self, input: Tensor, weight: Tensor, *_: object, **__: object) -> Tensor:
         return functional.embedding(input, weight, self.get_base_layer().padding_idx)
 
 
@@ -123,17 +129,17 @@ if not hasattr(_lora, "_create_new_module"):
 _create_new_module = _lora._create_new_module
 
 
-def _create(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+def _create(lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: object) -> nn.Module:
     lora_config._register_custom_module({QuantLinear: QuantLoraLinear, QuantEmbedding: QuantLoraEmbedding})
     adapter: nn.Module = _create_new_module(lora_config, adapter_name, target, **kwargs)
     return adapter
 
 
-def _including(include: Any) -> Any:
+def _including(include: _Include) -> _Include:
     """Replace `_maybe_include_all_linear_layers`: quantized layers too, all but the head; targets that could not be trained are refused."""
 
     @wraps(include)
-    def included(peft_config: Any, model: Any) -> Any:
+    def included(peft_config: PeftConfig, model: Any) -> PeftConfig:
         asked = getattr(peft_config, "target_modules", None)
         config: Any = include(peft_config, model)
         if isinstance(asked, str) and asked.lower() == _ALL_LINEAR:
@@ -148,7 +154,7 @@ def _including(include: Any) -> Any:
             _check_parameter(parameter, quantized)
         if quantized:
             peft_modules.check_head(config, model)
-        return config
+        return config  # type: ignore[no-any-return]
 
     return included
 
@@ -181,11 +187,11 @@ def _check_parameter(target: str, quantized: dict[str, QuantModule]) -> None:
             )
 
 
-def _in_words(init: Any) -> Any:
+def _in_words(init: Callable[..., None]) -> Callable[..., None]:
     """Decorates the `__init__` of a model of peft: what it raises where it finds no layer or parameter that it knows gets a remedy."""
 
     @wraps(init)
-    def checked(self: Any, model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def checked(self: BaseTuner, model: nn.Module, config: Any, *args: object, **kwargs: object) -> None:
         try:
             init(self, model, config, *args, **kwargs)
         except HalfbyteError:
@@ -203,16 +209,14 @@ def _in_words(init: Any) -> Any:
     return checked
 
 
-def _knowing_sizes(features: Any) -> Any:
+def _knowing_sizes(features: _Sizes) -> _Sizes:
     """Replace `_get_in_out_features`, which warns of classes that it does not know."""
 
     @wraps(features)
-    def sizes_of(module: nn.Module) -> tuple[int | None, int | None]:
+    def sizes_of(module: nn.Module) -> tuple[int, int] | tuple[None, None]:
         if isinstance(module, QuantEmbedding):
             return module.num_embeddings, module.embedding_dim
-        sizes: tuple[int | None, int | None]
-        sizes = (module.in_features, module.out_features) if isinstance(module, QuantLinear) else features(module)
-        return sizes
+        return (module.in_features, module.out_features) if isinstance(module, QuantLinear) else features(module)
 
     return sizes_of
 

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
@@ -25,11 +25,15 @@ from halfbyte.nn.dequantized import trainable_form
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.modules.scaled import scaled
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
 _HEADS = ("SEQ_CLS", "TOKEN_CLS")  # tasks whose head is new
 _WRAPPED = (".token_adapter", ".base_layer", ".original_module")  # in the names of modules that peft wraps
 
 
-def check_head(config: Any, model: nn.Module) -> None:
+def check_head(config: object, model: nn.Module) -> None:
     """Warns of a task with a new head that nothing trains, as peft knows its name by `modules_to_save` only."""
     task, named = getattr(config, "task_type", None), tuple(getattr(config, "modules_to_save", None) or ())
     if getattr(task, "value", task) in _HEADS and not any(name.endswith(named) for name, _ in model.named_modules()):
@@ -51,7 +55,7 @@ def register() -> None:
     rebind(other.prepare_model_for_kbit_training, _with_checkpointing)
 
 
-def rebind(function: Any, decorate: Callable[[Any], Any]) -> None:
+def rebind(function: Callable[..., T], decorate: Callable[[Callable[..., T]], Callable[..., T]]) -> None:
     """Decorates a function of peft in each of its modules that has imported it; those imported later get it from the first."""
     decorated, function_name = decorate(function), str(function.__name__)
     for name, module in list(sys.modules.items()):
@@ -59,11 +63,11 @@ def rebind(function: Any, decorate: Callable[[Any], Any]) -> None:
             setattr(module, function_name, decorated)
 
 
-def _float_copies(update: Any) -> Any:
+def _float_copies(update: Callable[..., None]) -> Callable[..., None]:
     """Replace `ModulesToSaveWrapper.update`: the copy of a module that is trained is float."""
 
     @wraps(update)
-    def updated(self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def updated(self: ModulesToSaveWrapper, adapter_name: str, *args: object, **kwargs: object) -> None:
         is_new = adapter_name not in self.modules_to_save
         update(self, adapter_name, *args, **kwargs)
         if is_new and any(isinstance(module, QuantModule) for module in self.original_module.modules()):
@@ -73,12 +77,12 @@ def _float_copies(update: Any) -> Any:
     return updated
 
 
-def _replaced_tokens(forward: Any) -> Any:
+def _replaced_tokens(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Replace `TrainableTokensLayer.forward_adapters`: a quantized layer computes all tokens, and those that are trained are computed
     again."""
 
     @wraps(forward)
-    def forward_adapters(self: Any, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any) -> Any:
+    def forward_adapters(self: TrainableTokensLayer, x: Tensor, active_adapters: list[str], *args: object, **kwargs: object) -> Tensor:
         base = self.base_layer
         if not isinstance(base, QuantEmbedding | QuantLinear) or self.disable_adapters or self.merged or not active_adapters:
             return forward(self, x, active_adapters, *args, **kwargs)
@@ -105,11 +109,11 @@ def _with_columns(y: Tensor, x: Tensor, rows: Tensor, tokens: Tensor, base: Quan
     return y.index_copy(-1, tokens, functional.linear(x.to(y.dtype), rows, bias))
 
 
-def _unmerged_tokens(merge: Any) -> Any:
+def _unmerged_tokens(merge: Callable[..., None]) -> Callable[..., None]:
     """Replace `TrainableTokensLayer.merge`: refused, as rows of a quantized weight cannot be set."""
 
     @wraps(merge)
-    def merged(self: Any, *args: Any, **kwargs: Any) -> None:
+    def merged(self: TrainableTokensLayer, *args: object, **kwargs: object) -> None:
         if isinstance(self.base_layer, QuantModule):
             raise UnsupportedError(
                 "trained tokens cannot be merged into a quantized weight: keep the adapter apart, or load it onto the float model, "
@@ -120,7 +124,7 @@ def _unmerged_tokens(merge: Any) -> Any:
     return merged
 
 
-def _with_quantized(tied_names: Any) -> Any:
+def _with_quantized(tied_names: Callable[[nn.Module], list[str]]) -> Callable[[nn.Module], list[str]]:
     """Replace `_get_module_names_tied_with_embedding`: quantized layers that share the embedding's weight, which transformers does not
     tie."""
 
@@ -146,19 +150,22 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def _with_checkpointing(prepare: Any) -> Any:
+def _with_checkpointing(prepare: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
     """Replace `prepare_model_for_kbit_training`: gradient checkpointing is enabled, as for the methods that peft knows."""
 
     @wraps(prepare)
     def prepared(
-        model: Any, use_gradient_checkpointing: bool = True, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> Any:
+        model: Any,
+        use_gradient_checkpointing: bool = True,
+        gradient_checkpointing_kwargs: dict[str, object] | None = None,
+        **kwargs: object,
+    ) -> PreTrainedModel:
         model = prepare(model, use_gradient_checkpointing, gradient_checkpointing_kwargs, **kwargs)
         if use_gradient_checkpointing and any(isinstance(module, QuantModule) for module in model.modules()):
             settings = gradient_checkpointing_kwargs or {}
             if settings.get("use_reentrant", True):
                 model.enable_input_require_grads()
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-        return model
+        return model  # type: ignore[no-any-return]
 
     return prepared

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
-from typing import Any
 
 from torch import nn
 
@@ -25,7 +24,7 @@ def refuse(module: ModuleType, reason: str) -> None:
 
 def _checking(init: Callable[..., None], reason: str) -> Callable[..., None]:
     @wraps(init)
-    def checked(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def checked(self: object, model: nn.Module, *args: object, **kwargs: object) -> None:
         if any(isinstance(part, QuantModule) for part in model.modules()):
             raise UnsupportedError(
                 f"adapters on a quantized model need private parts of peft, and {reason}: install peft {TESTED['peft']}, or attach them to "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from halfbyte.nn.config import Config, as_config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedTokenizerBase
 
 
 def load_gguf(
@@ -32,7 +33,7 @@ def load_gguf(
     format: Config | Format | str | None = None,
     mesh: DeviceMesh | None = None,
     half_scales: bool = False,
-) -> tuple[nn.Module, Any]:
+) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
     """Load a model and its tokenizer from a GGUF file, with the codes and scales of the file.
 
     The tokenizer is one of transformers, or None where the file has none.

@@ -23,7 +23,7 @@ from halfbyte.nn.report import report
 _EMPTY_CARD = "This model card has been automatically generated."  # in transformers' own
 
 
-def card_of(model: Any, title: str, tags: Iterable[str] = ()) -> str:
+def card_of(model: PreTrainedModel, title: str, tags: Iterable[str] = ()) -> str:
     """The card of a quantized model of transformers that is called `title`, with these and the model's own tags."""
     found = report(model)
     weights = [
@@ -42,7 +42,9 @@ _upload: Any = _model._upload_modified_files
 
 
 @wraps(_save)
-def _save_with_card(self: Any, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any) -> Any:
+def _save_with_card(
+    self: PreTrainedModel, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: object, **kwargs: object
+) -> object:
     result = _save(self, save_directory, is_main_process, *args, **kwargs)
     if is_main_process and _is_quantized(self) and (folder := Path(save_directory)).is_dir():
         write_card(folder, card_of(self, folder.resolve().name))
@@ -50,7 +52,7 @@ def _save_with_card(self: Any, save_directory: str | os.PathLike[str], is_main_p
 
 
 @wraps(_upload)
-def _upload_with_card(self: Any, working_dir: str | os.PathLike[str], repo_id: str, *args: Any, **kwargs: Any) -> Any:
+def _upload_with_card(self: PreTrainedModel, working_dir: str | os.PathLike[str], repo_id: str, *args: object, **kwargs: object) -> object:
     path = Path(working_dir) / CARD
     if _is_quantized(self) and path.is_file() and _EMPTY_CARD in path.read_text(encoding="utf-8", errors="replace"):
         tags = ModelCard.load(path).data.tags or ()  # those that `push_to_hub` was given
@@ -59,7 +61,7 @@ def _upload_with_card(self: Any, working_dir: str | os.PathLike[str], repo_id: s
     return _upload(self, working_dir, repo_id, *args, **kwargs)
 
 
-def _is_quantized(model: Any) -> bool:
+def _is_quantized(model: object) -> bool:
     return isinstance(getattr(model, "hf_quantizer", None), HalfbyteQuantizer)
 
 

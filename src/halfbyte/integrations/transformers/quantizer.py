@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -54,6 +54,9 @@ from halfbyte.nn.modules.weight_view import AnyPacked
 from halfbyte.nn.parallel.parallelize import PARTS_ONLY, is_parallel
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_kept, add_notes
 from halfbyte.quantizers.check import non_finite
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 NEW = "{} was in no file, and stays float: it is initialized at random and has to be trained"
 OLDEST = (5, 17)  # in older versions layers and configs of some families differ
@@ -92,7 +95,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         self.modules: dict[str, Module] = {}
 
     @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: Mapping[str, object], return_unused_kwargs: bool = False, **kwargs: object) -> object:
         """The `quantization_config` of a saved model's config.json. Raises CheckpointError where it is invalid."""
         config = cls.of(parse(config_dict))
         return (config, kwargs) if return_unused_kwargs else config
@@ -105,7 +108,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
         instance.config, instance.calibration, instance.device, instance.modules = None, None, None, modules
         return instance
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return describe(self.modules)
 
     def __repr__(self) -> str:
@@ -122,7 +125,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     quantization_config: HalfbyteConfig
 
-    def __init__(self, quantization_config: HalfbyteConfig, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: HalfbyteConfig, **kwargs: object) -> None:
         super().__init__(quantization_config, **kwargs)
         self._decisions: dict[str, Format] = {}  # module -> format, of a float model
         self._stacks: set[str] = set()  # those of these modules that are parameters in transformers: the weights of experts
@@ -145,15 +148,15 @@ class HalfbyteQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
-    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+    def validate_environment(self, *args: object, device_map: object = None, **kwargs: object) -> None:
         """Raises UnsupportedError for layers that would be offloaded to the disk."""
         if isinstance(device_map, Mapping) and (places := [name for name, place in device_map.items() if place == "disk"]):
             raise UnsupportedError(f"packed weights cannot be offloaded to the disk, the device_map of {places[0]}: map it to a device")
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: object) -> bool:
         return param_name in self._stacks or (param_name.endswith(".weight") and param_name.removesuffix(".weight") in self._decisions)
 
-    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         """Bytes per element, scales included, for the computation of a device map."""
         fmt = self._decisions.get(param_name.removesuffix(".weight"))
         if fmt is None or not (param.dim() == 2 or param_name in self._stacks):
@@ -163,13 +166,13 @@ class HalfbyteQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
 
-    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+    def update_parallel_plan(self, model: Part, plan: dict[str, str]) -> None:
         if plan is model.tp_plan and tensor_parallel.is_asked(model):
             self._shared = tensor_parallel.take_over(plan)
 
     # Before the weights are read
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(self, model: Part, **kwargs: object) -> None:
         tensor_parallel.check_asks(model, asks=hasattr(HfQuantizer, "update_parallel_plan"))
         self._tied = _ties(model)
         if self.pre_quantized:
@@ -177,7 +180,7 @@ class HalfbyteQuantizer(HfQuantizer):
         elif self.quantization_config.calibration is None:
             self._decide(model)
 
-    def _decide(self, model: Any) -> None:
+    def _decide(self, model: nn.Module) -> None:
         config = self.quantization_config.config
         assert config is not None
         with expanded(model):
@@ -187,7 +190,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self._decisions = formats_of(choose(found, config))
         self._stacks = {c.name for c in found if c.kind == "Experts" and c.name in self._decisions}
 
-    def _expect_codes(self, model: Any) -> None:
+    def _expect_codes(self, model: Part) -> None:
         """Creates placeholders for codes where the model has float weights: `weight` becomes a module, with the tensors as buffers."""
         if hasattr(model.config, "halfbyte"):  # added to a config.json by `save`, it describes those files, not the model
             del model.config.halfbyte
@@ -218,14 +221,14 @@ class HalfbyteQuantizer(HfQuantizer):
         ignored = model._keys_to_ignore_on_load_unexpected  # a list or None in older releases, a set in newer ones
         model._keys_to_ignore_on_load_unexpected = ignored | set(guards) if isinstance(ignored, set) else [*(ignored or ()), *guards]
 
-    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[object], *model: nn.Module) -> list[object]:
         """Leaves out conversions of the float weights that codes replace, such as a transposition of stacked experts.
 
         Args:
             weight_conversions: how transformers makes a model's tensors of those in the files.
             model: the model, which older versions of transformers do not pass.
         """
-        conversions: list[Any] = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
+        conversions: list[object] = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
         if not self.pre_quantized:
             return conversions
         names = [f"{name}.weight.data" for name in self.quantization_config.modules]
@@ -235,7 +238,7 @@ class HalfbyteQuantizer(HfQuantizer):
             if not isinstance(entry, WeightConverter) or not any(re.search(p, name) for p in entry.source_patterns for name in names)
         ]
 
-    def _resolve(self, model: Any) -> dict[str, Module]:
+    def _resolve(self, model: Part) -> dict[str, Module]:
         """The modules of the files by their names in the model, which may be the base of the saved model or built on top of it."""
         prefix = f"{model.base_model_prefix}."
         names = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -285,7 +288,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     # After
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> None:
         tensor_parallel.check_asks(model, asks=self._shared is not None)
         if self._failure is not None:
             raise self._failure
@@ -347,7 +350,7 @@ class HalfbyteQuantizer(HfQuantizer):
         setattr(model, CONFIG_ATTRIBUTE, self.quantization_config.config)
         add_kept(model, self.kept)
 
-    def _leave_new(self, model: Any) -> None:
+    def _leave_new(self, model: nn.Module) -> None:
         """Takes the modules out of the decisions whose weights were in no file: those of a new head, which has to be trained."""
         read = {name for name in self._decisions if name in self._packed or self._tied.get(name, name) in self._packed}
         for name in [name for name in self._decisions if name not in read]:
@@ -355,7 +358,7 @@ class HalfbyteQuantizer(HfQuantizer):
                 del self._decisions[name]
                 add_notes(model, [NEW.format(name)])
 
-    def _put(self, model: Any, name: str, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
+    def _put(self, model: Part, name: str, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
         """Replaces the module `name`, and those that share its weight, by quantized ones with a packed weight."""
         config = self.quantization_config
         for place in [name, *(n for n, owner in self._tied.items() if owner == name and n not in self._packed)]:
@@ -369,7 +372,7 @@ class HalfbyteQuantizer(HfQuantizer):
 
     # Saving
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: Part) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to write: tied codes once, and a guard for each weight. Updates the config."""
         if is_parallel(model):
             raise UnsupportedError(PARTS_ONLY)
@@ -379,7 +382,7 @@ class HalfbyteQuantizer(HfQuantizer):
             return {name: tensor.clone() for name, tensor in state.items()} if rescaled else state, {}
 
     @staticmethod
-    def _state(model: Any, modules: Mapping[str, Module]) -> dict[str, Tensor]:
+    def _state(model: Part, modules: Mapping[str, Module]) -> dict[str, Tensor]:
         state: dict[str, Tensor] = model.state_dict()
         if any(isinstance(module, QuantExperts) for module in model.modules()):
             _keep_stacked(model)
@@ -394,7 +397,7 @@ class HalfbyteQuantizer(HfQuantizer):
                         del state[f"{name}.weight.{part}"]
         return state
 
-    def _modules(self, model: Any) -> dict[str, Module]:
+    def _modules(self, model: Part) -> dict[str, Module]:
         """The quantized modules, without those whose weight is tied in transformers."""
         quantized = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantModule)}
         shared = {n for n, owner in self._tied.items() if n in quantized and owner in quantized and _same(quantized[n], quantized[owner])}
@@ -415,7 +418,7 @@ class HalfbyteQuantizer(HfQuantizer):
         model.hf_quantizer = self
         _copied_config(model).quantization_config = self.quantization_config
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> object:
         dequantize_(model, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         for part in model.modules():
             vars(part).pop("_tied_weights_keys", None)  # what `_untie` put there
@@ -467,7 +470,7 @@ class _Quantize(ConversionOps):
         return left
 
 
-def _copied_config(model: Any) -> Any:
+def _copied_config(model: nn.Module) -> Any:
     """The model's config after it was replaced by a copy, in all its modules: other models may be built from the same object."""
     shared = model.config
     copied = copy(shared)
@@ -518,7 +521,7 @@ def _keep_stacked(model: Any) -> None:
     ]
 
 
-def _ties(model: Any) -> dict[str, str]:
+def _ties(model: Part) -> dict[str, str]:
     """Modules of a transformers model that share a weight: name -> name of the owner."""
     return {target.removesuffix(".weight"): source.removesuffix(".weight") for target, source in model.all_tied_weights_keys.items()}
 
@@ -533,7 +536,7 @@ def _untie(model: nn.Module) -> None:
             part._tied_weights_keys = {target: source for target, source in keys.items() if target not in quantized}
 
 
-def tie_again(model: Any) -> None:
+def tie_again(model: Part) -> None:
     """Prepares a model whose embedding has become float for `tie_weights`: what is not quantized is tied as transformers does."""
     for part in model.modules():
         vars(part).pop("_tied_weights_keys", None)  # what `_untie` put there

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed, nn
@@ -24,6 +24,8 @@ from halfbyte.nn.parallel.parallelize import parallelize_
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from halfbyte.integrations.transformers.modules import Part
 
 
 @contextmanager
@@ -52,7 +54,7 @@ def processes(device: str) -> Iterator[tuple[DeviceMesh | None, str]]:
 # transformers
 
 
-def is_asked(model: Any) -> bool:
+def is_asked(model: nn.Module) -> bool:
     """Whether `from_pretrained` was asked for tensor parallelism. Raises UnsupportedError for other kinds of parallelism."""
     config = getattr(model.config, "distributed_config", None)
     if config is None:
@@ -69,7 +71,7 @@ def is_asked(model: Any) -> bool:
     return True
 
 
-def check_asks(model: Any, *, asks: bool) -> None:
+def check_asks(model: nn.Module, *, asks: bool) -> None:
     """Raises UnsupportedError where transformers would cut a model itself: it would cut biases, but not packed weights.
 
     asks  whether this version of transformers passes the plan to the quantizer, as releases from 5.21 on do
@@ -90,7 +92,7 @@ def take_over(plan: dict[str, str]) -> dict[str, str]:
     return base_plan
 
 
-def share_(model: Any, plan: dict[str, str]) -> None:
+def share_(model: Part, plan: dict[str, str]) -> None:
     """Reduces a model that transformers has loaded whole to this process's part."""
     manager = getattr(model, "_mesh_manager", None)
     if manager is None:

@@ -34,7 +34,7 @@ _train: Any = Trainer.train
 
 
 @wraps(_train)
-def _checked_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _checked_train(self: Any, *args: object, **kwargs: object) -> Any:
     check_trains(self.model)
     return _train(self, *args, **kwargs)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
@@ -18,12 +18,15 @@ from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.report import add_notes
 
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
+
 
 def _with_float_rows(resize: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """Decorates a method of transformers that returns an embedding or a head with another number of rows."""
 
     @wraps(resize)
-    def resized(self: Any, old: nn.Module, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
+    def resized(self: Part, old: nn.Module, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
         if not isinstance(old, QuantEmbedding | QuantLinear):
             return resize(self, old, new_num_tokens, *args, **kwargs)
         rows = old.weight.shape[0]
@@ -34,13 +37,13 @@ def _with_float_rows(resize: Callable[..., nn.Module]) -> Callable[..., nn.Modul
     return resized
 
 
-def _rounded_up(rows: int, pad_to_multiple_of: int | bool | None = None, *_: Any, **__: Any) -> int:
+def _rounded_up(rows: int, pad_to_multiple_of: int | bool | None = None, *_: object, **__: object) -> int:
     """The number of rows that transformers makes; a head is not padded, and has `transposed` in the place of the multiple."""
     multiple = pad_to_multiple_of if type(pad_to_multiple_of) is int and pad_to_multiple_of > 0 else 1
     return -(-rows // multiple) * multiple
 
 
-def _in_float(model: Any, old: QuantModule) -> nn.Module:
+def _in_float(model: Part, old: QuantModule) -> nn.Module:
     """Replaces `old`, and every module that shares its weight, by float layers in `model`, and returns the one in the place of `old`."""
     weight = old.packed.data.data_ptr()
     place = next(name for name, module in model.named_modules(remove_duplicate=False) if module is old)

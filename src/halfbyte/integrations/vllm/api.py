@@ -22,7 +22,7 @@ from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearKernel, Int8ScaledMMLinearLayerConfig
 from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig, apply_moe_activation
-from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import FusedMoeWeightScaleSupported, RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -55,6 +55,7 @@ __all__ = [
     "ApplyMoEActivationConfig",
     "BasevLLMParameter",
     "ChannelQuantScaleParameter",
+    "FusedMoEConfig",
     "FusedMoEMethodBase",
     "FusedMoeWeightScaleSupported",
     "GroupQuantScaleParameter",
@@ -91,7 +92,7 @@ __all__ = [
 ]
 
 # vLLM configures only loggers whose names begin with "vllm.".
-log: Any = init_logger("vllm.halfbyte")
+log = init_logger("vllm.halfbyte")
 
 
 def prefer_kernel(kernel: type[MPLinearKernel | Int8ScaledMMLinearKernel]) -> None:
@@ -135,7 +136,7 @@ def pass_over_llvmlite() -> None:
     rebind_kernels = _dispatcher._rebind_kernels
 
     @functools.wraps(rebind_kernels)
-    def without_llvmlite(*args: Any) -> None:
+    def without_llvmlite(*args: object) -> None:
         ffi: Any = sys.modules.get("llvmlite.binding.ffi")
         if ffi is None:
             return rebind_kernels(*args)  # type: ignore[no-any-return]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +30,7 @@ class HalfbyteConfig(api.QuantizationConfig):
         self._tied_head = False
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> HalfbyteConfig:
+    def from_config(cls, config: dict[str, object]) -> HalfbyteConfig:
         """Parses the section. Raises CheckpointError where it is damaged or of a newer version."""
         return cls(parse(config))
 
@@ -50,13 +49,13 @@ class HalfbyteConfig(api.QuantizationConfig):
         return []
 
     @staticmethod
-    def get_checkpoint_weight_mapper() -> Any:
+    def get_checkpoint_weight_mapper() -> object:
         return api.WeightsMapper(orig_to_new_regex=RENAMED)
 
-    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: api.WeightsMapper) -> None:
         self.modules.rename(hf_to_vllm_mapper.apply_dict)
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+    def maybe_update_config(self, model_name: str, hf_config: object = None, revision: str | None = None) -> None:
         """Notes whether the head shares the embedding's weight, which then is stored once.
 
         Raises UnsupportedError where modules are quantized that vLLM has in floating point, such as convolutions.
@@ -72,7 +71,7 @@ class HalfbyteConfig(api.QuantizationConfig):
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
         self._tied_head = bool(getattr(text, "tie_word_embeddings", False))
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> object:
         """Return the method of a layer; None, or one without quantization, where the checkpoint has it in floating point."""
         if isinstance(layer, api.LinearBase):
             parts = self.modules.of_layer(prefix, self.packed_modules_mapping)
@@ -84,7 +83,7 @@ class HalfbyteConfig(api.QuantizationConfig):
             return None if module is None else HalfbyteEmbeddingMethod(module, prefix)
         return None
 
-    def _experts_method(self, layer: Any, prefix: str) -> HalfbyteExpertsMethod | None:
+    def _experts_method(self, layer: nn.Module, prefix: str) -> HalfbyteExpertsMethod | None:
         try:
             stacks = self.modules.of_experts(prefix)
         except LookupError as error:
@@ -93,7 +92,7 @@ class HalfbyteConfig(api.QuantizationConfig):
             ) from error
         return None if stacks is None else HalfbyteExpertsMethod(*stacks, layer.moe_config, prefix)
 
-    def _embedding(self, layer: Any, prefix: str) -> Module | None:
+    def _embedding(self, layer: api.VocabParallelEmbedding, prefix: str) -> Module | None:
         shape = layer.org_vocab_size, layer.embedding_dim
         if isinstance(layer, api.ParallelLMHead):
             return self.modules.of_embedding(prefix, *shape) or (self.modules.of_embedding("", *shape) if self._tied_head else None)

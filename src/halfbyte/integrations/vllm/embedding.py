@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from halfbyte import ops
@@ -26,7 +24,7 @@ class HalfbyteEmbeddingMethod(HalfbyteLinearMethod):
     def __init__(self, module: Module, prefix: str) -> None:
         super().__init__((module,), prefix or "the embedding")
 
-    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+    def embedding(self, layer: api.VocabParallelEmbedding, input_: Tensor) -> Tensor:
         """ids [...] -> rows [..., K]."""
         return ops.embedding(input_, layer.packed.products[0].packed, self._dtype)
 

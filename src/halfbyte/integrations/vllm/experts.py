@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,7 +26,7 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
         UnsupportedError: The experts have biases, or one scale for all.
     """
 
-    def __init__(self, gate_up: Module, down: Module, moe: Any, prefix: str) -> None:
+    def __init__(self, gate_up: Module, down: Module, moe: api.FusedMoEConfig, prefix: str) -> None:
         super().__init__(moe)
         self.stacks = {"w13": gate_up, "w2": down}
         self.prefix = prefix
@@ -43,12 +41,12 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: Any,
+        layer: api.RoutedExperts,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
         params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
+        **extra_weight_attrs: object,
     ) -> None:
         rows = intermediate_size_per_partition * (2 if self.moe.is_act_and_mul else 1)
         self._shapes = {"w13": (num_experts, rows, hidden_size), "w2": (num_experts, hidden_size, intermediate_size_per_partition)}
@@ -63,7 +61,7 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
                 layer.register_parameter(f"{stack}_weight_{part}", parameter)
                 api.set_weight_attrs(parameter, {**extra_weight_attrs, "quant_method": scope})
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: api.RoutedExperts) -> None:
         """Packs what was loaded and frees it."""
         if hasattr(self, "_packed"):
             return
@@ -80,17 +78,17 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
         formats = " and ".join(dict.fromkeys(str(module.format) for module in self.stacks.values()))
         api.log.info_once("halfbyte multiplies experts in %s (halfbyte.grouped_linear)", formats)
 
-    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+    def get_fused_moe_quant_config(self, layer: object) -> object:
         """Not used: vLLM's own kernels for experts do not run."""
         return api.FUSED_MOE_UNQUANTIZED_CONFIG
 
     def apply(
         self,
-        layer: Any,
+        layer: api.RoutedExperts,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
-        shared_experts: Any,
+        shared_experts: object,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """x [M, K], weights and ids [M, T] -> [M, K]."""
@@ -99,15 +97,15 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
             topk_weights = topk_weights.masked_fill(topk_ids < 0, 0)
             topk_ids = topk_ids.clamp(min=0)
         gate_up, down = self._packed["w13"], self._packed["w2"]
-        settings: list[dict[str, Any]] = [{"compute": module.compute, "activation": module.activation} for module in self.stacks.values()]
+        up, second = self.stacks["w13"], self.stacks["w2"]
         if layer.apply_router_weight_on_input:
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        inner = ops.grouped_linear(x, gate_up, topk_ids, **settings[0]).flatten(0, 1)
+        inner = ops.grouped_linear(x, gate_up, topk_ids, compute=up.compute, activation=up.activation).flatten(0, 1)
         width = self._shapes["w2"][-1]
         activated = inner.new_empty((len(inner), width))
         api.apply_moe_activation(layer.activation, activated, inner, activation_config=self._activation())
-        y = ops.grouped_linear(activated.view(*topk_ids.shape, width), down, topk_ids, **settings[1])
+        y = ops.grouped_linear(activated.view(*topk_ids.shape, width), down, topk_ids, compute=second.compute, activation=second.activation)
         return (y * topk_weights.to(y.dtype).unsqueeze(-1)).sum(1)
 
-    def _activation(self) -> Any:
+    def _activation(self) -> object:
         return api.ApplyMoEActivationConfig.from_configs(self.moe, api.FUSED_MOE_UNQUANTIZED_CONFIG)

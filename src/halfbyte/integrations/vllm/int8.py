@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -22,13 +20,13 @@ class HalfbyteInt8Kernel(api.Int8ScaledMMLinearKernel):
         return (True, None) if api.current_platform.is_cpu() else (False, "runs on CPUs")
 
     @classmethod
-    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+    def can_implement(cls, c: api.Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
         """Return whether a layer is computed by halfbyte, and why not."""
         if c.is_static_input_scheme:
             return False, "quantizes activations as they come, and the scheme has static scales of activations"
         return True, None
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: api.LinearBase) -> None:
         weight_name, scale_name, *_ = self.layer_param_names
         weight, scale = getattr(layer, weight_name), getattr(layer, scale_name)
         codes = int8_codes(weight.data, scale.data, layer.logical_widths)
@@ -37,5 +35,5 @@ class HalfbyteInt8Kernel(api.Int8ScaledMMLinearKernel):
         setattr(layer, weight_name, nn.Parameter(guard(weight.device), requires_grad=False))
         api.log.info_once("halfbyte multiplies layers in %s", layer.packed.describe(torch.get_default_dtype()))
 
-    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply_weights(self, layer: api.LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return layer.packed(x, bias)  # type: ignore[no-any-return]

@@ -40,7 +40,7 @@ class HalfbyteLinearMethod(api.LinearMethodBase):
     ) -> None:
         k, loader = input_size_per_partition, extra_weight_attrs["weight_loader"]
         modules = self.modules * len(output_partition_sizes) if len(self.modules) == 1 else self.modules
-        self._parts: list[tuple[Module | None, tuple[int, int], Mapping[str, Any]]] = []
+        self._parts: list[tuple[Module | None, tuple[int, int], Mapping[str, nn.Parameter]]] = []
         for module, n in zip(modules, output_partition_sizes, strict=True):
             if module is not None:
                 check_inputs(module, k, self.prefix)
@@ -51,7 +51,7 @@ class HalfbyteLinearMethod(api.LinearMethodBase):
             layer.register_parameter(name, parameter)
         self._dtype = params_dtype
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: api.LinearBase) -> None:
         """Packs what was loaded and frees it. The guard stays as the layer's `weight`: LoRA looks there for the layer's device."""
         if not self._parts:
             return
@@ -64,11 +64,11 @@ class HalfbyteLinearMethod(api.LinearMethodBase):
         layer.packed = PackedLayer(parts)
         api.log.info_once("halfbyte multiplies layers in %s", layer.packed.describe(self._dtype))
 
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: api.LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return layer.packed(x, bias)  # type: ignore[no-any-return]
 
 
-def _part(module: Module | None, shape: tuple[int, int], parameters: Mapping[str, Any]) -> Part:
+def _part(module: Module | None, shape: tuple[int, int], parameters: Mapping[str, nn.Parameter]) -> Part:
     if module is None:
         return Part(parameters["weight"].data)
     order = parameters[ORDER].data.long() if ORDER in parameters else None

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfbyte.checkpoint.native.quantization_config import Module
 from halfbyte.errors import UnsupportedError
@@ -50,12 +49,12 @@ def check_inputs(module: Module, k: int, prefix: str) -> None:
         )
 
 
-def codes_parameters(module: Module, n: int, k: int, loader: Loader) -> dict[str, Any]:
+def codes_parameters(module: Module, n: int, k: int, loader: Loader) -> dict[str, nn.Parameter]:
     """Return the parameters of one weight [n, k], a shard of the module's: the guard `weight`, `weight_data`, `weight_scale`, …"""
     fmt, device = module.format, torch.get_default_device()
-    parameters: dict[str, Any] = {"weight": api.BasevLLMParameter(data=guard(device), weight_loader=loader)}
+    parameters: dict[str, nn.Parameter] = {"weight": api.BasevLLMParameter(data=guard(device), weight_loader=loader)}
     for name, (dtype, shape) in dense_tensors(fmt, (n, k), bytes_each=module.bytes_each).items():
-        settings: dict[str, Any] = {"data": torch.zeros(shape, dtype=dtype, device=device), "weight_loader": loader}
+        settings: dict[str, object] = {"data": torch.zeros(shape, dtype=dtype, device=device), "weight_loader": loader}
         if name == "data":
             bits = 8 if module.bytes_each else fmt.stored_bits
             packing = {"packed_dim": 1, "packed_factor": Fraction(8, bits)}
@@ -73,19 +72,19 @@ def codes_parameters(module: Module, n: int, k: int, loader: Loader) -> dict[str
     return parameters
 
 
-def float_parameters(n: int, k: int, dtype: torch.dtype, loader: Loader) -> dict[str, Any]:
+def float_parameters(n: int, k: int, dtype: torch.dtype, loader: Loader) -> dict[str, nn.Parameter]:
     """Return the parameter of a weight [n, k] in floating point, part of a layer whose other parts are quantized."""
     data = torch.zeros((n, k), dtype=dtype, device=torch.get_default_device())
     return {"weight": api.ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)}
 
 
-def fused_parameters(parts: Sequence[Mapping[str, Any]], loader: Loader) -> dict[str, Any]:
+def fused_parameters(parts: Sequence[Mapping[str, nn.Parameter]], loader: Loader) -> dict[str, nn.Parameter]:
     """Return the parameters of a fused layer, such as queries, keys and values, from those of its parts."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _fused([part.get(name) for part in parts], loader) for name in names}
 
 
-def _fused(parts: Sequence[Any], loader: Loader) -> Any:
+def _fused(parts: Sequence[nn.Parameter | None], loader: Loader) -> FusedParameter | FusedCopies:
     sharded = all(part is None or hasattr(part, "output_dim") for part in parts)
     return (FusedParameter if sharded else FusedCopies)(parts, loader)
 
@@ -93,14 +92,14 @@ def _fused(parts: Sequence[Any], loader: Loader) -> Any:
 class _Parts:
     """What fused layers load: each part's tensor goes to the part's own parameter, of vLLM's classes, which takes its shard."""
 
-    parts: Sequence[Any]
+    parts: Sequence[api.BasevLLMParameter]
     tp_rank: int
     tp_size: int
 
-    def load_merged_column_weight(self, loaded_weight: Tensor, shard_id: int, **_: Any) -> None:
+    def load_merged_column_weight(self, loaded_weight: Tensor, shard_id: int, **_: object) -> None:
         self._load(loaded_weight, shard_id, self.tp_rank)
 
-    def load_qkv_weight(self, loaded_weight: Tensor, shard_id: str | int, num_heads: int = 1, **_: Any) -> None:
+    def load_qkv_weight(self, loaded_weight: Tensor, shard_id: str | int, num_heads: int = 1, **_: object) -> None:
         """num_heads: processes that have the same head of keys and values."""
         index = {"q": 0, "k": 1, "v": 2}[shard_id] if isinstance(shard_id, str) else shard_id
         self._load(loaded_weight, index, self.tp_rank // num_heads if index else self.tp_rank)
@@ -116,10 +115,10 @@ class FusedParameter(_Parts, api.BasevLLMParameter):
 
     output_dim = 0
 
-    def __new__(cls, parts: Sequence[Any], loader: Loader) -> FusedParameter:
+    def __new__(cls, parts: Sequence[object], loader: Loader) -> FusedParameter:
         return super().__new__(cls, data=torch.empty(0, dtype=torch.uint8, device=torch.get_default_device()))  # type: ignore[no-any-return]
 
-    def __init__(self, parts: Sequence[Any], loader: Loader) -> None:
+    def __init__(self, parts: Sequence[object], loader: Loader) -> None:
         super().__init__(data=self.data, weight_loader=loader)
         self.parts = parts
 
@@ -130,15 +129,15 @@ class FusedCopies(_Parts, api.PerTensorScaleParameter):
     vLLM loads one that is fused in the checkpoint already into each part of a PerTensorScaleParameter, by the length of its data.
     """
 
-    def __new__(cls, parts: Sequence[Any], loader: Loader) -> FusedCopies:
+    def __new__(cls, parts: Sequence[object], loader: Loader) -> FusedCopies:
         return super().__new__(cls, data=torch.empty(len(parts), dtype=torch.uint8, device=torch.get_default_device()))  # type: ignore[no-any-return]
 
-    def __init__(self, parts: Sequence[Any], loader: Loader) -> None:
+    def __init__(self, parts: Sequence[object], loader: Loader) -> None:
         super().__init__(data=self.data, weight_loader=loader)
         self.parts = parts
 
 
-def loaded_codes(module: Module, shape: tuple[int, ...], parameters: Mapping[str, Any]) -> Codes:
+def loaded_codes(module: Module, shape: tuple[int, ...], parameters: Mapping[str, nn.Parameter]) -> Codes:
     """Return the codes of `shape` that vLLM has loaded into the parameters `weight_data`, `weight_scale`, …"""
     tensors = {name: parameters[f"weight_{name}"].data for name in PARTS if f"weight_{name}" in parameters}
     return from_dense(module.format, shape, tensors, bytes_each=module.bytes_each)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from halfbyte.integrations.vllm import api
@@ -23,7 +21,7 @@ class HalfbyteWNA16Kernel(api.MPLinearKernel):
         return 80
 
     @classmethod
-    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+    def can_implement(cls, c: api.MPLinearLayerConfig) -> tuple[bool, str | None]:
         """Return whether a layer is computed by halfbyte, and why not."""
         bits = (_WITH_ZERO_POINTS if c.zero_points else _SYMMETRIC).get(c.weight_type)
         if bits is None:
@@ -32,7 +30,7 @@ class HalfbyteWNA16Kernel(api.MPLinearKernel):
             return False, f"halfbyte takes groups of 1 and more inputs, got {c.group_size}"
         return True, None
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
         c = self.config
         quantized, scale, zero = self._get_weight_params(layer)
         stored = _rows_first(_unpacked(quantized, c.weight_type), quantized)
@@ -50,15 +48,15 @@ class HalfbyteWNA16Kernel(api.MPLinearKernel):
         setattr(layer, self.w_q_name, nn.Parameter(guard(quantized.device), requires_grad=False))
         api.log.info_once("halfbyte multiplies layers in %s", layer.packed.describe(c.act_type))
 
-    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply_weights(self, layer: api.LinearBase, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return layer.packed(x, bias)  # type: ignore[no-any-return]
 
 
-def _unpacked(parameter: Any, weight_type: Any) -> Tensor:
+def _unpacked(parameter: api.BasevLLMParameter, weight_type: object) -> Tensor:
     values: Tensor = api.unpack_quantized_values_into_int32(parameter.data, weight_type, parameter.packed_dim)
     return values
 
 
-def _rows_first(tensor: Tensor, parameter: Any) -> Tensor:
+def _rows_first(tensor: Tensor, parameter: api.BasevLLMParameter) -> Tensor:
     """[outputs, inputs or blocks], whichever order the parameter has."""
     return tensor if parameter.output_dim == 0 else tensor.t()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Step(NamedTuple):
     scratch: int = _SCRATCH
     shared: int = 0
     each: int = 0
-    kept: tuple[Any, ...] = ()
+    kept: tuple[object, ...] = ()
 
 
 def conv_step(call: ConvCall, weights: Tensor, table: Tensor, low: float, high: float) -> Step:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -77,9 +77,9 @@ class Calibration:
             raise ArgumentError(f"calibration cannot run on device {str(self.device)!r} ({str(e).splitlines()[0]}): use cpu") from e
 
 
-def as_calibration(calibration: Any) -> Calibration:
+def as_calibration(calibration: object) -> Calibration:
     """A Calibration as it is, or one of token ids alone. Raises ArgumentError."""
-    return calibration if isinstance(calibration, Calibration) else Calibration(calibration)
+    return calibration if isinstance(calibration, Calibration) else Calibration(cast(Tensor, calibration))
 
 
 def check_given(method: str, given: bool, *, need: Sequence[str], use: Sequence[str], other: Iterable[str]) -> None:
@@ -97,7 +97,7 @@ def check_given(method: str, given: bool, *, need: Sequence[str], use: Sequence[
         raise ArgumentError(f"{method} has no use for calibration, which {', '.join(use)} learn from: leave one of the two out")
 
 
-def calibration_tokens(tokenizer: Any, text: str, passages: int = 128, length: int = 512) -> Tensor:
+def calibration_tokens(tokenizer: object, text: str, passages: int = 128, length: int = 512) -> Tensor:
     """Tokenize passages that are spread evenly over a text, for calibration.
 
     Args:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -124,8 +124,8 @@ class _Trace:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+        def hook(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             if args and isinstance(args[0], Tensor):
                 self.inputs[name] = args[0]
                 if isinstance(output, Tensor):

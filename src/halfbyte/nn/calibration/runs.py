@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -102,22 +102,22 @@ class Runs:
         first = next(p for p in model.parameters() if not p.is_meta)
         self.home = first.device
         self.device = torch.device(device) if device is not None else self.home
-        any_model: Any = model
-        embedding = any_model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        get_embedding = getattr(model, "get_input_embeddings", None)
+        embedding = None if get_embedding is None else get_embedding()
         known = embedding.weight.shape[0] if isinstance(embedding, nn.Embedding) else torch.inf
         if int(tokens.min()) < 0 or int(tokens.max()) >= known:  # on a GPU the look-up would be a fatal error
             largest = int(tokens.max())
             raise ArgumentError(f"the calibration has tokens up to {largest}, a vocabulary of {known}: use the model's own tokenizer")
         self.hidden: list[Tensor] = []
-        self.others: list[list[tuple[Any, Any]]] = [[] for _ in self.layers]  # of each layer, for each batch
+        self.others: list[list[tuple[object, object]]] = [[] for _ in self.layers]  # of each layer, for each batch
         with takes_tokens(model):
             self._embed()
 
     def _embed(self) -> None:
         """Runs the modules before the layers, and records the arguments of each layer without running it."""
 
-        def record(i: int) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
+        def record(i: int) -> Callable[..., object]:
+            def forward(*args: object, **kwargs: object) -> Tensor:
                 hidden, args, kwargs = _take_hidden(args, kwargs)
                 self.others[i].append((args, kwargs))
                 if i == 0:
@@ -212,8 +212,8 @@ class Runs:
             return {}
         hidden = iter(self.hidden)
 
-        def deliver(i: int) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
+        def deliver(i: int) -> Callable[..., object]:
+            def forward(*args: object, **kwargs: object) -> Tensor:
                 passed, _, _ = _take_hidden(args, kwargs)
                 return next(hidden).to(passed) if i == len(self.layers) - 1 else passed
 
@@ -247,8 +247,8 @@ class _Meter:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             self._read(name, args[0])
             if name in self.waiting:
                 self.waiting.remove(name)
@@ -266,15 +266,15 @@ class _Meter:
             self._last = (x, name)
 
 
-def _take_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+def _take_hidden(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Tensor, tuple[object, ...], dict[str, object]]:
     """Splits the arguments of a layer into the hidden states and the others."""
     if args:
-        return args[0], args[1:], dict(kwargs)
-    return kwargs["hidden_states"], (), {key: value for key, value in kwargs.items() if key != "hidden_states"}
+        return cast(Tensor, args[0]), args[1:], dict(kwargs)
+    return cast(Tensor, kwargs["hidden_states"]), (), {key: value for key, value in kwargs.items() if key != "hidden_states"}
 
 
 @contextmanager
-def _forwards(layers: nn.ModuleList, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
+def _forwards(layers: nn.ModuleList, make: Callable[[int], Callable[..., object]]) -> Iterator[None]:
     """A context in which make(i) replaces the forward of layer i, whose attributes remain accessible."""
     before = [vars(layer).get("forward") for layer in layers]
     try:

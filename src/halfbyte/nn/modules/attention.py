@@ -7,7 +7,7 @@ quantized.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -128,11 +128,11 @@ def is_attention(module: nn.Module) -> bool:
     )
 
 
-def _linear(weight: Any, bias: Any) -> nn.Linear:
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """Return an nn.Linear with these parameters, which are not copied."""
     n, k = weight.shape
     linear = nn.Linear(k, n, bias=False, device="meta")
-    linear.weight, linear.bias = weight, bias
+    linear.weight, linear.bias = cast(nn.Parameter, weight), cast(nn.Parameter, bias)
     return linear
 
 

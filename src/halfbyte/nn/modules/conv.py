@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -83,9 +81,12 @@ class QuantConv2d(QuantModule):
         y = self._convolve(x, channels_last) + added
         return y if clamp is None else y.clamp(*clamp)
 
-    def _convolve(self, x: Tensor, channels_last: bool, **more: Any) -> Tensor:
+    def _convolve(
+        self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None
+    ) -> Tensor:
         convolve, window = conv.conv2d_channels_last if channels_last else conv.conv2d, (self.stride, self.padding, self.dilation)
-        return convolve(x, self.packed, self.bias, *window, compute=self.compute, activation=self.activation, **more)
+        settings = self.bias, *window
+        return convolve(x, self.packed, *settings, residual=residual, compute=self.compute, activation=self.activation, clamp=clamp)
 
     def _is_residual(self, added: Tensor, x: Tensor) -> bool:
         """Whether it is as large as the result and of its type, so that the convolution itself adds it."""
@@ -125,7 +126,10 @@ class QuantConv1d(QuantConv2d):
         out, channels, _, width = self.packed.shape
         return out, channels, width
 
-    def _convolve(self, x: Tensor, channels_last: bool, **more: Any) -> Tensor:
+    def _convolve(
+        self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None
+    ) -> Tensor:
         padding = self.padding if isinstance(self.padding, str) else self.padding[0]
         convolve, window = conv.conv1d_channels_last if channels_last else conv.conv1d, (self.stride[0], padding, self.dilation[0])
-        return convolve(x, self.packed, self.bias, *window, compute=self.compute, activation=self.activation, **more)
+        settings = self.bias, *window
+        return convolve(x, self.packed, *settings, residual=residual, compute=self.compute, activation=self.activation, clamp=clamp)

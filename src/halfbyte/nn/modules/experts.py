@@ -228,7 +228,7 @@ def _is_changed(part: nn.Module) -> bool:
     return has_hooks(part) or "forward" in vars(part) or hasattr(part, PART)
 
 
-def stacks(module: Any) -> tuple[str, ...]:
+def stacks(module: nn.Module) -> tuple[str, ...]:
     """The names of the stacked weights of a module of experts: up, then down. Empty for any other module."""
     if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):  # attributes of all experts of transformers
         return ()
@@ -241,13 +241,13 @@ def stack_before(name: str, names: Iterable[str]) -> str | None:
     return next((n for n in names if last_part == _DOWN and n in (f"{prefix}.gate_up_proj", f"{prefix}.up_proj")), None)
 
 
-def _parameter_names(module: Any) -> tuple[str, ...]:
+def _parameter_names(module: nn.Module) -> tuple[str, ...]:
     """The names of the parameters of a module of experts: its `stacks` and their biases, if any."""
     weights = stacks(module)
     return (*weights, *(f"{name}_bias" for name in weights)) if module.has_bias else weights
 
 
-def why_not(module: Any) -> str | None:
+def why_not(module: nn.Module) -> str | None:
     """Why the experts of a module that has `stacks` cannot be multiplied by `grouped_linear`, or None."""
     reasons = {
         "its experts have norms": getattr(module, "has_post_expert_norm", False),

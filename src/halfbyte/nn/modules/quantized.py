@@ -144,7 +144,7 @@ class QuantModule(nn.Module):
             return packed
         return self._follow(data)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._checked = -1  # a copy's tensors count from the beginning
 
@@ -222,7 +222,7 @@ class QuantModule(nn.Module):
     def refresh(self) -> None:
         """Recomputes what depends on the weight and the bias, after either has changed."""
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = guard(self._packed.device)
         for name, tensor in self.codes().tensors().items():
@@ -232,7 +232,7 @@ class QuantModule(nn.Module):
         self,
         state_dict: Mapping[str, Any],
         prefix: str,
-        local_metadata: Any,
+        local_metadata: object,
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],

@@ -15,7 +15,7 @@ from torch import nn
 @contextmanager
 def as_trained(model: nn.Module) -> Iterator[bool]:
     """The model with the weights of training within the block; yields whether it had others."""
-    changed: list[Any] = [m for m in model.modules() if getattr(m, "layers_are_rescaled", False) is True and hasattr(m, "_rescale_layers")]
+    changed = [m for m in model.modules() if getattr(m, "layers_are_rescaled", False) is True and hasattr(m, "_rescale_layers")]
     _rescale(changed, training=True)
     try:
         yield bool(changed)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +39,9 @@ def factor_of(module: nn.Embedding) -> Factor | None:
 
     Determined by a trial on a small table, as the name of the attribute alone does not tell what the forward computes.
     """
-    factor: Any = getattr(module, ATTRIBUTE, None)
+    factor = getattr(module, ATTRIBUTE, None)
     if isinstance(module, ScaledEmbedding):
-        return factor  # type: ignore[no-any-return]
+        return factor
     if type(module).forward is nn.Embedding.forward or not isinstance(factor, float | int | Tensor):
         return None
     if isinstance(factor, Tensor) and factor.numel() != 1:

@@ -3,6 +3,7 @@ is compiled; called by `quantized.py` and `weight_view.py`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from halfbyte.nn.modules.packed_check import check_bytes
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def write_outside(func: Any, args: Any, kwargs: Any, refusal: str) -> Tensor:
+def write_outside(func: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object], refusal: str) -> Tensor:
     """Write to a `TracedWeight`, the first of `args`, after torch.compile has broken its graph.
 
     Raises:
@@ -30,7 +31,7 @@ def write_outside(func: Any, args: Any, kwargs: Any, refusal: str) -> Tensor:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def check_when_traced(kind: str, data: Any, check: Any) -> None:
+def check_when_traced(kind: str, data: Tensor, check: Tensor | None) -> None:
     """Check the bytes of a module as torch.compile traces it, also within torch.func.functional_call.
 
     torch 2.8 takes tensors and constants here, but no module.

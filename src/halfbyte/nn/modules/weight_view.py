@@ -6,12 +6,12 @@ Called by `quantized.py`, which holds the packed weight. `WeightView` is the wei
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_map_only
@@ -25,6 +25,11 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.modules.packed_check import digest
 from halfbyte.ops.conv.functions import pack_conv
 
+if TYPE_CHECKING:
+    import numpy
+    from torch._ops import OpOverload
+
+
 AnyPacked = Packed | PackedConv
 
 
@@ -37,9 +42,9 @@ _NOT_TRACED = f"{_FROZEN} within torch.compile: write to it before, as a first c
 class Step(NamedTuple):
     """An operation that makes a view of a weight, and which of its results that is, where it has several."""
 
-    function: Any
-    arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any]
+    function: Callable[..., Any]
+    arguments: tuple[object, ...]
+    keywords: Mapping[str, object]
     which: int | None
 
     def of(self, base: Tensor) -> Tensor:
@@ -86,7 +91,7 @@ class WeightView(Tensor):
         view._reference = weakref.ref(view)  # torch.utils.swap_tensors refuses tensors that have one
         return view
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         super().__init__()
 
     @property
@@ -127,7 +132,7 @@ class WeightView(Tensor):
             numbers = step.of(numbers)
         return numbers
 
-    def _viewed(self, function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    def _viewed(self, function: Callable[..., Any], arguments: tuple[object, ...], keywords: Mapping[str, object]) -> object:
         """The result of an operation that makes views of its first argument, this weight."""
         result = function(torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta"), *arguments, **keywords)
 
@@ -138,7 +143,7 @@ class WeightView(Tensor):
         return view(result, None) if isinstance(result, Tensor) else [view(layout, i) for i, layout in enumerate(result)]
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         """Calls torch's function. That the method exists keeps nn.TransformerEncoderLayer from its fast path, which would read all weights
         (dequantizing each) instead of calling the modules."""
         kwargs = kwargs or {}
@@ -152,7 +157,7 @@ class WeightView(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> object:  # type: ignore[override]
         kwargs = kwargs or {}
         first: Any = args[0] if args else None
         for written in _written(func, args, kwargs):
@@ -166,13 +171,13 @@ class WeightView(Tensor):
         args, kwargs = tree_map_only(cls, cls._numbers, (args, kwargs))
         return func(*args, **kwargs)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         raise UnsupportedError(f"{_FROZEN}: {_REMEDY}")
 
-    def __deepcopy__(self, memo: Any) -> Tensor:
+    def __deepcopy__(self, memo: object) -> Tensor:
         return self._numbers()
 
-    def numpy(self, *, force: bool = False) -> Any:  # torch gives no subclass's
+    def numpy(self, *, force: bool = False) -> numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.generic]]:  # torch gives no subclass's
         return self._numbers().numpy(force=force)
 
     def tolist(self) -> Any:
@@ -182,7 +187,7 @@ class WeightView(Tensor):
         return f"WeightView(shape={list(self.shape)}, dtype={self.dtype}, format={self.packed.codes_format})"
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _written(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
     """The arguments to which an operation writes."""
     if not func._schema.is_mutable:
         return []
@@ -191,7 +196,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return [one for value in written for one in (value if isinstance(value, list | tuple) else (value,))]
 
 
-def _write(view: WeightView, func: Any, args: Sequence[Any]) -> None:
+def _write(view: WeightView, func: OpOverload, args: Sequence[object]) -> None:
     """Carries out an operation that writes to a quantized weight, or raises UnsupportedError."""
     whole = view.rows is None and not view.steps  # not one of several fused weights, nor a part
     if (factor := _factor(func, args)) is None or not whole or not isinstance(view.packed, Packed):
@@ -215,7 +220,7 @@ def _refuse(recorder: str, write: str) -> NoReturn:
     )
 
 
-def _factor(func: Any, args: Sequence[Any]) -> float | None:
+def _factor(func: OpOverload, args: Sequence[Any]) -> float | None:
     """The number by which an operation multiplies a quantized weight in place; None for any other operation."""
     name = func._schema.name
     if name not in ("aten::mul_", "aten::div_") or func._overloadname not in ("Tensor", "Scalar"):
@@ -231,7 +236,7 @@ def _factor(func: Any, args: Sequence[Any]) -> float | None:
 _IN_PLACE_OPERATORS = "add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
 _NO_WRITES = "requires_grad_", "detach_", "share_memory_"
 # Tuples, as torch.compile of torch 2.8 has no sets of functions.
-_WRITES: tuple[Any, ...] = (
+_WRITES: tuple[object, ...] = (
     *(
         getattr(Tensor, name)
         for name in (
@@ -243,8 +248,8 @@ _WRITES: tuple[Any, ...] = (
     ),
     Tensor.data.__set__,  # type: ignore[attr-defined]
 )
-_WHOLE: tuple[Any, ...] = Tensor.detach, Tensor.data.__get__  # type: ignore[attr-defined]
-_VIEWS: tuple[Any, ...] = (
+_WHOLE: tuple[object, ...] = Tensor.detach, Tensor.data.__get__  # type: ignore[attr-defined]
+_VIEWS: tuple[object, ...] = (
     *(
         getattr(Tensor, name)
         for name in (
@@ -263,10 +268,10 @@ class TracedWeight(Tensor):
     owner   the quantized module, where it is the whole weight
     """
 
-    owner: Any
+    owner: nn.Module | None
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func in _WRITES and isinstance(args[0], cls):
             if torch.compiler.is_dynamo_compiling():
                 torch._dynamo.graph_break(msg=_NOT_TRACED)
@@ -279,13 +284,13 @@ class TracedWeight(Tensor):
             return traced(result, args[0].owner if func in _WHOLE else None)
         return result
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break(msg=_NOT_TRACED)
         raise UnsupportedError(_NOT_TRACED)
 
 
-def traced(weight: Tensor, owner: Any) -> Tensor:
+def traced(weight: Tensor, owner: nn.Module | None) -> Tensor:
     """A dequantized weight within torch.compile; see `TracedWeight`."""
     view = TracedWeight(weight[...])  # torch.compile makes none of an attribute, such as weight.T, itself
     view.owner = owner

@@ -12,10 +12,13 @@ from __future__ import annotations
 import socket
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 LARGEST = 1 << 19  # bytes; with more, bandwidth counts
 _ALIGNED = 16  # bytes
@@ -28,7 +31,7 @@ class _Shared:
     group  a weak reference to the process group (a later one may have its name)
     """
 
-    group: weakref.ref[Any]
+    group: weakref.ref[ProcessGroup]
     buffer: Tensor | None
     failure: str | None
 
@@ -89,7 +92,7 @@ torch.library.register_fake("halfbyte::sum_over_processes", lambda x, group: tor
 # The buffer
 
 
-def _share(group: Any) -> tuple[Tensor | None, str | None]:
+def _share(group: ProcessGroup) -> tuple[Tensor | None, str | None]:
     """(buffer, None), or (None, why not): the same in all processes, so that none waits for another."""
     here = torch.cuda.current_device()
     places: list[Any] = [None] * group.size()

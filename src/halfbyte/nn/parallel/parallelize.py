@@ -149,7 +149,7 @@ def parallelize_(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | N
     return model
 
 
-def parts_of_plan(modules: Mapping[str, Any], plan: Plan, processes: Processes) -> dict[str, Part]:
+def parts_of_plan(modules: Mapping[str, object], plan: Plan, processes: Processes) -> dict[str, Part]:
     """The Part of each module that `plan` cuts; to be called before the modules are shrunk."""
     parts = {}
     for name, cut in plan.cuts.items():
@@ -161,7 +161,7 @@ def parts_of_plan(modules: Mapping[str, Any], plan: Plan, processes: Processes) 
 
 def shrink_all_(modules: Mapping[str, nn.Module], parts: Mapping[str, Part]) -> None:
     """Calls `shrink_` for each module; for one with several names once."""
-    moved: dict[int, Any] = {}
+    moved: dict[int, object] = {}
     for module, part in {id(module): (module, parts[name]) for name, module in modules.items()}.values():
         shrink_(module, part, moved)
 
@@ -227,7 +227,7 @@ def _as_they_come() -> None:
 # What happens when such a module is called
 
 
-def _forward(module: Any, x: Tensor, *others: Any) -> Tensor:
+def _forward(module: nn.Module, x: Tensor, *others: object) -> Tensor:
     """The module's own forward, with the communication that its cut requires before and after."""
     part = part_of(module)
     assert part is not None
@@ -273,7 +273,7 @@ def linear_added(linear: QuantLinear, x: Tensor, residual: Tensor) -> Tensor:
     return y if part is None else _reduce(y, part.processes)
 
 
-def _look_up(module: Any, part: Part, ids: Tensor) -> Tensor:
+def _look_up(module: nn.Module, part: Part, ids: Tensor) -> Tensor:
     """Rows of a distributed embedding: each process gives those that it has, and zeros for the others."""
     ((start, stop),) = part.rank_slices
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -44,6 +44,9 @@ _TILE = 64  # rows or columns: parts of fewer would leave tiles of the kernels h
 _NOT_NAMED = "the plan does not name it"
 
 
+Kind = Literal["Linear", "Embedding", "Experts"]
+
+
 @dataclass(frozen=True, slots=True)
 class Holder:
     """A module with a weight that can be cut.
@@ -54,7 +57,7 @@ class Holder:
     """
 
     name: str
-    kind: Literal["Linear", "Embedding", "Experts"]
+    kind: Kind
     shape: tuple[int, ...]
     weight: Hashable
     format: Format | None = None
@@ -112,8 +115,8 @@ def holders(model: nn.Module) -> dict[str, Holder]:
                 ordered = isinstance(module, PermutedLinear)
                 found[name] = Holder(name, kind, shape, weight, fmt, module.compute, module.activation, ordered)
         elif isinstance(module, nn.Linear | nn.Embedding | StackedExperts):
-            kind_of = {nn.Linear: "Linear", nn.Embedding: "Embedding", StackedExperts: "Experts"}
-            name_of: Any = next(kind for base, kind in kind_of.items() if isinstance(module, base))
+            kind_of: dict[type[nn.Module], Kind] = {nn.Linear: "Linear", nn.Embedding: "Embedding", StackedExperts: "Experts"}
+            name_of = next(kind for base, kind in kind_of.items() if isinstance(module, base))
             found[name] = Holder(name, name_of, tuple(module.weight.shape), id(module.weight))
     return found
 
@@ -143,7 +146,7 @@ def without_numbers(name: str) -> str:
 def _styles(model: nn.Module, patterns: Mapping[str, str] | None) -> dict[str, str]:
     """The style of each module and parameter that a plan names."""
     is_default = patterns is None
-    given: Any = getattr(model, "tp_plan", None) if patterns is None else patterns
+    given: Mapping[str, str] | None = getattr(model, "tp_plan", None) if patterns is None else patterns
     if not given:
         raise ArgumentError(f'{type(model).__name__} has no tp_plan, which says what is cut: pass plan={{"*.up_proj": "colwise", …}}')
     names = [*dict(model.named_modules(remove_duplicate=False)), *dict(model.named_parameters())]
@@ -333,7 +336,7 @@ class _Planner:
 
 def _heads(attention: nn.Module) -> tuple[int, int] | None:
     """(query heads, key heads) of a module of attention, None for another."""
-    config: Any = getattr(attention, "config", None)
+    config: object = getattr(attention, "config", None)
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return None

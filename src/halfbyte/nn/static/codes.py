@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -50,7 +50,7 @@ _META = "halfbyte"  # the key in a GraphModule's `meta`, which copies keep
 _SHAPES = (torch.flatten, torch.reshape, "flatten", "view", "reshape", "permute", "contiguous", "squeeze", "unsqueeze")
 _AVERAGE_POOLS = (nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
 # Functions, and the modules that take the same numbers.
-_MODULES: dict[Any, type[nn.Module]] = {
+_MODULES: dict[object, type[nn.Module]] = {
     nn.functional.relu6: nn.ReLU6,
     nn.functional.hardtanh: nn.Hardtanh,
     nn.functional.avg_pool1d: nn.AvgPool1d,
@@ -87,7 +87,7 @@ def calibrated(model: nn.Module) -> Calibrated | None:
     return found if isinstance(found, Calibrated) else None
 
 
-def on_codes(model: nn.Module, images: Iterable[Any], weights: Weights, *, observer: Observer) -> fx.GraphModule:
+def on_codes(model: nn.Module, images: Iterable[object], weights: Weights, *, observer: Observer) -> fx.GraphModule:
     """A copy of `model`, in evaluation, that computes on int8 codes.
 
     images      batches that show what the network meets, each a tensor or a tuple that begins with one, as a DataLoader gives them;
@@ -223,7 +223,7 @@ def _make_module(node: fx.Node, traced: fx.GraphModule) -> None:
     node.op, node.target, node.args, node.kwargs = "call_module", node.name, (source,), {}
 
 
-def _image_of(batch: Any) -> Tensor:
+def _image_of(batch: object) -> Tensor:
     image = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if not isinstance(image, Tensor):
         raise ArgumentError(f"calibration takes batches that are tensors, or tuples that begin with one, got a {type(batch).__name__}")
@@ -243,7 +243,7 @@ class _RangeObserver(fx.Interpreter):
         self.seen: dict[str, tuple[float, float]] = {}
         self.samples: dict[str, list[Tensor]] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         views = self._views(n)
         value = super().run_node(n)
         if changed := [node for node, before in views.items() if not torch.equal(self.env[node], before)]:
@@ -317,7 +317,7 @@ class _Rewriter:
         self.read = {str(node.target).rpartition(".")[0] for node in traced.graph.nodes if node.op == "get_attr"}
         self.dtype = _dtype(traced)
         self.graph = fx.Graph()
-        self.root: dict[str, Any] = {}
+        self.root: dict[str, object] = {}
         self.float_of: dict[fx.Node, fx.Node] = {}
         self.codes_of: dict[fx.Node, tuple[fx.Node, Scale]] = {}
         self.floats: list[str] = []
@@ -374,7 +374,7 @@ class _Rewriter:
         if node in self.codes_of:  # an activation that went into the layer before it
             return
         module = module_of(node, self.modules)
-        given: Any
+        given: object
         known = self.scales.keys() >= {node.name, *(source.name for source in _sources(node))}
         make, given, reason = self._maker(node, module) if known else None, module, ""
         if make is not None and module is not None and (why_not := why_not_torch(module)) and not isinstance(module, _Layer):

@@ -49,11 +49,11 @@ class _StraightThrough(torch.autograd.Function):
         return codes.to(numbers.dtype)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: object, inputs: tuple[object, ...], output: Tensor) -> None:
         pass
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -216,7 +216,7 @@ class IntegerModule(QuantModule):
 
     bias: nn.Parameter | None
     table: Tensor
-    _seen: tuple[Any, Any] | None = None
+    _seen: tuple[object, object] | None = None
 
     def __init__(
         self,

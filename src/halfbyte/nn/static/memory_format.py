@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from halfbyte.nn.static.traced import module_of
@@ -122,7 +121,7 @@ class Formats:
         return self.gives(node) and "Conv1d" in type(module_of(node, self.modules)).__name__
 
 
-def restore(value: Any, origin: Any) -> Any:
+def restore(value: object, origin: Tensor) -> object:
     """A result, or a tuple of some, in the memory format that torch gives the results of convolutions of `origin`."""
     if isinstance(value, tuple | list):
         return type(value)(restore(item, origin) for item in value)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.graph import PythonCode
 
 from halfbyte.bounded import by_object
 from halfbyte.errors import ArgumentError
@@ -33,24 +34,24 @@ _SIZES = 16  # of images whose programs are kept: each has memory of its own
 class IntegerNetwork(fx.GraphModule):
     """A graph whose nodes are modules of `integer.py`, and others."""
 
-    def recompile(self) -> Any:
+    def recompile(self) -> PythonCode:
         code = super().recompile()
         cls: Any = type(self)  # each GraphModule is the only one of its class
         cls.node_by_node, cls.forward = cls.forward, _forward
         return code
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _unpickled, (*super().__reduce__(), self.meta)  # which torch leaves out
 
 
-def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[Any, ...], meta: dict[str, Any]) -> IntegerNetwork:
+def _unpickled(make: Callable[..., fx.GraphModule], arguments: tuple[object, ...], meta: dict[str, object]) -> IntegerNetwork:
     plain = make(*arguments)
     network = IntegerNetwork(plain, plain.graph, type(plain).__name__)
     network.meta = meta
     return network.eval()
 
 
-def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
+def _forward(self: Any, *inputs: Any, **more: object) -> object:
     if len(inputs) != 1 or more:
         inputs, more = _without_defaults(self, inputs, more)
     if len(inputs) == 1 and not more and not torch.compiler.is_compiling() and plain(x := inputs[0]):
@@ -67,12 +68,14 @@ def _forward(self: Any, *inputs: Any, **more: Any) -> Any:
     return self.node_by_node(*inputs, **more)
 
 
-def _without_defaults(network: fx.GraphModule, inputs: tuple[Any, ...], more: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_defaults(
+    network: fx.GraphModule, inputs: tuple[object, ...], more: dict[str, object]
+) -> tuple[tuple[Any, ...], dict[str, object]]:
     """The arguments of a call without those that pass the default of an optional input, with which the network was traced."""
     places = {str(node.target): node for node in network.graph.nodes if node.op == "placeholder"}
     if len(inputs) > len(places) or more.keys() - places.keys():
         return inputs, more  # Python's error says what is wrong
-    given, left = dict(zip(places, inputs, strict=False)), dict[str, Any]()
+    given, left = dict(zip(places, inputs, strict=False)), dict[str, object]()
     for name, value in (given | more).items():
         default = places[name].args
         if not default:
@@ -95,8 +98,8 @@ class _Programs:
         self.layers = [module for module in network.modules() if isinstance(module, IntegerModule)]
         self.parameters = list(network.parameters())
         self.weights = self._weights()
-        self.by_size: dict[tuple[Any, ...], Callable[[Tensor], Any] | None] = {}
-        self.sums: Callable[[Tensor], Any] | None = None
+        self.by_size: dict[tuple[object, ...], Callable[[Tensor], object] | None] = {}
+        self.sums: Callable[[Tensor], object] | None = None
 
     def _weights(self) -> tuple[list[int], list[int]]:
         """A value that changes with the weights and biases; each layer looks for other ones."""
@@ -107,12 +110,12 @@ class _Programs:
         """Whether gradients flow to x, or to a parameter of what runs in floating point."""
         return x.requires_grad or any(parameter.requires_grad for parameter in self.parameters)
 
-    def with_sums(self, network: fx.GraphModule) -> Callable[[Tensor], Any]:
+    def with_sums(self, network: fx.GraphModule) -> Callable[[Tensor], object]:
         if self.sums is None:
             self.sums = _with_sums(network)
         return self.sums
 
-    def programs_for(self, network: fx.GraphModule, x: Tensor) -> Callable[[Tensor], Any] | None:
+    def programs_for(self, network: fx.GraphModule, x: Tensor) -> Callable[[Tensor], object] | None:
         from halfbyte.kernels.cpu.codegen import runtime
 
         if self.weights != (weights := self._weights()):
@@ -150,7 +153,7 @@ class _Sizes(fx.Interpreter):
         self.extra_traceback = False  # errors stay one sentence
         self.seen: dict[fx.Node, Tensor] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         value = super().run_node(n)
         if isinstance(value, Tensor):
             self.seen[n] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -183,7 +186,7 @@ def _with_sums(network: fx.GraphModule) -> fx.GraphModule:
         found = [n for n in both if len(n.users) == 1 and type(modules.get(str(n.target))) is IntegerConv2d]
         if len(set(both)) == 2 and found:
             added[node] = max(found, key=place.__getitem__)
-    root, graph, copies = dict[str, Any](), fx.Graph(), dict[fx.Node, fx.Node]()
+    root, graph, copies = dict[str, object](), fx.Graph(), dict[fx.Node, fx.Node]()
     for node in network.graph.nodes:
         if node in added.values():
             continue
@@ -203,7 +206,7 @@ class _Writer:
     def __init__(self, network: fx.GraphModule, seen: dict[fx.Node, Tensor]) -> None:
         self.network, self.seen = network, seen
         self.modules = dict(network.named_modules(remove_duplicate=False))
-        self.root: dict[str, Any] = {}
+        self.root: dict[str, object] = {}
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
         self.pending: dict[fx.Node, Step | None] = {}  # what becomes the next program; None: its input as it lies in memory
@@ -252,7 +255,7 @@ class _Writer:
             self.copies[view] = self.graph.call_function(torch.reshape, (self.copies[memory_of[view]], tuple(self.seen[view].shape)))
 
     @staticmethod
-    def _is_read_later(node: fx.Node, pending: dict[fx.Node, Any]) -> bool:
+    def _is_read_later(node: fx.Node, pending: Mapping[fx.Node, object]) -> bool:
         return any(user not in pending for user in node.users)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.fx.node import Argument, Target
 from torch.nn.modules import module as torch_modules
 
 from halfbyte.errors import UnsupportedError
@@ -23,19 +24,19 @@ _GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in CALLE
 class _Proxy(fx.Proxy):
     """torch.fx's own proxy traces `x += y` as `x = x + y`, which would leave other references to x unchanged."""
 
-    def __iadd__(self, other: Any) -> Any:
+    def __iadd__(self, other: object) -> fx.Proxy:
         return self._written(operator.iadd, other)
 
-    def __isub__(self, other: Any) -> Any:
+    def __isub__(self, other: object) -> fx.Proxy:
         return self._written(operator.isub, other)
 
-    def __imul__(self, other: Any) -> Any:
+    def __imul__(self, other: object) -> fx.Proxy:
         return self._written(operator.imul, other)
 
-    def __itruediv__(self, other: Any) -> Any:
+    def __itruediv__(self, other: object) -> fx.Proxy:
         return self._written(operator.itruediv, other)
 
-    def _written(self, by: Any, other: Any) -> Any:
+    def _written(self, by: Callable[..., object], other: object) -> fx.Proxy:
         return self.tracer.create_proxy("call_function", by, (self, other), {})
 
 
@@ -51,13 +52,15 @@ class Tracer(fx.Tracer):
         super().__init__()
         self.defaults, self.failed = defaults, ""
 
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+    def create_args_for_root(
+        self, root_fn: Callable[..., object], is_module: bool, concrete_args: dict[str, object] | tuple[object, ...] | None = None
+    ) -> tuple[object, list[object]]:
         forward, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
         if self.defaults:
             arguments = [a.node.args[0] if isinstance(a, fx.Proxy) and a.node.args else a for a in arguments]
         return forward, arguments
 
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    def call_module(self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -67,14 +70,22 @@ class Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: dict[str, Any], *others: Any, **more: Any) -> fx.Node:
+    def create_node(
+        self,
+        kind: str,
+        target: Target,
+        args: tuple[Argument, ...],
+        kwargs: dict[str, Argument],
+        name: str | None = None,
+        type_expr: object = None,
+    ) -> fx.Node:
         if kwargs and not args and kind in ("call_module", "call_function"):
             first = "tensors" if target is torch.cat else "input"
             if kind == "call_module":
-                first = next(iter(inspect.signature(self.root.get_submodule(target).forward).parameters))
+                first = next(iter(inspect.signature(self.root.get_submodule(str(target)).forward).parameters))
             if first in kwargs:
                 args, kwargs = (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
-        return super().create_node(kind, target, args, kwargs, *others, **more)
+        return super().create_node(kind, target, args, kwargs, name, type_expr)
 
 
 def graph_of(model: nn.Module, purpose: str, *, defaults: bool) -> fx.Graph:
@@ -93,8 +104,8 @@ class Inner(NamedTuple):
     """The modules inside a traced one: their hooks and those of all modules, which a traced graph would not run, and each one's children
     at the time of tracing."""
 
-    hooks: tuple[dict[int, Any], ...]
-    children: tuple[tuple[dict[str, Any], list[Any]], ...]
+    hooks: tuple[dict[int, object], ...]
+    children: tuple[tuple[dict[str, nn.Module | None], list[nn.Module | None]], ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Inner:
@@ -130,7 +141,7 @@ def replace(node: fx.Node, by: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def copy_node(node: fx.Node, module: nn.Module, graph: fx.Graph, root: dict[str, Any], copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
+def copy_node(node: fx.Node, module: nn.Module, graph: fx.Graph, root: dict[str, object], copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
     """A node of `module`'s graph in another graph, where `copy_of` gives its arguments; what it calls or reads is added to `root`."""
     if node.op in ("call_module", "get_attr"):
         root[str(node.target)] = operator.attrgetter(str(node.target))(module)

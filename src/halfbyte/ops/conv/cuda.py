@@ -112,7 +112,7 @@ def packed_conv2d(
     bias: Tensor | None,
     residual: Tensor | None,
     window_numbers: tuple[int, ...],
-    *settings: Any,
+    *settings: *tuple[str, str, float, float],
 ) -> Tensor:
     """`conv2d` with a PackedConv. settings: compute, activation, low, high."""
     key = key_of((x, bias, residual), window_numbers, settings)
@@ -129,8 +129,12 @@ def _cache(packed: PackedConv, key: Hashable, replay: _Replay | None) -> None:
         packed.calls[key] = replay
 
 
-def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: Any) -> Tensor:
-    """The op. settings: format, numbers of the filter and the window, compute, activation, low, high."""
+# Format, numbers of the filter and the window, compute, activation, low, high.
+_Settings = tuple[str, Sequence[int], Sequence[int], str, str, float, float]
+
+
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, *settings: *_Settings) -> Tensor:
+    """The op."""
     return _conv2d(x, weight, bias, residual, *settings)[0]
 
 
@@ -177,7 +181,7 @@ def _problem(x: Tensor, plan: _Plan, compute: str, activation: str) -> ConvProbl
     return ConvProblem(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype, **how)
 
 
-def _linear_replay(settings: tuple[Any, ...]) -> _Replay:
+def _linear_replay(settings: cuda.LinearSettings) -> _Replay:
     """A linear layer of pixels."""
 
     def replay(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -288,7 +292,7 @@ def packed_qconv2d(
     return y
 
 
-def qconv2d(x: Tensor, weight: Tensor, table: Tensor, *settings: Any) -> Tensor:
+def qconv2d(x: Tensor, weight: Tensor, table: Tensor, *settings: *tuple[str, Sequence[int], Sequence[int], int, int, int]) -> Tensor:
     """The op. settings: format, numbers of the filter and the window, in_zero, low, high."""
     return _qconv2d(x, weight, table, *settings)[0]
 

@@ -7,9 +7,9 @@ format that torch's own convolution gives: contiguous for a contiguous image. `c
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ def pack_conv(codes: Codes, kernel_size: Sizes, groups: int = 1, device: torch.d
         (3, 3)
     """
     check_type(codes, Codes, "pack_conv takes Codes", "pass what quantize_conv(weight, format) gives")
-    kernel: Any = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+    kernel = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
     if not (isinstance(kernel, Sequence) and len(kernel) in (1, 2) and all(isinstance(n, int) and n > 0 for n in kernel)):
         raise ArgumentError(
             f"a kernel's size is (Kh, Kw) or (Kw,), each from 1 on, or one of a square, got {kernel_size!r}: pass the layer's"
@@ -141,8 +141,9 @@ def conv2d(
         >>> hb.conv2d(torch.randn(1, 32, 6, 6), packed, padding="same").shape
         torch.Size([1, 8, 6, 6])
     """
-    settings: dict[str, Any] = {"residual": residual, "compute": compute, "activation": activation, "clamp": clamp}
-    y = conv2d_channels_last(x, packed, bias, stride, padding, dilation, **settings)
+    y = conv2d_channels_last(
+        x, packed, bias, stride, padding, dilation, residual=residual, compute=compute, activation=activation, clamp=clamp
+    )
     return in_memory_format_of(y, x) if x.dim() == 4 else in_memory_format_of(y.unsqueeze(0), x.unsqueeze(0))[0]
 
 
@@ -163,8 +164,9 @@ def conv2d_channels_last(
     try:
         if x.dim() == 3:
             image, more = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
-            others: dict[str, Any] = {"compute": compute, "activation": activation, "clamp": clamp}
-            return conv2d_channels_last(image, packed, bias, stride, padding, dilation, residual=more, **others)[0]
+            return conv2d_channels_last(
+                image, packed, bias, stride, padding, dilation, residual=more, compute=compute, activation=activation, clamp=clamp
+            )[0]
         low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
         window_numbers = _window_numbers(packed.sizes.kernel, stride, padding, dilation)
         settings = (packed.name, packed.numbers, window_numbers, compute, activation)
@@ -172,8 +174,8 @@ def conv2d_channels_last(
             if x.is_cuda:
                 return cuda_conv.packed_conv2d(x, packed, bias, residual, window_numbers, compute, activation, low, high)
             return cpu_conv.conv2d(x, packed.data, bias, residual, *settings, low, high)
-        run: Any = _transformed_conv2d if transformed() else _ops.conv2d.default
-        return run(x, packed.data, bias, residual, *settings, *optional(low, high))  # type: ignore[no-any-return]
+        run: Callable[..., Tensor] = _transformed_conv2d if transformed() else _ops.conv2d.default
+        return run(x, packed.data, bias, residual, *settings, *optional(low, high))
     except Exception:
         check_operands(x, packed, PackedConv, bias, residual, clamp)
         raise
@@ -214,8 +216,10 @@ def conv1d(
         >>> hb.conv1d(torch.randn(1, 32, 10), packed).shape
         torch.Size([1, 8, 8])
     """
-    settings: dict[str, Any] = {"residual": residual, "compute": compute, "activation": activation, "clamp": clamp}
-    return in_memory_format_of(conv1d_channels_last(x, packed, bias, stride, padding, dilation, **settings), None)
+    y = conv1d_channels_last(
+        x, packed, bias, stride, padding, dilation, residual=residual, compute=compute, activation=activation, clamp=clamp
+    )
+    return in_memory_format_of(y, None)
 
 
 def conv1d_channels_last(
@@ -240,9 +244,19 @@ def conv1d_channels_last(
             if len(sides) not in (1, 2):
                 raise ArgumentError(f'the padding of conv1d is one number, (left, right), "same" or "valid", got {padding!r}')
             padding = (0, 0), (sides[0], sides[-1])
-        settings: dict[str, Any] = {"compute": compute, "activation": activation, "clamp": clamp}
-        settings["residual"] = None if residual is None else residual.unsqueeze(-2)
-        return conv2d_channels_last(x.unsqueeze(-2), packed, bias, (1, stride), padding, (1, dilation), **settings).squeeze(-2)
+        more = None if residual is None else residual.unsqueeze(-2)
+        return conv2d_channels_last(
+            x.unsqueeze(-2),
+            packed,
+            bias,
+            (1, stride),
+            padding,
+            (1, dilation),
+            residual=more,
+            compute=compute,
+            activation=activation,
+            clamp=clamp,
+        ).squeeze(-2)
     except Exception:
         check_operands(x, packed, PackedConv, bias, residual, clamp)
         raise
@@ -300,12 +314,12 @@ def qconv2d_with(
     x: Tensor, packed: PackedConv, table: Tensor, window_numbers: tuple[int, ...], in_zero: int, clamp: tuple[int, int] = (-128, 127)
 ) -> Tensor:
     """`qconv2d` with the invariants of repeated calls precomputed: `conv_requantization_table` and `Window.numbers`. -> channels_last"""
-    run: Any = _ops.qconv2d.default
+    run: Callable[..., Tensor] = _ops.qconv2d.default
     if plain(x):
         if x.is_cuda:
             return cuda_conv.packed_qconv2d(x, packed, table, window_numbers, in_zero, clamp)
         run = cpu_conv.qconv2d
-    return run(x, packed.data, table, packed.name, packed.numbers, window_numbers, in_zero, *clamp)  # type: ignore[no-any-return]
+    return run(x, packed.data, table, packed.name, packed.numbers, window_numbers, in_zero, *clamp)
 
 
 def qconv2d_added(
@@ -332,7 +346,16 @@ def conv_requantization_table(
     return cuda_conv.table(rows, sums, sizes, in_zero) if rows.is_cuda else cpu_conv.table(rows, sizes)
 
 
-def module_window(module: Any) -> Window:
+class _Convolution(Protocol):
+    """What a Conv1d or Conv2d, quantized or not, says of its window."""
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+
+
+def module_window(module: _Convolution) -> Window:
     """The stride, padding and dilation of a Conv1d or Conv2d, quantized or not; of a Conv1d as one of images of height 1."""
     kernel, stride, dilation = (((1, *sizes)[-2], sizes[-1]) for sizes in (module.kernel_size, module.stride, module.dilation))
     padding = module.padding if isinstance(module.padding, str) else (0, *module.padding)[-2:]
@@ -357,7 +380,7 @@ def _parsed_window(kernel: tuple[int, int], stride: Sizes, padding: Padding, dil
     return window_of(kernel, stride, padding, dilation).numbers
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: object) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
@@ -392,9 +415,10 @@ def _fake(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty_strided(shape, (height * width * out, 1, width * out, out))
 
 
-def _image_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, *settings: Any) -> Tensor:
+def _image_gradient(
+    grad: Tensor, weight: Tensor, shape: torch.Size, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], *_: object
+) -> Tensor:
     """The gradient of a convolution with the dequantized weight."""
-    format, filter_numbers, window_numbers = settings[:3]
     sizes, window = from_numbers(format, filter_numbers, window_numbers)
     top, bottom, left, right = window.padding
     batch, channels, height, width = shape
@@ -404,9 +428,10 @@ def _image_gradient(grad: Tensor, weight: Tensor, shape: torch.Size, *settings: 
     return whole[:, :, top : top + height, left : left + width]
 
 
-def _image_product(x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
+def _image_product(
+    x: Tensor, weight: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], *_: object
+) -> Tensor:
     """The convolution with the dequantized weight."""
-    format, filter_numbers, window_numbers = settings[:3]
     sizes, window = from_numbers(format, filter_numbers, window_numbers)
     top, bottom, left, right = window.padding
     floats = _ops.dequantize_conv.default(weight, format, filter_numbers, x.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,9 @@ class Pooling(NamedTuple):
         return step(x, *self) if x.is_contiguous(memory_format=torch.channels_last) else None
 
 
+_Pair = tuple[int, int]  # height, width
+
+
 def pooling(x: Tensor, pool: nn.Module, zero: int = 0) -> Pooling | None:
     """What `pool` does to images; None where torch does it."""
     if x.dim() != 4 or x.numel() == 0 or (x.is_cuda and (why_no_triton() is not None or x.shape[1:].numel() >= _LARGEST)):
@@ -61,10 +64,10 @@ def pooling(x: Tensor, pool: nn.Module, zero: int = 0) -> Pooling | None:
     return None
 
 
-def _pair(size: int | Sequence[int]) -> tuple[int, ...]:
+def _pair(size: int | Sequence[int]) -> _Pair:
     """What torch takes for (height, width)."""
     sizes = (size,) if isinstance(size, int) else tuple(size)
-    return sizes * 2 if len(sizes) == 1 else sizes
+    return cast(_Pair, sizes * 2 if len(sizes) == 1 else sizes)
 
 
 def largest(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
@@ -76,8 +79,8 @@ def largest(x: Tensor, pool: nn.MaxPool2d) -> Tensor:
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _pooling(shape: torch.Size, *settings: Any) -> Pooling:
+def _pooling(shape: torch.Size, *settings: *tuple[_Pair, _Pair, _Pair, _Pair, bool]) -> Pooling:
     """A pool of largest codes, whose settings torch also checks."""
     pooled = nn.functional.max_pool2d(torch.empty(shape, dtype=torch.bfloat16, device="meta"), *settings)
     kernel, stride, (down, right), dilation = settings[:4]
-    return Pooling(kernel, Window(stride, (down, down, right, right), dilation), tuple(pooled.shape[2:]))
+    return Pooling(kernel, Window(stride, (down, down, right, right), dilation), (pooled.shape[2], pooled.shape[3]))

@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -53,14 +51,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     return out
 
 
-def _attend(*args: Any) -> Tensor:
-    """Run the kernel: the op on a CPU, with the arguments of `attend`."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Run the kernel: the op on a CPU."""
     from halfbyte.kernels.cpu.transformer import attend_whole
 
-    return attend_whole.attend(*args)
+    return attend_whole.attend(query, key, value, mask, scale)
 
 
-def _fake(query: Tensor, *_: Any) -> Tensor:
+def _fake(query: Tensor, *_: object) -> Tensor:
     """Return an empty output [B, T, H, D], from which torch.compile and torch.export infer shapes."""
     batch, heads, tokens, dim = query.shape
     return query.new_empty(batch, tokens, heads, dim)

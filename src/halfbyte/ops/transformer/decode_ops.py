@@ -7,7 +7,7 @@ support it, that start while the previous one is still running; elsewhere the sa
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -343,7 +343,7 @@ class _Token(NamedTuple):
         )
 
 
-def _attend(*args: Any) -> Tensor:
+def _attend(*args: *_Token) -> Tensor:
     """In torch's operations, and in float32 like the kernel."""
     token = _Token(*args)
     heads = token.heads()
@@ -433,7 +433,7 @@ def rope_in_torch(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, rope_int
     return torch.cat((part * cos + other * sin, x[..., rotary_dim:]), -1)
 
 
-def _attend_cuda(*args: Any) -> Tensor:
+def _attend_cuda(*args: *_Token) -> Tensor:
     token = _Token(*args)
     qkv, keys, values = token.qkv, token.keys, token.values
     heads = token.heads()
@@ -468,7 +468,7 @@ def _attend_cuda(*args: Any) -> Tensor:
         return replayed(steps, tensors, "attend", *settings)
 
 
-def _attend_fake(*args: Any) -> Tensor:
+def _attend_fake(*args: *_Token) -> Tensor:
     token = _Token(*args)
     return token.qkv.new_empty((token.qkv.shape[0], token.heads() * token.keys.shape[3]))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from halfbyte.errors import ArgumentError
 from halfbyte.ops.checks import FLOATS
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.layers import Addresses, exactly, given, why_not_packed
+
+if TYPE_CHECKING:
+    from halfbyte.kernels.cpu.transformer import encoder
 
 _NORMS = 2  # of a layer
 
@@ -65,7 +68,7 @@ class EncoderLayer:
             return False
         return bias is None or (bias.dtype in FLOATS and _are_scores(bias, x, self.heads))
 
-    def _refreshed(self) -> Any:
+    def _refreshed(self) -> encoder.Layer:
         self._tensors.refresh()
         return self._layer
 

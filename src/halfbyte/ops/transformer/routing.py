@@ -4,7 +4,7 @@ torch's operations."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ def add_experts(x: Tensor, half: Experts) -> Tensor:
     stacks = *_parts(half.gate_up), *_parts(half.down_proj)
     inner, clamped = half.down_proj.packed.shape[2], None if half.clamped is None else [*half.clamped]
     shared = half.shared_expert
-    shared_gate: tuple[Any, ...] = (None, *_parts(None), *_parts(None), 0)
+    shared_gate: tuple[object, ...] = (None, *_parts(None), *_parts(None), 0)
     if shared is not None:
         shared_gate = (shared.gate, *_parts(shared.gate_up), *_parts(shared.down_proj), shared.down_proj.packed.shape[1])
     how = half.gate_up.compute, half.gate_up.activation
@@ -115,9 +115,11 @@ class _Arguments(NamedTuple):
     def problem(self) -> ExpertsProblem:
         """The mixture, as `dispatch` is asked for it."""
         formats = as_format(self.gate_up_format), as_format(self.down_format)
-        (experts, k), how = self.router.shape, {"compute": self.compute, "activation": self.activation}
-        kinds: Any = {**how, "clamped": self.clamped is not None, "biased": self.gate_up_bias is not None}
-        return ExpertsProblem(self.x.numel() // k, experts, self.chosen, k, self.inner, *formats, self.x.dtype, **kinds)
+        experts, k = self.router.shape
+        kinds = self.compute, self.activation
+        sizes = self.x.numel() // k, experts, self.chosen, k, self.inner
+        clamped, biased = self.clamped is not None, self.gate_up_bias is not None
+        return ExpertsProblem(*sizes, *formats, self.x.dtype, *kinds, clamped=clamped, biased=biased)  # type: ignore[arg-type]
 
     def product(self, x: Tensor, ids: Tensor, *, down: bool) -> Tensor:
         """[M, T, N]"""
@@ -167,7 +169,7 @@ class _Arguments(NamedTuple):
         return y
 
 
-def _add_experts(*args: Any) -> Tensor:
+def _add_experts(*args: *_Arguments) -> Tensor:
     """In torch's operations: the norm in float32, rounded once, and what follows from the products in float32."""
     a = _Arguments(*args)
     a.check()
@@ -184,7 +186,7 @@ def _add_experts(*args: Any) -> Tensor:
     return (a.x + total.view(a.x.shape)).to(a.x.dtype)
 
 
-def _add_experts_cuda(*args: Any) -> Tensor:
+def _add_experts_cuda(*args: *_Arguments) -> Tensor:
     a = _Arguments(*args)
     a = a._replace(compute="float") if a.compute == "auto" else a
     a.check()
@@ -225,11 +227,10 @@ def _add_experts_cuda(*args: Any) -> Tensor:
 def problem_of(half: Experts, rows: int, dtype: torch.dtype) -> ExpertsProblem:
     """The mixture for so many rows, as `dispatch` is asked for it."""
     up, down = half.gate_up.packed, half.down_proj.packed
-    how: Any = {"compute": half.gate_up.compute, "activation": half.gate_up.activation}
-    return ExpertsProblem(
-        rows, up.shape[0], half.top_k, half.k, down.shape[2], up.format, down.format, dtype, **how, clamped=half.clamped is not None,
-        biased=half.gate_up.bias is not None,
-    )  # fmt: skip
+    kinds = half.gate_up.compute, half.gate_up.activation
+    sizes = rows, up.shape[0], half.top_k, half.k, down.shape[2]
+    clamped, biased = half.clamped is not None, half.gate_up.bias is not None
+    return ExpertsProblem(*sizes, up.format, down.format, dtype, *kinds, clamped=clamped, biased=biased)  # type: ignore[arg-type]
 
 
 def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
@@ -244,7 +245,7 @@ def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
     return f"gate_up {gates}, then down, both of the chosen ones, then a kernel of their sum by weights{shared} and the residual"
 
 
-def _fake(*args: Any) -> Tensor:
+def _fake(*args: *_Arguments) -> Tensor:
     a = _Arguments(*args)
     a.check()
     return a.x.new_empty(a.x.shape)

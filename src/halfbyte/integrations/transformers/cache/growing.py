@@ -35,20 +35,20 @@ class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base wit
     stamp: int
 
     @property
-    def keys(self) -> Any:
+    def keys(self) -> Tensor:
         return self._kept(self.buffers[0])
 
     @keys.setter
-    def keys(self, value: Any) -> None:
+    def keys(self, value: Tensor) -> None:
         self._leave()
         self.keys = value
 
     @property
-    def values(self) -> Any:
+    def values(self) -> Tensor:
         return self._kept(self.buffers[1])
 
     @values.setter
-    def values(self, value: Any) -> None:
+    def values(self, value: Tensor) -> None:
         self._leave()
         self.values = value
 
@@ -61,12 +61,12 @@ class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base wit
         self.__dict__.clear()
         self.__dict__.update(plain)
 
-    def _as_plain(self) -> dict[str, Any]:
+    def _as_plain(self) -> dict[str, object]:
         """The attributes of an ordinary layer."""
         kept = {name: value for name, value in vars(self).items() if name not in _EXTRA_STATE}
         return {**kept, "keys": self.keys, "values": self.values}
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """A copy is an ordinary layer: two that write to the same buffers would mix their tokens."""
         return _uninitialized, (self.plain,), self._as_plain()
 
@@ -74,7 +74,7 @@ class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base wit
         return self.length
 
 
-def _uninitialized(plain: Any) -> Any:
+def _uninitialized(plain: Any) -> object:
     return plain.__new__(plain)
 
 
@@ -141,7 +141,7 @@ def seen_from(length: int, window: int) -> int:
     return max(0, length - window + 1)
 
 
-def window_of(layer: Any) -> int | None:
+def window_of(layer: object) -> int | None:
     """The window of a cache's layer, None where it keeps all tokens."""
     return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
 

@@ -26,7 +26,7 @@ class _Records(DynamicLayer):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(*(x.new_empty(0, dtype=torch.int8) for x in (key_states, value_states)))
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """All keys and values as the codes have them, the new ones too."""
         keys, values = super().update(to_records(key_states), to_records(value_states), *args, **kwargs)
         (k, v), dtype = (x.shape[-1] for x in (key_states, value_states)), key_states.dtype
@@ -59,14 +59,14 @@ class Int8Cache(DynamicCache):
         0
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: object) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise ArgumentError(f"a cache is made for the config of a model, got {type(config).__name__}: pass model.config")
         super().__init__(config=config)
         self.layers = [_in_8_bits(layer) for layer in self.layers]
 
 
-def _in_8_bits(layer: Any) -> Any:
+def _in_8_bits(layer: object) -> Any:
     if type(layer) is DynamicSlidingWindowLayer:
         return Int8SlidingLayer(layer.sliding_window)
     return Int8Layer() if type(layer) is DynamicLayer else layer  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ The cache itself changes only when `enter` is called: a layer that turns out to 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from halfbyte.integrations.transformers.cache import growing
 from halfbyte.integrations.transformers.decoder.live_layer import SharedKV
 from halfbyte.layouts.records import from_records
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 _CACHES = (*growing.LAYERS, StaticLayer)
 SharedStates = dict[str | None, tuple[Tensor, Tensor]]  # keys and values of layers that others reuse, by the type of the layers
@@ -65,7 +68,9 @@ class Place(NamedTuple):
         return cls(keys, values, grown.length - grown.first - begin)
 
     @classmethod
-    def reuse(cls, layer: Any, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: Cache | None, shared: SharedStates) -> Place | None:
+    def reuse(
+        cls, layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: Cache | None, shared: SharedStates
+    ) -> Place | None:
         """Find the keys and values of an earlier layer that a layer reads, those of the tokens x [B, t, K] included.
 
         Returns:
@@ -94,7 +99,7 @@ class Place(NamedTuple):
         elif cache is not None:
             growing.entered(cache, tokens)
 
-    def all_states(self, cache: Any, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    def all_states(self, cache: object, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, Hkv, T, D] as `update` of a cache does, after the tokens x [B, t, K] were written."""
         if isinstance(cache, StaticLayer):
             return self.keys, self.values

@@ -7,7 +7,6 @@ gets them in their order, as ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 class Ring(StaticSlidingWindowLayer):  # type: ignore[no-untyped-call]
     """The next token's place is `cumulative_length` modulo the size. As long as it is not full, it is what it is derived from."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """keys, values [B, Hkv, T, D] in their order, after new ones; of several new ones also those that these have pushed out."""
         size = self.max_cache_len
         if self.cumulative_length_int >= size:
@@ -61,8 +60,7 @@ class Later:
 
 def make_rings(cache: StaticCache) -> StaticCache:
     """Turns its windows into rings, in place."""
-    layers: list[Any] = cache.layers
-    for layer in layers:
+    for layer in cache.layers:
         if type(layer) is StaticSlidingWindowLayer:
             layer.__class__ = Ring
             if layer.cumulative_length_int >= layer.max_cache_len:

@@ -52,7 +52,7 @@ class _Codes:
             return _decoded(self.in_order(), of_codes.in_order(), self.floats)
         return _decoded((self.keys, self.values), (of_codes.keys, of_codes.values), self.floats)
 
-    def _scales(self: Any) -> Any:
+    def _scales(self: Any) -> object:
         """With the length of the codes."""
         self.scales.cumulative_length.copy_(self.cumulative_length)
         if self.is_sliding:
@@ -93,6 +93,6 @@ def _of_codes(layer: Any) -> Any:
     return new
 
 
-def scales_or_none(layer: Any) -> tuple[Tensor, Tensor] | None:
+def scales_or_none(layer: object) -> tuple[Tensor, Tensor] | None:
     """Those of an initialized layer of codes, as `attend` takes them."""
     return (layer.scales.keys, layer.scales.values) if isinstance(layer, _Codes) else None

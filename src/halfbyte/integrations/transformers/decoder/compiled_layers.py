@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, fami
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
 from halfbyte.integrations.transformers.optimize.hooked import watched
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 _FEW_ROWS = 64  # tokens that take several layers at once
 
@@ -47,12 +50,12 @@ class CompiledLayer:
         return self.shared.reuses or self.shared.provides or self.whole.per_layer_width is not None
 
 
-def compile_layers(stack: Any, specs: Sequence[LayerSpec | str]) -> list[CompiledLayer | str]:
+def compile_layers(stack: Part, specs: Sequence[LayerSpec | str]) -> list[CompiledLayer | str]:
     """Lower each layer of a stack, or say why transformers computes it."""
     return [_compiled(layer, spec, index) for index, (layer, spec) in enumerate(zip(stack.layers, specs, strict=True))]
 
 
-def _compiled(layer: Any, spec: LayerSpec | str, index: int) -> CompiledLayer | str:
+def _compiled(layer: Part, spec: LayerSpec | str, index: int) -> CompiledLayer | str:
     if isinstance(spec, str):
         return spec
     if (reason := why_not_lowered(layer, spec)) is not None:
@@ -69,7 +72,7 @@ def _compiled(layer: Any, spec: LayerSpec | str, index: int) -> CompiledLayer | 
     return CompiledLayer(spec, whole, alone, shared_kv(layer))
 
 
-def why_not_lowered(layer: Any, spec: LayerSpec) -> str | None:
+def why_not_lowered(layer: Part, spec: LayerSpec) -> str | None:
     """Why native calls do not compute a layer on a CPU, or None."""
     if is_distributed(layer):
         return "its weights are distributed over processes"
@@ -114,7 +117,7 @@ class Call(NamedTuple):
 class Run:
     """A call through all layers of a stack, each computed as transformers does it; subclasses compute them natively."""
 
-    def __init__(self, stack: Any, call: Call) -> None:
+    def __init__(self, stack: Part, call: Call) -> None:
         self._modules, self._call = stack.layers, call
         self._shared = [shared_kv(layer) for layer in stack.layers]
         self._shares = any(shared.kind is not None for shared in self._shared)
@@ -137,7 +140,7 @@ class Run:
 
     def _by_transformers(self, x: Tensor, index: int) -> Tensor:
         call, module = self._call, self._modules[index]
-        more: dict[str, Any] = {"use_cache": call.past is not None, KV_CACHE: call.past}
+        more: dict[str, object] = {"use_cache": call.past is not None, KV_CACHE: call.past}
         if call.per_layer is not None:
             more["per_layer_input"] = call.per_layer[:, :, index]
         if self._shares:
@@ -167,7 +170,7 @@ class Run:
 class CpuRun(Run):
     """A call through the layers that are compiled for a CPU."""
 
-    def __init__(self, layers: Sequence[CompiledLayer | str], stack: Any, call: Call) -> None:
+    def __init__(self, layers: Sequence[CompiledLayer | str], stack: Part, call: Call) -> None:
         super().__init__(stack, call)
         self._compiled = layers
         self._eager: bool = stack.config._attn_implementation == "eager"
@@ -245,7 +248,7 @@ class CpuRun(Run):
         assert isinstance(layer, CompiledLayer)
         if layer.shared.reuses:
             return
-        cache: Any = None if call.past is None else call.past.layers[index]
+        cache: object = None if call.past is None else call.past.layers[index]
         place.enter(cache, x.shape[1])
         if layer.shared.provides:
             call.shared[layer.shared.kind] = place.all_states(cache, x, layer.whole.heads.head_dim)
@@ -274,7 +277,7 @@ class CpuRun(Run):
         return self._later[key]
 
 
-def add_mlp(layer: Any, spec: LayerSpec, h: Tensor) -> Tensor:
+def add_mlp(layer: Part, spec: LayerSpec, h: Tensor) -> Tensor:
     """The output of a live layer from that of its attention half, h, by the modules of transformers."""
     family = family_of(layer)
     assert family is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ DEVICES = ("cuda",)
 _CACHES = (StaticLayer, Ring, *IN_CODES)
 _Place = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
 
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
+
 
 class GpuRun(Run):
     """A call through the layers that kernels of a GPU compute."""
@@ -38,7 +41,7 @@ class GpuRun(Run):
     def __init__(
         self,
         layers: Sequence[LoweredLayer | None],
-        stack: Any,
+        stack: Part,
         call: Call,
         changed: Callable[[int], Sequence[LoweredLayer | None] | None] | None = None,
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
@@ -25,6 +25,9 @@ from halfbyte.nn.parallel.parallelize import linear_added, part_of
 from halfbyte.ops.transformer.decoder import MLP, Attention
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 _ATTENTIONS = ("sdpa", "halfbyte", "eager")  # of transformers: what these compute, and by which masks, is known
 
@@ -63,7 +66,7 @@ class LoweredLayer:
     prefills: bool
 
 
-def lower_layer(layer: Any, spec: LayerSpec | str) -> LoweredLayer | None:
+def lower_layer(layer: Part, spec: LayerSpec | str) -> LoweredLayer | None:
     """Lower a layer; None where it has no specification, or parts with hooks."""
     if isinstance(spec, str) or any(map(_is_changed, layer.modules())):
         return None
@@ -71,7 +74,7 @@ def lower_layer(layer: Any, spec: LayerSpec | str) -> LoweredLayer | None:
     return found if is_distributed(layer) else replace(found, layer=found.layer.linked())
 
 
-def lower_traced(layer: Any) -> LoweredLayer | None:
+def lower_traced(layer: Part) -> LoweredLayer | None:
     """`lower_layer` within torch.compile, for a layer that had a specification when it was optimized."""
     hooked = any(part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
     return None if hooked else _lowered(layer, traced_spec(layer))
@@ -81,7 +84,7 @@ def _is_changed(part: nn.Module) -> bool:
     return watched(part) or ("forward" in vars(part) and part_of(part) is None)
 
 
-def _lowered(layer: Any, spec: LayerSpec) -> LoweredLayer:
+def _lowered(layer: Part, spec: LayerSpec) -> LoweredLayer:
     attention, mlp, eager = spec.attention, spec.mlp, is_eager(layer)
     attends = _why_no_attention(layer, spec) is None
     has_mlp = _why_no_mlp(layer, spec) is None
@@ -95,7 +98,7 @@ def _lowered(layer: Any, spec: LayerSpec) -> LoweredLayer:
     return LoweredLayer(spec, lowered, shared_kv(layer), eager, attends and has_mlp, prefills)
 
 
-def _with_modules(layer: Any, spec: LayerSpec, lowered: GpuLayer) -> GpuLayer:
+def _with_modules(layer: Part, spec: LayerSpec, lowered: GpuLayer) -> GpuLayer:
     """A layer whose projections are those of its modules, which sum over processes."""
     family = family_of(layer)
     assert family is not None
@@ -111,12 +114,12 @@ def _with_modules(layer: Any, spec: LayerSpec, lowered: GpuLayer) -> GpuLayer:
 # Reasons
 
 
-def why_not_decoded(layer: Any, spec: LayerSpec) -> str | None:
+def why_not_decoded(layer: Part, spec: LayerSpec) -> str | None:
     """Why kernels do not compute one token of each sequence in a layer; None if they do."""
     return _why_no_attention(layer, spec) or _why_no_mlp(layer, spec)
 
 
-def _why_no_attention(layer: Any, spec: LayerSpec) -> str | None:
+def _why_no_attention(layer: Part, spec: LayerSpec) -> str | None:
     """Why kernels do not compute what comes before the MLP."""
     for name, weight in _linears(spec):
         if weight.compute not in ("auto", "float"):
@@ -149,7 +152,7 @@ def _linears(spec: LayerSpec) -> Iterator[tuple[str, Weight]]:
         yield "per_layer_projection", spec.per_layer_input.projection
 
 
-def _needs_whole_rows(layer: Any, *, over_all_heads: bool) -> bool:
+def _needs_whole_rows(layer: Part, *, over_all_heads: bool) -> bool:
     """Whether processes exchange something before the last linear layers of attention and MLP."""
     family = family_of(layer)
     assert family is not None
@@ -159,7 +162,7 @@ def _needs_whole_rows(layer: Any, *, over_all_heads: bool) -> bool:
     return any(part is not None and (part.cut.before or part.cut.after or over_all_heads) for part in parts)
 
 
-def _why_no_mlp(layer: Any, spec: LayerSpec) -> str | None:
+def _why_no_mlp(layer: nn.Module, spec: LayerSpec) -> str | None:
     """Why kernels do not compute the MLP, or the mixture of experts."""
     if isinstance(spec.mlp, Experts):
         return _why_no_experts(layer, spec.attention, spec.mlp)
@@ -174,7 +177,7 @@ def _why_no_mlp(layer: Any, spec: LayerSpec) -> str | None:
     return None
 
 
-def _why_no_experts(layer: Any, attention: Attention, experts: Experts) -> str | None:
+def _why_no_experts(layer: nn.Module, attention: Attention, experts: Experts) -> str | None:
     if experts.pre_norm.layer_norm:
         return "the norm before its experts is a layer norm"
     for weight in (experts.gate_up, experts.down_proj, *([] if experts.shared_expert is None else experts.shared_expert[:2])):

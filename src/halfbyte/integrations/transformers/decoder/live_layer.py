@@ -7,7 +7,7 @@ reason why it is none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Clamped
 from halfbyte.ops.transformer.layers import Weight
 
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
+
 NAMES = sorted(family.layer_class for family in FAMILIES.values())
 _NORMS = ("torch.", "transformers.")  # modules of the classes of norms that the table of families means
 _ACTIVATION_MODULES = ("act_fn", "activation_fn", "act")  # names within an MLP
@@ -44,7 +47,7 @@ LAYER_ARGUMENTS: Understood = {
 }
 
 
-def family_of(layer: Any) -> Family | None:
+def family_of(layer: nn.Module) -> Family | None:
     """Return the family of a decoder layer; None where it is in none."""
     return family_of_layer(name_in_transformers(layer))
 
@@ -65,7 +68,7 @@ class SharedKV(NamedTuple):
     source: int | None = None
 
 
-def shared_kv(layer: Any) -> SharedKV:
+def shared_kv(layer: Part) -> SharedKV:
     """Return how a layer of a known family shares keys and values."""
     family, attention = family_of(layer), layer.self_attn
     if family is None or (sharing := family.kv_sharing) is None:
@@ -81,14 +84,14 @@ def shared_kv(layer: Any) -> SharedKV:
     return SharedKV(bool(getattr(attention, sharing.reuses)), bool(getattr(attention, sharing.provides)), kind, source)
 
 
-def query_scale_from(layer: Any) -> int | None:
+def query_scale_from(layer: Part) -> int | None:
     """Return the position from which on queries have a factor of their own (Llama 4); None where they have none."""
     family = family_of(layer)
     name = None if family is None else family.query_scale_from
     return None if name is None else int(layer.self_attn.config.rope_parameters[name])
 
 
-def is_eager(layer: Any) -> bool:
+def is_eager(layer: Part) -> bool:
     """Whether the layer's attention is transformers' eager one, whose masks are added to scores."""
     return bool(layer.self_attn.config._attn_implementation == "eager")
 
@@ -99,7 +102,7 @@ def needs_eager(spec: LayerSpec) -> bool:
     return heads.softcap is not None or heads.sinks is not None
 
 
-def has_experts(layer: Any) -> bool:
+def has_experts(layer: nn.Module) -> bool:
     """Whether the MLP of a layer of a known family is a mixture of experts."""
     family = family_of(layer)
     return family is not None and hasattr(getattr(layer, family.mlp), "experts")
@@ -113,7 +116,7 @@ def is_distributed(layer: nn.Module) -> bool:
 class LiveLayer:
     """A live layer of a known family, as `build_layer` reads it."""
 
-    def __init__(self, layer: Any, place: Place) -> None:
+    def __init__(self, layer: Part, place: Place) -> None:
         family = family_of(layer)
         assert family is not None
         self.family, self.place = family, place
@@ -242,7 +245,7 @@ class LiveLayer:
         return found.detach() if isinstance(found, nn.Parameter) else found
 
 
-def layer_spec(layer: Any, rope: int = 0, window: int | None = None) -> LayerSpec | str:
+def layer_spec(layer: nn.Module, rope: int = 0, window: int | None = None) -> LayerSpec | str:
     """Build the specification of a layer, or say why it is not computed as its family says.
 
     Args:
@@ -250,22 +253,23 @@ def layer_spec(layer: Any, rope: int = 0, window: int | None = None) -> LayerSpe
         rope: Index of its rotary embedding among those of its stack.
         window: Its sliding window.
     """
-    if (reason := _why_not_of_family(layer)) is not None:
+    part = cast("Part", layer)
+    if (reason := _why_not_of_family(part)) is not None:
         return reason
     try:
-        spec = traced_spec(layer, rope, window)
+        spec = traced_spec(part, rope, window)
     except UnsupportedError as e:
         return str(e)
     return why_hooked(layer) or spec
 
 
-def traced_spec(layer: Any, rope: int = 0, window: int | None = None) -> LayerSpec:
+def traced_spec(layer: Part, rope: int = 0, window: int | None = None) -> LayerSpec:
     """Build the specification of a layer that has one, without checks: torch.compile traces this."""
     shared = shared_kv(layer)
     return build_layer(LiveLayer(layer, Place(layer.self_attn.layer_idx, rope, window, shared.source if shared.reuses else None)))
 
 
-def _why_not_of_family(layer: Any) -> str | None:
+def _why_not_of_family(layer: Part) -> str | None:
     """Why a layer is none of a known family, or a variant of it that computes something else; None where it is."""
     family = family_of(layer)
     if family is None:
@@ -283,7 +287,7 @@ def _why_not_of_family(layer: Any) -> str | None:
     return _why_other_activation(layer, family)
 
 
-def _why_other_activation(layer: Any, family: Family) -> str | None:
+def _why_other_activation(layer: Part, family: Family) -> str | None:
     """Why the activation between the linear layers of an MLP is not that of the config; None where it is."""
     mlp, name = getattr(layer, family.mlp), getattr(layer.self_attn.config, family.activation)
     found = [getattr(mlp, attribute) for attribute in _ACTIVATION_MODULES if hasattr(mlp, attribute)]
@@ -292,7 +296,7 @@ def _why_other_activation(layer: Any, family: Family) -> str | None:
     return None
 
 
-def other_setting(layer: Any) -> str | None:
+def other_setting(layer: Part) -> str | None:
     """The setting of the config, and its value, with which a layer of a known family computes something else; None: there is none."""
     config, family = layer.self_attn.config, family_of(layer)
     assert family is not None
@@ -305,7 +309,7 @@ def _is_off(value: object) -> bool:
     return value is None or value is False or (type(value) is int and value == 0)
 
 
-def _why_not_routed(mlp: Any, moe: MoEFamily) -> str | None:
+def _why_not_routed(mlp: Part, moe: MoEFamily) -> str | None:
     """Why a mixture of experts has other parts than its family says; None where it has these."""
     router = getattr(mlp, moe.router)
     tensors = {name for name, _ in (*router.named_parameters(), *router.named_buffers())}
@@ -346,13 +350,13 @@ def weight_of(linear: QuantLinear) -> Weight:
     return Weight(packed, bias, linear.compute, linear.activation)  # type: ignore[arg-type]
 
 
-def norm_of(norm: Any, family: Family) -> Norm:
+def norm_of(norm: Part, family: Family) -> Norm:
     """Return a live norm."""
     shift = getattr(norm, "bias", None) if family.layer_norm else None
     return Norm(norm.weight, _eps(norm), family.unit_offset, family.layer_norm, shift)
 
 
-def _eps(norm: Any) -> float:
+def _eps(norm: Part) -> float:
     eps: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
     return eps
 
@@ -363,7 +367,7 @@ def _check_norm(norm: object) -> None:
         raise UnsupportedError("one of its norms was replaced")
 
 
-def _get(owner: Any, path: str) -> Any:
+def _get(owner: Part, path: str) -> Any:
     """The attribute of an attribute … of a module; the module itself for an empty path."""
     for name in path.split(".") if path else ():
         owner = getattr(owner, name)

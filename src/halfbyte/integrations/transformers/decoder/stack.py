@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +33,17 @@ from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
 from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
 from halfbyte.integrations.transformers.decoder.token_step import Logits, TokenStep, why_no_step
-from halfbyte.integrations.transformers.optimize.calls import CACHE, KV_CACHE, Understood, any_value, bind, is_true, unset, why_unknown
+from halfbyte.integrations.transformers.optimize.calls import (
+    CACHE,
+    KV_CACHE,
+    Arguments,
+    Understood,
+    any_value,
+    bind,
+    is_true,
+    unset,
+    why_unknown,
+)
 from halfbyte.integrations.transformers.optimize.frozen import FrozenLayers
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, original, replace_class
@@ -41,6 +51,9 @@ from halfbyte.machine import gpu
 from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.layers import Weight
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Config, Part
 
 LAYER_BY_LAYER = "its layers are called one by one"
 FULL = "full_attention"
@@ -58,7 +71,7 @@ ARGUMENTS: Understood = {
 _ATTENTION = ("sdpa", "halfbyte", "eager")  # others have masks of other kinds
 
 
-def is_stack(module: Any) -> bool:
+def is_stack(module: nn.Module) -> bool:
     """Whether a module is the stack of decoder layers of a known family."""
     layers = getattr(module, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers) or (family := family_of(layers[0])) is None:
@@ -66,7 +79,7 @@ def is_stack(module: Any) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in ("embed_tokens", family.final_norm, "rotary_emb"))
 
 
-def is_compiled_stack(module: Any) -> bool:
+def is_compiled_stack(module: object) -> TypeGuard[Part]:
     """Whether the forward of a module was replaced by `compile_stack`."""
     return isinstance(module, _Stack)
 
@@ -98,10 +111,10 @@ class _Stack(ReplacedForward):
     def halfbyte_remark(self) -> str:
         """What `halfbyte.report` says of the stack."""
         stack: Any = self
-        found, device = compiled(self), next(stack.parameters()).device
+        found, device = compiled(stack), next(stack.parameters()).device
         return found if isinstance(found, str) else found.remark(stack, device)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         if (call := bind(self.argument_names, args, kwargs, ARGUMENTS)) is not None:
             found = _traced(self, call) if torch.compiler.is_compiling() else _run(self, call)
             if found is not None:
@@ -112,9 +125,9 @@ class _Stack(ReplacedForward):
 
 
 @functools.cache
-def output_class(cls: Any) -> Any:
+def output_class(cls: type) -> Any:
     """The class of a stack's output, the only one that its forward makes; None if there is none. Annotations are not always right."""
-    forward = inspect.unwrap(cls.forward)
+    forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
     names = [forward.__globals__.get(name) for name in forward.__code__.co_names]
     found = {one for one in names if isinstance(one, type) and issubclass(one, ModelOutput)}
     return found.pop() if len(found) == 1 else None
@@ -124,7 +137,7 @@ def why_unknown_output(cls: type) -> str | None:
     return f"the forward of a {cls.__name__} makes outputs of an unknown class" if output_class(cls) is None else None
 
 
-def _run(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
+def _run(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
     """The normed hidden states and the cache; None if transformers has to compute them."""
     if (past := _cache(stack, call)) is _NOT_TAKEN or has_global_hooks() or is_capturing():
         return None
@@ -141,14 +154,14 @@ def _run(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
     return None if x is None else (x, past)
 
 
-def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
+def _traced(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
     """`_run` within torch.compile, on GPUs alone."""
     if (past := _cache(stack, call)) is _NOT_TAKEN:
         return None
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
     if given.device.type not in gpu_run.DEVICES:
         return None
-    layers: Any = stack.layers
+    layers = stack.layers
     kinds = layer_kinds(stack)
     if kinds is None or stack.config.num_hidden_layers != len(layers) or not all(kind in (FULL, SLIDING) for kind in kinds.masks):
         return None
@@ -160,10 +173,10 @@ def _traced(stack: Any, call: dict[str, Any]) -> tuple[Tensor, Any] | None:
     return normed, past
 
 
-_NOT_TAKEN: Any = object()
+_NOT_TAKEN: object = object()
 
 
-def _cache(stack: Any, call: dict[str, Any]) -> Any:
+def _cache(stack: Part, call: Arguments) -> Any:
     """The cache of a call, or a new one, or None; `_NOT_TAKEN` if transformers has to compute the call."""
     given = call.get("input_ids", call.get("inputs_embeds"))
     if not isinstance(given, Tensor) or ("input_ids" in call and "inputs_embeds" in call) or not given.numel():
@@ -182,7 +195,7 @@ def _cache(stack: Any, call: dict[str, Any]) -> Any:
 _stacks: WeakKeyDictionary[nn.Module, tuple[CompiledStack | str, FrozenLayers]] = WeakKeyDictionary()
 
 
-def compiled(stack: Any) -> CompiledStack | str:
+def compiled(stack: Part) -> CompiledStack | str:
     """The compiled stack as it is now, or why its layers are called one by one."""
     known = _stacks.get(stack)
     if known is None or not known[1].is_unchanged():
@@ -190,7 +203,7 @@ def compiled(stack: Any) -> CompiledStack | str:
     return known[0]
 
 
-def _compiled_outside(stack: Any) -> CompiledStack | str:
+def _compiled_outside(stack: Part) -> CompiledStack | str:
     """The compiled stack, whose layers are still to be compared, by `_changed`."""
     known = _stacks.get(stack)
     if known is None or not known[1].is_unchanged_outside():
@@ -198,7 +211,7 @@ def _compiled_outside(stack: Any) -> CompiledStack | str:
     return known[0]
 
 
-def _changed(stack: Any, index: int) -> list[LoweredLayer | None] | None:
+def _changed(stack: Part, index: int) -> list[LoweredLayer | None] | None:
     """The lowered layers, compiled again, if the layer of an index has changed; else None."""
     if _stacks[stack][1].layers[index].is_unchanged():
         return None
@@ -206,7 +219,7 @@ def _changed(stack: Any, index: int) -> list[LoweredLayer | None] | None:
     return [None] * len(stack.layers) if isinstance(found, str) else found.on_gpu(stack)
 
 
-def _compile(stack: Any) -> tuple[CompiledStack | str, FrozenLayers]:
+def _compile(stack: Part) -> tuple[CompiledStack | str, FrozenLayers]:
     reason = _why_not(stack)
     kinds = layer_kinds(stack)
     found = reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
@@ -214,14 +227,14 @@ def _compile(stack: Any) -> tuple[CompiledStack | str, FrozenLayers]:
     return known
 
 
-def _rewritten(stack: Any) -> tuple[nn.Module, ...]:
+def _rewritten(stack: Part) -> tuple[nn.Module, ...]:
     """Submodules that replace their buffers at each call: ropes whose frequencies depend on the length of the text."""
     kinds = getattr(stack.rotary_emb, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return (stack.rotary_emb,) if any("dynamic" in str(kind) or kind == "longrope" for kind in kinds) else ()
 
 
-def _why_not(stack: Any) -> str | None:
+def _why_not(stack: Part) -> str | None:
     """Why no layer of a stack is compiled, or None."""
     layers, config = stack.layers, stack.config
     if config.num_hidden_layers != len(layers):
@@ -264,7 +277,7 @@ class Kinds(NamedTuple):
     ropes: list[str]
 
 
-def layer_kinds(stack: Any) -> Kinds | None:
+def layer_kinds(stack: Part) -> Kinds | None:
     """The kinds of a stack's layers; None if its layers are of no known family."""
     family, config, count = family_of(stack.layers[0]), stack.config, len(stack.layers)
     if family is None:
@@ -278,7 +291,7 @@ def layer_kinds(stack: Any) -> Kinds | None:
     return Kinds(family, masks, windows, types if family.rope_per_type else [""] * count)
 
 
-def prepare(stack: Any, kinds: Kinds, call: Mapping[str, Any], past: Cache | None) -> tuple[Tensor, Call] | None:
+def prepare(stack: Part, kinds: Kinds, call: Arguments, past: Cache | None) -> tuple[Tensor, Call] | None:
     """What goes into the first layer [B, t, K], and the call as layers see it; None if transformers has to compute it."""
     ids, mask = call.get("input_ids"), call.get("attention_mask")
     x: Tensor = stack.embed_tokens(ids) if ids is not None else call["inputs_embeds"]
@@ -319,7 +332,7 @@ class CompiledStack:
         self._on_gpu: list[LoweredLayer | None] | None = None
         self._steps: dict[tuple[int, Logits], TokenStep | None] = {}
 
-    def specs(self, stack: Any) -> list[LayerSpec | str]:
+    def specs(self, stack: Part) -> list[LayerSpec | str]:
         """The specifications of the layers, or the reason why transformers computes them."""
         if self._specs is None:
             kinds, ropes = self.kinds, sorted({*self.kinds.ropes})
@@ -327,21 +340,21 @@ class CompiledStack:
             self._specs = [layer_spec(layer, ropes.index(rope), window) for layer, rope, window in places]
         return self._specs
 
-    def on_cpu(self, stack: Any) -> list[CompiledLayer | str]:
+    def on_cpu(self, stack: Part) -> list[CompiledLayer | str]:
         """The layers on a CPU: compiled, or the reason why transformers computes them."""
         if self._on_cpu is None:
             self._on_cpu = compile_layers(stack, self.specs(stack))
         return self._on_cpu
 
-    def on_gpu(self, stack: Any) -> list[LoweredLayer | None]:
+    def on_gpu(self, stack: Part) -> list[LoweredLayer | None]:
         """The layers on a GPU: what kernels read, or None where transformers computes them."""
         if self._on_gpu is None:
             self._on_gpu = [lower_layer(layer, spec) for layer, spec in zip(stack.layers, self.specs(stack), strict=True)]
         return self._on_gpu
 
-    def remark(self, stack: Any, device: torch.device) -> str:
+    def remark(self, stack: Part, device: torch.device) -> str:
         """What `halfbyte.report` says of the stack on a device."""
-        layers: Any = stack.layers
+        layers = stack.layers
         if device.type == "cpu":
             reasons = [layer if isinstance(layer, str) else None for layer in self.on_cpu(stack)]
         elif device.type in gpu_run.DEVICES:
@@ -357,7 +370,7 @@ class CompiledStack:
             told += self._remarks_on_gpu(stack, reasons.index(None), device)
         return "; ".join([*told, *left])
 
-    def _remarks_on_gpu(self, stack: Any, index: int, device: torch.device) -> list[str]:
+    def _remarks_on_gpu(self, stack: Part, index: int, device: torch.device) -> list[str]:
         """Which ops of a layer torch computes, and why."""
         spec, here = self.specs(stack)[index], gpu(device.index or 0)
         assert not isinstance(spec, str)
@@ -366,7 +379,7 @@ class CompiledStack:
         reason = gpu_run.why_not_prefilled(stack.layers[index], spec, here)
         return told if reason is None else [*told, f"prompts: {reason}"]
 
-    def run(self, stack: Any, call: Mapping[str, Any], past: Cache | None) -> Tensor | None:
+    def run(self, stack: Part, call: Arguments, past: Cache | None) -> Tensor | None:
         """Compute the normed hidden states on a CPU; None if transformers has to."""
         ids, mask = call.get("input_ids"), call.get("attention_mask")
         if ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
@@ -385,8 +398,8 @@ class CompiledStack:
 
     def run_on_gpu(
         self,
-        stack: Any,
-        call: Mapping[str, Any],
+        stack: Part,
+        call: Arguments,
         past: Cache | None,
         changed: Callable[[int], Sequence[LoweredLayer | None] | None],
     ) -> Tensor | None:
@@ -399,7 +412,7 @@ class CompiledStack:
         normed: Tensor = getattr(stack, self.kinds.family.final_norm)(run(x))
         return normed
 
-    def step(self, stack: Any, head: Weight | None = None, logits: Logits = None) -> TokenStep | None:
+    def step(self, stack: Part, head: Weight | None = None, logits: Logits = None) -> TokenStep | None:
         """The decode step of the whole stack; None if some of it is not compiled.
 
         Args:
@@ -412,7 +425,7 @@ class CompiledStack:
             self._steps[key] = self._new_step(stack, head, logits)
         return self._steps[key]
 
-    def _new_step(self, stack: Any, head: Weight | None, logits: Logits) -> TokenStep | None:
+    def _new_step(self, stack: Part, head: Weight | None, logits: Logits) -> TokenStep | None:
         family, windows = self.kinds.family, self.kinds.windows
         layers = [layer for layer in self.on_cpu(stack) if isinstance(layer, CompiledLayer)]
         reuses = [layer.shared.reuses for layer in layers]
@@ -429,7 +442,7 @@ class CompiledStack:
         return TokenStep(stack, family, layers, ropes=sorted({*self.kinds.ropes}), query_scale_from=limit, head=head, logits=logits)
 
 
-def _per_layer_inputs(stack: Any, call: Mapping[str, Any], x: Tensor) -> Tensor | None:
+def _per_layer_inputs(stack: Part, call: Arguments, x: Tensor) -> Tensor | None:
     """The layers' own inputs [B, t, L, P] (Gemma 4); None where they have none."""
     if not getattr(stack, "hidden_size_per_layer_input", 0):
         return None
@@ -450,7 +463,7 @@ def _positions(given: Tensor | None, x: Tensor, past: Cache | None, *, mrope: bo
     return (given[0], given[1:]) if len(given) == 4 else (None, given)
 
 
-def _mask(config: Any, kind: str, given: Any, x: Tensor, past: Cache | None, positions: Tensor | None) -> Tensor | None:
+def _mask(config: Config, kind: str, given: Any, x: Tensor, past: Cache | None, positions: Tensor | None) -> Tensor | None:
     """The mask of a type of layers, as transformers makes it."""
     if isinstance(given, Mapping):
         found: Tensor | None = given[kind]

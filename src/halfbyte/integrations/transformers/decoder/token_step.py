@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from halfbyte.ops.transformer.decoder import MOST_SEQUENCES
 from halfbyte.ops.transformer.layers import Weight, why_not_packed
 from halfbyte.ops.transformer.whole_model_decode import DecodingStep, Inputs
 
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
+
 _BLOCK, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are computed at once, and how many blocks are kept
 Logits = tuple[LogitsFunction, float] | None  # a function of the logits and its constant, as `DecodingStep` has them
 
@@ -43,7 +46,7 @@ class TokenStep:
 
     def __init__(
         self,
-        stack: Any,
+        stack: Part,
         family: Family,
         layers: Sequence[CompiledLayer],
         *,
@@ -86,7 +89,7 @@ class TokenStep:
         self._blocks: Bounded[tuple[int, bool], tuple[Tensor, int]] = Bounded(_MOST_BLOCKS)
         self._last = _LastCache()
 
-    def _inputs(self, stack: Any, family: Family) -> Inputs:
+    def _inputs(self, stack: Part, family: Family) -> Inputs:
         """What per-layer inputs are computed from."""
         embedding, projection, norm = per_layer_inputs_of(stack)
         weight = Weight(projection.packed, projection.bias, projection.compute, projection.activation)
@@ -134,7 +137,7 @@ class TokenStep:
             layer.length = length + 1
         return y if y.dtype == self.dtype else y.to(self.dtype)
 
-    def fits(self, layers: Sequence[Any]) -> bool:
+    def fits(self, layers: Sequence[object]) -> bool:
         """Whether layers of a cache have the sliding windows of the model's."""
         return all(growing.window_of(layer) in (None, window) for layer, window in zip(layers, self._windows[: self.kept], strict=True))
 
@@ -205,7 +208,7 @@ def _entries(layers: Sequence[growing.Growing], sources: Sequence[int]) -> list[
     return [entries[source] for source in sources]
 
 
-def _table(embedding: Any, dtype: torch.dtype) -> tuple[Packed | Tensor, float]:
+def _table(embedding: Part, dtype: torch.dtype) -> tuple[Packed | Tensor, float]:
     """An embedding's table and the factor of its rows."""
     scale = _scale(embedding)
     factor = 1.0 if scale is None else float(scale.to(dtype)) if isinstance(scale, Tensor) else scale
@@ -217,12 +220,12 @@ def _scale(embedding: Any) -> Factor | None:
     return embedding.embed_scale if type(embedding) is QuantEmbedding else factor_of(embedding)
 
 
-def per_layer_inputs_of(stack: Any) -> tuple[Any, Any, Any]:
+def per_layer_inputs_of(stack: Part) -> tuple[Any, Any, Any]:
     """The table, the projection and the norm from which per-layer inputs are computed."""
     return stack.embed_tokens_per_layer, stack.per_layer_model_projection, stack.per_layer_projection_norm
 
 
-def why_no_step(stack: Any, family: Family, *, per_layer: bool) -> str | None:
+def why_no_step(stack: Part, family: Family, *, per_layer: bool) -> str | None:
     """Why a stack, all of whose layers are compiled, has no `TokenStep`; None if it has one."""
     norm, rotary = getattr(stack, family.final_norm), stack.rotary_emb
     ropes = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
@@ -243,7 +246,7 @@ def why_no_step(stack: Any, family: Family, *, per_layer: bool) -> str | None:
     return why_not_packed(packed)
 
 
-def _is_table(embedding: Any, dtype: torch.dtype) -> bool:
+def _is_table(embedding: object, dtype: torch.dtype) -> bool:
     """Whether nothing but rows of a table in that dtype, times a factor, come out of an embedding."""
     if type(embedding) is torch.nn.Embedding or (isinstance(embedding, torch.nn.Embedding) and factor_of(embedding) is not None):
         return embedding.max_norm is None and embedding.weight.dtype == dtype and embedding.weight.is_cpu

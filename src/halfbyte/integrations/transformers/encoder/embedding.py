@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte.bounded import by_object
 from halfbyte.decoder.families.encoders import EMBEDDING_LAYERS, TOKEN_TYPES
-from halfbyte.integrations.transformers.optimize.calls import Understood, any_value, bind, unset, why_unknown
+from halfbyte.integrations.transformers.optimize.calls import Arguments, Understood, any_value, bind, unset, why_unknown
 from halfbyte.integrations.transformers.optimize.frozen import Frozen
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, name_in_transformers, original, replace_class
@@ -25,6 +25,9 @@ from halfbyte.nn.modules.quantized import QuantEmbedding
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.embed import NormedEmbeddings, ids_fit
 from halfbyte.ops.transformer.layers import LayerNorm, why_not_packed
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 UNFUSED = "embeddings are added and normed by torch"
 ONE_CALL = "embeddings and their norm are one native call, without gradients and torch.compile"
@@ -49,7 +52,7 @@ def compile_embeddings(module: nn.Module) -> None:
         replace_class(module, _OneCall, UNFUSED, why_not(module))
 
 
-def why_not(module: Any) -> str | None:
+def why_not(module: nn.Module) -> str | None:
     """Why a module that has `tables_of` cannot be computed in one native call, or None."""
     tables: dict[str, Any] = {name: getattr(module, name, None) for name in tables_of(module) or ()}
     norm = getattr(module, "LayerNorm", None)
@@ -74,7 +77,7 @@ class _OneCall(ReplacedForward):
         reason = why_not(self)
         return ONE_CALL if reason is None else f"{UNFUSED}: {reason}"
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not self.training and not is_capturing():
             call = bind(self.argument_names, args, kwargs, ARGUMENTS)
             ids = None if call is None else _ids(self, call)
@@ -84,7 +87,7 @@ class _OneCall(ReplacedForward):
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def _ids(module: Any, call: dict[str, Any]) -> tuple[Tensor, ...] | None:
+def _ids(module: Part, call: Arguments) -> tuple[Tensor, ...] | None:
     """The ids for each table, in the order of `tables_of`; None for other inputs. call: arguments by name, as `bind` returns them."""
     words, positions, token_type_ids = (call.get(name) for name in ("input_ids", "position_ids", "token_type_ids"))
     if words is None or not plain(words) or words.dim() != 2:
@@ -99,7 +102,7 @@ def _ids(module: Any, call: dict[str, Any]) -> tuple[Tensor, ...] | None:
     return None if token_type_ids is None else (words, token_type_ids, positions)
 
 
-def _counted(module: Any) -> Callable[[Tensor, int], Tensor] | None:
+def _counted(module: Part) -> Callable[[Tensor, int], Tensor] | None:
     """The function that computes position ids: a method, or a function of the class's module."""
     if hasattr(type(module), _COUNTS):
         return getattr(module, _COUNTS)  # type: ignore[no-any-return]
@@ -111,14 +114,14 @@ def _module_function(cls: type) -> Callable[[Tensor, int], Tensor] | None:
     return getattr(sys.modules[cls.__module__], _COUNTS, None)
 
 
-def _fused(module: nn.Module) -> NormedEmbeddings | None:
+def _fused(module: Part) -> NormedEmbeddings | None:
     """The module's tables and norm in one, as they are now; None where a part was replaced, or is watched."""
     fused = _fused_and_frozen(module)
     return None if fused is None else fused[0]
 
 
 @by_object(lambda fused: fused is not None and fused[1].is_unchanged())
-def _fused_and_frozen(module: Any) -> tuple[NormedEmbeddings, Frozen] | None:
+def _fused_and_frozen(module: Part) -> tuple[NormedEmbeddings, Frozen] | None:
     """`_fused`, and the module's state that it was computed from."""
     if why_not(module) is not None:
         return None

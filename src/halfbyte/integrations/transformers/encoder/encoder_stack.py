@@ -11,7 +11,7 @@ and requests for hidden states or attentions take transformers' forward; a layer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,16 @@ from halfbyte.decoder.families.encoders import ENCODER_STACKS, Stack
 from halfbyte.integrations.transformers.decoder.compiled_layers import visible
 from halfbyte.integrations.transformers.decoder.stack import LAYER_BY_LAYER, output_class, why_left, why_unknown_output
 from halfbyte.integrations.transformers.encoder.encoding import lowered_layer
-from halfbyte.integrations.transformers.optimize.calls import CACHE, Understood, any_value, bind, is_true, unset, why_unknown
+from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, is_true, unset, why_unknown
 from halfbyte.integrations.transformers.optimize.frozen import Frozen
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, name_in_transformers, original, replace_class
 from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.encoder import EncoderLayer, run_layers
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 _HIDDEN = -1e4  # added to a score, it leaves a weight of 0: exp(-1e4) is below the least float32
 _MOST_BYTES = 1 << 28  # of results that lie between layers of one native call
@@ -60,18 +63,18 @@ class Kind(NamedTuple):
 
     layers: str
     arguments: Understood
-    begin: Callable[[Any, dict[str, Any]], Input | None]
-    end: Callable[[Any, Tensor, dict[str, Any]], Any]
+    begin: Callable[[Part, Arguments], Input | None]
+    end: Callable[[Part, Tensor, Arguments], object]
 
 
 _ASKED = ("output_attentions", "output_hidden_states")
 
 
-def _given(stack: Any, call: dict[str, Any]) -> Input | None:
+def _given(stack: nn.Module, call: Arguments) -> Input | None:
     return Input(call["hidden_states"], call.get("attention_mask")) if "hidden_states" in call else None
 
 
-def _states(stack: Any, x: Tensor, call: dict[str, Any]) -> Any:
+def _states(stack: nn.Module, x: Tensor, call: Arguments) -> object:
     return output_class(original(stack))(last_hidden_state=x)
 
 
@@ -86,12 +89,12 @@ _LAYERS_ALONE = Kind(
 )
 
 
-def _with_position_bias(stack: Any, call: dict[str, Any]) -> Input | None:
+def _with_position_bias(stack: Part, call: Arguments) -> Input | None:
     given = _given(stack, call)
     return None if given is None else given._replace(bias=stack.compute_position_bias(given.x))
 
 
-def _states_or_tuple(stack: Any, x: Tensor, call: dict[str, Any]) -> Any:
+def _states_or_tuple(stack: nn.Module, x: Tensor, call: Arguments) -> object:
     return _states(stack, x, call) if call.get("return_dict") else (x,)
 
 
@@ -103,7 +106,7 @@ _MPNET = Kind(
 )
 
 
-def _patches(stack: Any, call: dict[str, Any]) -> Input | None:
+def _patches(stack: Part, call: Arguments) -> Input | None:
     pixels = call.get("pixel_values")
     if pixels is None:
         return None
@@ -113,7 +116,7 @@ def _patches(stack: Any, call: dict[str, Any]) -> Input | None:
     return Input(x, create_bidirectional_mask(config=stack.config, inputs_embeds=x, attention_mask=call.get("attention_mask")))
 
 
-def _pooled(stack: Any, x: Tensor, call: dict[str, Any]) -> Any:
+def _pooled(stack: Part, x: Tensor, call: Arguments) -> object:
     y = stack.layernorm(x)
     pooled = None if stack.pooler is None else stack.pooler(y)
     return output_class(original(stack))(last_hidden_state=y, pooler_output=pooled)
@@ -131,7 +134,7 @@ _VIT = Kind(
 )
 
 
-def _frames(stack: Any, call: dict[str, Any]) -> Input | None:
+def _frames(stack: Part, call: Arguments) -> Input | None:
     mel = call.get("input_features")
     if mel is None or mel.shape[-1] != stack.config.max_source_positions * stack.conv1.stride[0] * stack.conv2.stride[0]:
         return None  # transformers' error says what is wrong
@@ -139,7 +142,7 @@ def _frames(stack: Any, call: dict[str, Any]) -> Input | None:
     return Input(x + stack.embed_positions(torch.arange(stack.embed_positions.num_embeddings, device=x.device)), None)
 
 
-def _normed(stack: Any, x: Tensor, call: dict[str, Any]) -> Any:
+def _normed(stack: Part, x: Tensor, call: Arguments) -> object:
     return output_class(original(stack))(last_hidden_state=stack.layer_norm(x))
 
 
@@ -192,7 +195,7 @@ class EncoderStack(ReplacedForward):
         reasons = [layer if isinstance(layer, str) else None for layer in layers]
         return "; ".join([f"{reasons.count(None)} of {len(layers)} layers take native calls", *why_left(reasons)])
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
         if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or self.training or is_capturing() or has_global_hooks()):
             kind = _kind(self)
             call = bind(self.argument_names, args, kwargs, kind.arguments)
@@ -209,7 +212,7 @@ def _compiled(stack: nn.Module) -> list[EncoderLayer | str]:
 
 
 @by_object(lambda compiled: compiled[1].is_unchanged())
-def _compiled_and_frozen(stack: Any) -> tuple[list[EncoderLayer | str], Frozen]:
+def _compiled_and_frozen(stack: nn.Module) -> tuple[list[EncoderLayer | str], Frozen]:
     """`_compiled`, and the state of the layers that it was computed from."""
     layers = getattr(stack, _kind(stack).layers)
     return [lowered_layer(layer) for layer in layers], Frozen(layers)
@@ -229,7 +232,7 @@ def _through(compiled: Sequence[EncoderLayer | str], modules: nn.ModuleList, giv
         if layers:
             x = run_layers(layers, x, seen, bias)[-1]
         else:
-            found: Any = modules[index](x, mask, *(() if bias is None else (bias,)))
+            found = modules[index](x, mask, *(() if bias is None else (bias,)))
             x = found[0] if isinstance(found, tuple) else found
         index += max(1, len(layers))
     return x

@@ -6,7 +6,7 @@ reason why it is none; and its lowering for a CPU (`ops.transformer.encoder`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
@@ -22,6 +22,9 @@ from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.parallel.parallelize import part_of
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.encoder import EncoderLayer, why_not
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 _ATTENTION = ("sdpa", "halfbyte")  # others have masks of other kinds
 
@@ -83,7 +86,7 @@ def _built(layer: nn.Module, family: EncoderFamily) -> LayerSpec:
         if type(linear) is not QuantLinear:
             raise UnsupportedError(f"its {name} is a {type(linear).__name__}")
     first, second = (_norm(layer, name, family) for name in family.norms)
-    attention: Any = layer.get_submodule(family.attention)
+    attention = cast("Part", layer.get_submodule(family.attention))
     if getattr(attention, "is_causal", False) or any(getattr(layer, name, False) for name in ("is_decoder", "add_cross_attention")):
         raise UnsupportedError("it is a decoder")
     if not family.position_bias and (implementation := attention.config._attn_implementation) not in _ATTENTION:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,17 @@ from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
 from halfbyte.integrations.transformers.cache.static_codes import IN_CODES
 from halfbyte.integrations.transformers.generate.graphs import GraphStep, capacity, enlarge, keeping, static_cache
 from halfbyte.integrations.transformers.generate.steps import Choice, Step
-from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, cache_name, parameters_of
+from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, Arguments, cache_name, parameters_of
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, replace_class
 from halfbyte.layouts.base import round_up
 from halfbyte.nn.parallel.parallelize import is_parallel
 from halfbyte.ops.library import in_mode
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
+    from halfbyte.integrations.transformers.modules import Part
 
 _DEFAULT_CACHE = "_halfbyte_made_by_transformers"
 _LATER = 1024  # tokens for which a cache has room at first, at most
@@ -79,7 +85,7 @@ class _Generating(ReplacedForward):
     keeps_name = True  # config.json has it
     why_slow: str | None = None  # the reason why this model's steps on a GPU are not captured, of which there was a warning
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
+    def _prepare_cache_for_generation(self, generation_config: object, model_kwargs: dict[str, object], *args: object) -> Any:
         given = _cache_of(model_kwargs)
         answer = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         prepared = _cache_of(model_kwargs)
@@ -90,27 +96,28 @@ class _Generating(ReplacedForward):
     def _sample(
         self,
         input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
         synced_gpus: bool = False,
-        streamer: Any = None,
+        streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> Any:
         if model_kwargs.get("inputs_embeds") is None:
             check_tokens(input_ids)
-        if synced_gpus or not _is_plain(self, input_ids, generation_config, model_kwargs):
+        model = cast("Part", self)
+        if synced_gpus or not _is_plain(model, input_ids, generation_config, model_kwargs):
             return super()._sample(  # type: ignore[misc]
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
             )
-        return _decode(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        return _decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
 
 
-def _cache_of(arguments: dict[str, Any]) -> Any:
+def _cache_of(arguments: Arguments) -> Any:
     return arguments.get(cache_name(arguments))
 
 
-def _is_plain(model: Any, ids: Tensor, config: Any, arguments: dict[str, Any]) -> bool:
+def _is_plain(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arguments) -> bool:
     """Whether the loop of this file does what is asked for."""
     cache = _cache_of(arguments)
     plain = (
@@ -139,7 +146,7 @@ def _is_plain(model: Any, ids: Tensor, config: Any, arguments: dict[str, Any]) -
     return model.why_slow is None or not is_default
 
 
-def _is_static(cache: Any) -> bool:
+def _is_static(cache: object) -> bool:
     """Whether it has a fixed size; an Int8Cache has one on a GPU, from its first tokens on."""
     return type(cache) is StaticCache or (type(cache) is Int8Cache and any(type(layer) in IN_CODES for layer in cache.layers))
 
@@ -148,7 +155,7 @@ def _on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _why_not_captured(model: Any, device: torch.device, cache: Any) -> str | None:
+def _why_not_captured(model: Part, device: torch.device, cache: Any) -> str | None:
     """Why no step of a model on a GPU is captured, or None."""
     if in_mode():
         return "autocast or forward-mode differentiation is on"
@@ -161,7 +168,7 @@ def _why_not_captured(model: Any, device: torch.device, cache: Any) -> str | Non
     return None if other is None else f"its cache has a {other}"
 
 
-def new_cache(model: Any, tokens: int = _LATER, *, int8: bool = False) -> Cache:
+def new_cache(model: Part, tokens: int = _LATER, *, int8: bool = False) -> Cache:
     """An empty cache of the best kind for a text that is continued, at first with room for so many tokens, perhaps in 8 bits:
     `past_key_values` of several calls of `generate`, which makes it larger where needed."""
     if _on_gpu(model.device) and _why_not_captured(model, model.device, None) is None:
@@ -181,7 +188,15 @@ def _warn_once(model: Any, reason: str) -> None:
         warnings.warn(f"{name} writes tokens in many calls, not by a CUDA graph, as {reason}: torch.compile may be faster", stacklevel=2)
 
 
-def _decode(model: Any, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, arguments: dict[str, Any]) -> Any:
+def _decode(
+    model: Part,
+    ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: Any,
+    streamer: Any,
+    arguments: Arguments,
+) -> object:
     """`_sample` of transformers: the prompt ids [B, t] and what follows, [B, n]."""
     prompt = ids.shape[1]
     mask = arguments.get("attention_mask")

@@ -8,7 +8,7 @@ ends, and the next two steps make another (`ops/graph_capture.py`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import StaticCache, cache_utils
@@ -16,7 +16,14 @@ from transformers import StaticCache, cache_utils
 from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
 from halfbyte.integrations.transformers.cache.static_codes import IN_CODES, with_codes
 from halfbyte.integrations.transformers.generate.steps import TOKEN, Choice, Step
+from halfbyte.integrations.transformers.optimize.calls import Arguments
 from halfbyte.ops.graph_capture import CapturedGraph
+
+if TYPE_CHECKING:
+    from transformers import Cache
+    from transformers.utils.generic import ModelOutput
+
+    from halfbyte.integrations.transformers.modules import Part
 
 _LARGEST = 1 << 62  # tokens
 _EMPTY = getattr(cache_utils, "DummyLayer", None)  # older versions of transformers do not have it
@@ -27,13 +34,15 @@ class GraphStep(Step):
 
     refused: str | None = None
 
-    def __init__(self, model: Any, arguments: dict[str, Any], outputs: Any, choice: Choice, more: int, cache: StaticCache) -> None:
+    def __init__(
+        self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, more: int, cache: StaticCache
+    ) -> None:
         super().__init__(model, arguments, outputs, choice, more)
         self._cache, self._capacity = cache, capacity(cache, model)
         self._prepared = False
         self._graph: CapturedGraph | None = None
-        self._tokens: Any = None  # that the graph reads, [B]
-        self._result: Any = None  # of the graph: the next tokens, in the same place, or logits
+        self._tokens: Tensor | None = None  # that the graph reads, [B]
+        self._result: Tensor | None = None  # of the graph: the next tokens, in the same place, or logits
         self._replays = 0
         self._left = 0  # replays for which the graph is right
 
@@ -65,12 +74,13 @@ class GraphStep(Step):
     def _replayed(self, ids: Tensor, tokens: Tensor) -> Tensor:
         assert self._graph is not None
         if tokens is not self._tokens:
+            assert self._tokens is not None
             self._tokens.copy_(tokens)
         self._graph.replay()
         self._replays += 1
         self._left -= 1
-        result: Tensor = self._result
-        return result if self._choice.alone else self._choice(ids, result)
+        assert self._result is not None
+        return self._result if self._choice.alone else self._choice(ids, self._result)
 
     def refuse(self, reason: str) -> None:
         super().refuse(reason)
@@ -120,24 +130,24 @@ class GraphStep(Step):
             layer.cumulative_length.sub_(1)
 
 
-def static_cache(model: Any, size: int, *, int8: bool = False) -> StaticCache:
+def static_cache(model: Part, size: int, *, int8: bool = False) -> StaticCache:
     """An empty cache for a model, with room for `size` tokens, perhaps in 8 bits; windows are rings."""
     cache = make_rings(StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=size))
     return with_codes(cache) if int8 else cache
 
 
-def keeping(cache: Any) -> list[Any]:
+def keeping(cache: Cache) -> list[Any]:
     """Layers of a cache but for those that keep nothing, of layers that read keys and values of others."""
     return [layer for layer in cache.layers if type(layer) is not _EMPTY]
 
 
-def capacity(cache: StaticCache, model: Any) -> int:
+def capacity(cache: StaticCache, model: Part) -> int:
     """The number of tokens for which a cache has room. Layers with a window have it always, once they are as large as the window."""
-    layer_pairs: Any = zip(keeping(cache), keeping(static_cache(model, _LARGEST)), strict=True)
+    layer_pairs = zip(keeping(cache), keeping(static_cache(model, _LARGEST)), strict=True)
     return min((layer.max_cache_len for layer, largest in layer_pairs if layer.max_cache_len < largest.max_cache_len), default=_LARGEST)
 
 
-def enlarge(cache: StaticCache, model: Any, size: int) -> None:
+def enlarge(cache: StaticCache, model: Part, size: int) -> None:
     """Makes room for `size` tokens, in place."""
     int8 = any(type(layer) in IN_CODES for layer in cache.layers)
     layer_pairs: Any = zip(cache.layers, static_cache(model, size, int8=int8).layers, strict=True)

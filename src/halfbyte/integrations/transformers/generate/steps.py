@@ -11,7 +11,7 @@ takes transformers' preparation for each step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.transformers.decoder.live_layer import weight_of
 from halfbyte.integrations.transformers.decoder.stack import compiled, is_compiled_stack
 from halfbyte.integrations.transformers.decoder.token_step import Logits, TokenStep
-from halfbyte.integrations.transformers.optimize.calls import CACHE, Understood, any_value, bind, cache_name, is_true, unset
+from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, cache_name, is_true, unset
 from halfbyte.integrations.transformers.optimize.hooked import why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers
 from halfbyte.kernels.layer_kinds import logits_in_torch
@@ -32,6 +32,12 @@ from halfbyte.nn.modules.quantized import QuantLinear, has_global_hooks
 from halfbyte.nn.parallel.parallelize import part_of
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.layers import why_not_packed
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList
+    from transformers.utils.generic import ModelOutput
+
+    from halfbyte.integrations.transformers.modules import Part
 
 TOKEN = "input_ids"
 # Processors whose effect depends on scores alone, without a synchronization with the GPU.
@@ -52,7 +58,7 @@ class Choice:
     alone  whether the choice depends on nothing but the scores
     """
 
-    def __init__(self, processors: Any, sample: bool) -> None:
+    def __init__(self, processors: LogitsProcessorList, sample: bool) -> None:
         self._processors, self._sample = processors, sample
         self.alone = all(type(processor) in _OF_SCORES for processor in processors)
 
@@ -78,12 +84,12 @@ class Step:
     more       tokens in the cache that ids do not have
     """
 
-    def __init__(self, model: Any, arguments: dict[str, Any], outputs: Any, choice: Choice, more: int = 0) -> None:
+    def __init__(self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, more: int = 0) -> None:
         self._model, self._choice, self._more = model, choice, more
-        self._arguments: dict[str, Any] = model._update_model_kwargs_for_generation(outputs, arguments)
+        self._arguments: Arguments = model._update_model_kwargs_for_generation(outputs, arguments)
         self._native = ModelStep.of(model) if model.device.type == "cpu" else None
         self._skipped = 0  # steps of which the arguments know nothing
-        self._before: dict[str, Any] | None = None  # the last step's, where transformers prepared it
+        self._before: Arguments | None = None  # the last step's, where transformers prepared it
         self._inputs: Inputs | None = None
         # Whether transformers prepares each step: caches of fixed size come with masks that change in another way once a window is full.
         self._prepared: bool = getattr(self._arguments[cache_name(self._arguments)], "is_compileable", False)
@@ -205,7 +211,7 @@ class Inputs:
     at             the place of the second one's token among all
     """
 
-    def __init__(self, before: dict[str, Any], after: dict[str, Any], at: int) -> None:
+    def __init__(self, before: Arguments, after: Arguments, at: int) -> None:
         if before.keys() != after.keys() or TOKEN not in after or tuple(after[TOKEN].shape[1:]) != (1,):
             raise UnsupportedError("a step has other arguments than the one before")
         self.values = dict(after)
@@ -224,7 +230,7 @@ class Inputs:
         for advance in self._advances:
             advance()
 
-    def _compare(self, place: dict[str, Any], name: str, before: Any, after: Any, at: int) -> None:
+    def _compare(self, place: Arguments, name: str, before: object, after: object, at: int) -> None:
         if isinstance(after, dict) and isinstance(before, dict) and before.keys() == after.keys():  # masks of several kinds of layers
             inner = place[name] = dict(after)
             for key, value in after.items():
@@ -235,7 +241,7 @@ class Inputs:
         elif before is not after and before != after:
             raise UnsupportedError(f"its {name} changes from token to token")
 
-    def _compare_tensors(self, place: dict[str, Any], name: str, before: Tensor, after: Tensor, at: int) -> None:
+    def _compare_tensors(self, place: Arguments, name: str, before: Tensor, after: Tensor, at: int) -> None:
         longer = after.dim() == 2 and after.shape == (before.shape[0], before.shape[1] + 1) and torch.equal(before, after[:, :-1])
         if before.shape == after.shape and torch.equal(before, after):
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -20,26 +20,28 @@ CACHE, OLD_CACHE = "cache", "past_key_values"
 KV_CACHE = CACHE if CACHE in BaseModelOutputWithPast.__dataclass_fields__ else OLD_CACHE
 
 # Whether a value other than None is understood, by parameter; the KV cache is called "cache".
-Understood = Mapping[str, Callable[[Any], bool]]
+Understood = Mapping[str, Callable[[object], bool]]
+# Arguments of a forward by name. Their types are transformers' choice; a value is read after a test of its name in `Understood`.
+Arguments: TypeAlias = dict[str, Any]
 
 
-def any_value(value: Any) -> bool:
+def any_value(value: object) -> bool:
     """Accept every value: the argument is used, or has no effect in this forward."""
     return True
 
 
-def unset(value: Any) -> bool:
+def unset(value: object) -> bool:
     """Accept values that ask for nothing."""
     return value is None or value is False
 
 
-def is_true(value: Any) -> bool:
+def is_true(value: object) -> bool:
     """Accept True alone."""
     return value is True
 
 
 @functools.cache
-def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+def parameters_of(function: Callable[..., object]) -> tuple[str, ...]:
     """Return the names of a function's parameters in order, without `self` and `**kwargs`."""
     found = inspect.signature(function).parameters.values()
     return tuple(one.name for one in found if one.name != "self" and one.kind is not inspect.Parameter.VAR_KEYWORD)
@@ -47,12 +49,14 @@ def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def why_unknown(cls: type, understood: Understood) -> str | None:
     """Return why the forward of a class is not replaced: it has a parameter that is not in `understood`. None if it has none."""
-    forward: Any = cls.forward  # type: ignore[attr-defined]
+    forward: object = cls.forward  # type: ignore[attr-defined]
     unknown = [name for name in parameters_of(forward) if (CACHE if name == OLD_CACHE else name) not in understood]
     return f"its forward takes {unknown[0]}, which this version of halfbyte does not know" if unknown else None
 
 
-def bind(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any], understood: Understood) -> dict[str, Any] | None:
+def bind(
+    parameters: tuple[str, ...], args: tuple[object, ...], kwargs: Mapping[str, object], understood: Understood
+) -> Arguments | None:
     """Return the arguments of a call that are not None, by name, the KV cache as "cache".
 
     Args:
@@ -70,7 +74,7 @@ def bind(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str
         kwargs = {**by_name, **kwargs}
     if kwargs.get(CACHE) is not None and (OLD_CACHE in parameters or kwargs.get(OLD_CACHE) is not None):
         return None  # given by both names; or of paged attention, as in classes that call the KV cache `past_key_values`
-    found: dict[str, Any] = {}
+    found: Arguments = {}
     for name, value in kwargs.items():
         if value is not None:
             known = CACHE if name == OLD_CACHE else name
@@ -81,6 +85,6 @@ def bind(parameters: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str
     return found
 
 
-def cache_name(arguments: Mapping[str, Any]) -> str:
+def cache_name(arguments: Mapping[str, object]) -> str:
     """Return the name under which these arguments of a model have the KV cache."""
     return next((name for name in (CACHE, OLD_CACHE) if name in arguments), KV_CACHE)

@@ -4,10 +4,9 @@ them, they take several times as long."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from halfbyte import env
 from halfbyte.bounded import by_object
@@ -18,8 +17,11 @@ from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
 from halfbyte.integrations.transformers.optimize.forwards import why_not_native
 from halfbyte.nn.modules.experts import MixtureOfExperts
 
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
-def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any]) -> None:
+
+def compile_ahead(model: Part, batch: int, tokens: int, cache: Callable[[], object]) -> None:
     """Compiles what a language model on a GPU runs for prompts [batch, tokens] and for the token after them, the first time that it is
     called for a model; does nothing on other devices, and where kernels are tuned as they are met.
 
@@ -30,7 +32,7 @@ def compile_ahead(model: Any, batch: int, tokens: int, cache: Callable[[], Any])
 
 
 @by_object()
-def _compile_once(model: nn.Module, batch: int, tokens: int, cache: Callable[[], object]) -> None:
+def _compile_once(model: Part, batch: int, tokens: int, cache: Callable[[], object]) -> None:
     """`compile_ahead` for the first arguments that it is called with for a model: kernels for others are compiled when they are needed."""
     stacks = [module for module in model.modules() if is_compiled_stack(module)]
     if stacks and all(
@@ -39,7 +41,7 @@ def _compile_once(model: nn.Module, batch: int, tokens: int, cache: Callable[[],
         compile_kernels(model, batch, tokens, cache, logits_to_keep=1)
 
 
-def compile_kernels(model: Any, batch: int, tokens: int, cache: Callable[[], Any], **settings: Any) -> None:
+def compile_kernels(model: Part, batch: int, tokens: int, cache: Callable[[], object], **settings: object) -> None:
     """Compile the kernels of a prefill [batch, tokens] and of a decode step side by side, on an NVIDIA GPU; no-op on other devices.
 
     The model is called, and all of it runs but this package's kernels. As their results are undefined, a model must not find addresses in

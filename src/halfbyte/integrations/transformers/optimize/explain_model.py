@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -69,7 +68,7 @@ class ModelExplanation:
     encoder: bool = False
     notes: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return what is said as a document of JSON."""
         groups = [
             {"names": [*group.names], "ops": [lowered.to_json() for lowered in group.ops], "reason": group.reason} for group in self.groups

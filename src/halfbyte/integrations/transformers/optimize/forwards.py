@@ -7,7 +7,7 @@ and of the ops that produced them, recursively, which after a chain of custom op
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
@@ -21,6 +21,9 @@ from halfbyte.integrations.transformers.generate.generating import generate_fast
 from halfbyte.nn.modules.experts import MixtureOfExperts
 from halfbyte.nn.report import add_notes
 from halfbyte.versions import why_untested
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 PLAIN = "its forwards are those of transformers"
 
@@ -59,9 +62,10 @@ def is_decoder_layer(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, part, None), nn.Module) for part in ("self_attn", "mlp" if family is None else family.mlp))
 
 
-def why_not_native(layer: Any, device: str = "cuda") -> str | None:
+def why_not_native(layer: nn.Module, device: str = "cuda") -> str | None:
     """Why a decoder layer is left to transformers on a device of that type, or None."""
     spec = layer_spec(layer)
     if isinstance(spec, str):
         return spec
-    return compiled_layers.why_not_lowered(layer, spec) if device == "cpu" else layer_gpu.why_not_decoded(layer, spec)
+    part = cast("Part", layer)
+    return compiled_layers.why_not_lowered(part, spec) if device == "cpu" else layer_gpu.why_not_decoded(part, spec)

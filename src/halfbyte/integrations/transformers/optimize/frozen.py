@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 _version = attrgetter("_version")
 _class = attrgetter("__class__")
-_get: Callable[[dict[str, Any], str], Any] = dict.get
+_get: Callable[[dict[str, Any], str], object] = dict.get
 _CONTAINERS = (nn.Module, PreTrainedConfig, dict, list, tuple)
 
 
@@ -86,7 +86,7 @@ class Frozen:
             self._look_into((value for name, value in vars(module).items() if name not in _OF_TORCH), rewritten)
         self._look_into(module._modules.values(), rewritten)
 
-    def _look_into(self, values: Iterable[Any], rewritten: Collection[nn.Module]) -> None:
+    def _look_into(self, values: Iterable[object], rewritten: Collection[nn.Module]) -> None:
         for value in values:
             if id(value) in self._seen or not isinstance(value, _CONTAINERS):
                 continue
@@ -131,11 +131,11 @@ class FrozenLayers:
         return list(map(_class, self._layers)) == self._classes and self.outer.is_unchanged()
 
 
-def _values(dicts: Iterable[Any]) -> list[Any]:
+def _values(dicts: Iterable[Any]) -> list[object]:
     return [*chain.from_iterable(map(dict.values, dicts))]
 
 
-def _are_equal(entries: Iterable[Any], copies: Iterable[Any]) -> bool:
+def _are_equal(entries: Iterable[object], copies: Iterable[object]) -> bool:
     """Whether containers have the entries of their copies. What is the same object is not compared any further."""
     try:
         return all(map(eq, entries, copies))

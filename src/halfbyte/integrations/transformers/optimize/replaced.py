@@ -27,7 +27,7 @@ class ReplacedForward:
     argument_names: tuple[str, ...]  # of its forward, which torch.compile can read here
     keeps_name = False  # the class is known by the name of what it comes before
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """Rebuild the class when unpickling, as no module has it by name."""
         return _empty, self.of_classes, self.__getstate__()
 
@@ -47,7 +47,7 @@ def restore_class(module: ReplacedForward) -> None:
     module.__dict__.pop(REMARK, None)
 
 
-def classes_of(module: Any) -> tuple[type, ...]:
+def classes_of(module: nn.Module | ReplacedForward) -> tuple[type, ...]:
     """The classes that were put before a module's own, and that."""
     return module.of_classes if isinstance(module, ReplacedForward) else (type(module),)
 
@@ -71,7 +71,7 @@ def _new_class(*parts: type) -> Any:
     return type(name, parts, {**about, **names})
 
 
-def _with_signature(function: Any, signature: inspect.Signature) -> Any:
+def _with_signature(function: FunctionType, signature: inspect.Signature) -> object:
     """A copy of a forward that tells another signature: transformers and peft look there for the arguments that a model takes."""
     copied: Any = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__, copied.__signature__ = function.__kwdefaults__, signature
@@ -103,12 +103,12 @@ def products_of(names: str, linears: Sequence[nn.Module]) -> dict[str, QuantLine
     return found
 
 
-def original(module: Any) -> type:
+def original(module: nn.Module | ReplacedForward) -> type:
     """The class that a module had before its forward was replaced, or has."""
     return classes_of(module)[-1]
 
 
-def name_in_transformers(module: Any) -> str:
+def name_in_transformers(module: nn.Module) -> str:
     """The name of its original class within transformers' models, such as "bert.modeling_bert.BertLayer"."""
     if isinstance(module, ReplacedForward):
         return module.original_name
@@ -120,6 +120,6 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models.")
 
 
-def _empty(*parts: type) -> Any:
+def _empty(*parts: type) -> object:
     instance = _class_of(*parts)
     return instance.__new__(instance)

@@ -21,7 +21,7 @@ from functools import cache, partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,11 @@ from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts
 from halfbyte.nn.modules.quantized import DerivedLinear, QuantLinear, QuantModule
 from halfbyte.nn.parallel.parallelize import is_parallel
 from halfbyte.nn.report import REMARK, add_notes
+
+if TYPE_CHECKING:
+    from transformers.utils.generic import ModelOutput
+
+    from halfbyte.integrations.transformers.modules import Config, Part
 
 _PREFILL, _STEPS = 5, 2  # tokens
 _ROOM = 64  # tokens in the cache on a GPU
@@ -228,7 +233,7 @@ def _outputs(model: Any, *, fixed_cache: bool = False) -> list[Tensor]:
         return _continued(model, parts, past)
 
 
-def _continued(model: Any, parts: Sequence[Tensor], past: Any) -> list[Tensor]:
+def _continued(model: nn.Module, parts: Sequence[Tensor], past: object) -> list[Tensor]:
     """The output at the last token of each part of a text."""
     found = list[Tensor]()
     for part in parts:
@@ -240,21 +245,21 @@ def _continued(model: Any, parts: Sequence[Tensor], past: Any) -> list[Tensor]:
     return found
 
 
-def _decodes(model: Any) -> bool:
+def _decodes(model: Part) -> bool:
     return bool(getattr(model.config, "is_decoder", False) or model.can_generate() or getattr(model.config, "use_cache", False))
 
 
-def _first(outputs: Any) -> Tensor:
+def _first(outputs: ModelOutput) -> Tensor:
     found: Tensor = outputs[0]
     return found.detach().float().cpu()
 
 
-def _ids(model: Any, device: torch.device) -> Tensor:
+def _ids(model: Part, device: torch.device) -> Tensor:
     vocabulary = int(model.get_input_embeddings().num_embeddings)
     return (torch.arange(1, _PREFILL + _STEPS + 1, device=device)[None] * 7919 + 3) % vocabulary
 
 
-def _image(config: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _image(config: Config, device: torch.device, dtype: torch.dtype) -> Tensor:
     size = config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     values = torch.arange(config.num_channels * height * width, dtype=torch.float32, device=device)
@@ -281,7 +286,7 @@ def _sources() -> str:
 
 def _digest(models: list[PreTrainedModel]) -> str:
     """Names what was checked: versions, and of each model its class, the settings of its config that are not sizes, devices and formats."""
-    about: list[Any] = [_versions(), _sources()]
+    about: list[object] = [_versions(), _sources()]
     for one in models:
         config = one.config.get_text_config(decoder=True)
         switches = {name: _switch(value) for name, value in vars(config).items() if name != "_name_or_path"}

@@ -54,8 +54,8 @@ class _Linked:
     """
 
     def __init__(self) -> None:
-        self.linker: Any = None
-        self.libraries: list[Any] = []
+        self.linker: object = None
+        self.libraries: list[object] = []
         self.loaded: dict[str, dict[str, int]] = {}
         self.warned: set[str] = set()
 
@@ -70,13 +70,13 @@ def _initialize() -> None:
     llvm.initialize_native_asmparser()  # Function.fence is inline assembly
 
 
-def _target_machine(isa: ISA) -> Any:
+def _target_machine(isa: ISA) -> object:
     _initialize()
     target = llvm.Target.from_triple(isa.triple)
     return target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=3, reloc="static", codemodel=isa.code_model)
 
 
-def _optimized(text: str, isa: ISA) -> tuple[Any, Any]:
+def _optimized(text: str, isa: ISA) -> tuple[object, Any]:
     machine = _target_machine(isa)
     try:
         module = llvm.parse_assembly(f'target triple = "{isa.triple}"\n{text}')

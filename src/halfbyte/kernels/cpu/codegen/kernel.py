@@ -64,7 +64,7 @@ class Emitter:
         return self.block.load(self.args, field, "ptr")
 
 
-def _name(build: Callable[..., Any], spec: Any) -> str:
+def _name(build: Callable[..., object], spec: object) -> str:
     return f"{build.__module__.rpartition('.')[2]}_{_label(spec)}"
 
 

@@ -13,7 +13,7 @@ An id outside of [0, E) gives a row of NaN. Fastest where `skinny` is: where the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,7 @@ from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.linear import skinny, skinny_config, skinny_tile
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import workspace
+from halfbyte.kernels.gpu.values import Value
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
@@ -50,12 +51,12 @@ class TileSchedule(NamedTuple):
         counters: [3 + counters_per_tile * tiles] The number of tiles in use, and zeroed counters for the kernel that reads the schedule.
     """
 
-    order: Any
-    expert: Any
-    start: Any
-    rows: Any
-    expert_ends: Any
-    counters: Any
+    order: Value
+    expert: Value
+    start: Value
+    rows: Value
+    expert_ends: Value
+    counters: Value
 
 
 @dataclass(frozen=True)

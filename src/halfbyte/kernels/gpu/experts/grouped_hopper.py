@@ -15,7 +15,7 @@ Fastest from some 16 rows per expert on, where a dequantized weight serves a who
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from halfbyte.kernels.gpu.linear import gemm_hopper
 from halfbyte.kernels.gpu.linear.gemm_hopper import Config, compiled_for, most_stages
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.launch import output
+from halfbyte.kernels.gpu.values import Value
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -65,20 +66,20 @@ class Tile(NamedTuple):
         pn: Its place along N.
     """
 
-    expert: Any
-    start: Any
-    rows: Any
-    pn: Any
+    expert: Value
+    start: Value
+    rows: Value
+    pn: Value
 
 
 class Gather(NamedTuple):
     """What the gather warps copy: row i of `sorted_x` [P, K] is row order[i] // top_k of x."""
 
-    x: Any
-    sorted_x: Any
-    x_stride: Any
-    top_k: Any
-    k: Any
+    x: Value
+    sorted_x: Value
+    x_stride: Value
+    top_k: Value
+    k: Value
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:

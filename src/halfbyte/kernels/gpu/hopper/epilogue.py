@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.hopper.gluon_compat import async_store
+from halfbyte.kernels.gpu.values import Value
 
 QUARTERS = gl.constexpr(4)  # of a tile's columns, written one after the other
 OUT = gl.constexpr(gl.BlockedLayout([8, 1], [2, 16], [4, 1], [0, 1]))  # of y, [rows of the weight, rows of x], when threads write it
@@ -27,12 +28,12 @@ class Outputs(NamedTuple):
         high: Upper bound.
     """
 
-    y: Any
-    y_tma: Any
-    bias: Any
-    residual: Any
-    low: Any
-    high: Any
+    y: Value
+    y_tma: Value
+    bias: Value
+    residual: Value
+    low: Value
+    high: Value
 
 
 @gluon.constexpr_function

@@ -9,7 +9,7 @@ and the last to arrive adds them up in a fixed order.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,6 +21,7 @@ from halfbyte.kernels.gpu.hopper.int8_sums import scale_sums, sum_blocks, sum_wh
 from halfbyte.kernels.gpu.hopper.reduction import pack_sums, unpack_sums
 from halfbyte.kernels.gpu.hopper.ring import barriers, next_stage
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
+from halfbyte.kernels.gpu.values import Value
 
 
 class Operands(NamedTuple):
@@ -34,38 +35,38 @@ class Operands(NamedTuple):
         weight_scale: Scales of the blocks of the weight, in rows of 64.
     """
 
-    x: Any
-    weight: Any
-    x_scale: Any
-    x_sums: Any
-    weight_scale: Any
+    x: Value
+    weight: Value
+    x_scale: Value
+    x_sums: Value
+    weight_scale: Value
 
 
 class Ring(NamedTuple):
     """Shared memory of the stages, named as in Operands, and a barrier for each stage that is full and each that is empty."""
 
-    x: Any
-    weight: Any
-    x_scale: Any
-    x_sums: Any
-    weight_scale: Any
-    full: Any
-    empty: Any
+    x: Value
+    weight: Value
+    x_scale: Value
+    x_sums: Value
+    weight_scale: Value
+    full: Value
+    empty: Value
 
 
 class WeightOffset(NamedTuple):
     """Where a weight begins among several: in rows of the descriptors of the weight (4 bits) and of its scales."""
 
-    lines: Any
-    scale_row: Any
+    lines: Value
+    scale_row: Value
 
 
 class RowOrder(NamedTuple):
     """Rows of y for rows of x: order[i] for i < end. y is NaN unless `valid`."""
 
-    order: Any
-    end: Any
-    valid: Any
+    order: Value
+    end: Value
+    valid: Value
 
 
 class Target(NamedTuple):
@@ -78,10 +79,10 @@ class Target(NamedTuple):
         shape: `ring.Shape`.
     """
 
-    outputs: Any
-    staging: Any
-    order: Any
-    shape: Any
+    outputs: Value
+    staging: Value
+    order: Value
+    shape: Value
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from halfbyte.kernels.gpu.values import Value
 from halfbyte.machine import Gpu
 from halfbyte.versions import why_untested
 
@@ -15,10 +16,10 @@ from halfbyte.versions import why_untested
 class Shape(NamedTuple):
     """Sizes of a product Y [M, N] = X · Wᵀ; `k_slabs` is how many slabs of 128 elements K has."""
 
-    m: Any
-    n: Any
-    n_padded: Any
-    k_slabs: Any
+    m: Value
+    n: Value
+    n_padded: Value
+    k_slabs: Value
 
 
 def why_not_hopper(gpu: Gpu) -> str | None:

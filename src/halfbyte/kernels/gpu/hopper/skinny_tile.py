@@ -18,7 +18,7 @@ Integers (`linear/skinny_int8_hopper.py`): int8 rows of x with one block each, t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,6 +39,7 @@ from halfbyte.kernels.gpu.hopper.weights import (
 )
 from halfbyte.kernels.gpu.linear.gemm_int8 import HALVES
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
+from halfbyte.kernels.gpu.values import Value
 
 ROWS = gl.constexpr(64)  # of the weight, of a panel
 SUBNORMAL_SCALE = gl.constexpr(2.0**8)  # by which sums of subnormal codes are too small: 2**133 would not fit bfloat16
@@ -49,23 +50,23 @@ _FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # of scales and 
 class Operands(NamedTuple):
     """TMA descriptors of the operands; None for those that the kernel does not read. `metadata`: positions of a 2:4 sparse weight."""
 
-    x: Any
-    weight: Any
-    scale: Any
-    zero: Any
-    metadata: Any
+    x: Value
+    weight: Value
+    scale: Value
+    zero: Value
+    metadata: Value
 
 
 class Ring(NamedTuple):
     """Shared memory of the stages, named as in Operands, and a barrier for each stage that is full and each that is empty."""
 
-    x: Any
-    weight: Any
-    scale: Any
-    zero: Any
-    metadata: Any
-    full: Any
-    empty: Any
+    x: Value
+    weight: Value
+    scale: Value
+    zero: Value
+    metadata: Value
+    full: Value
+    empty: Value
 
 
 @dataclass(frozen=True)

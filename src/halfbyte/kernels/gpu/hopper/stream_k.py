@@ -3,12 +3,13 @@ al., Stream-K, 2023). `S` has `rows` and `block_m`; a tile is 2 * S.rows rows of
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.gpu.arithmetic import GROUP
+from halfbyte.kernels.gpu.values import Value
 
 _MOST = gl.constexpr(2**31 - 1)
 
@@ -23,30 +24,30 @@ class Share(NamedTuple):
         rest: The K slabs of all tiles that are cut.
     """
 
-    end: Any
-    whole_tiles: Any
-    start: Any
-    rest: Any
+    end: Value
+    whole_tiles: Value
+    start: Value
+    rest: Value
 
 
 class Divisors(NamedTuple):
     """Divisors of `segment_at` and _MOST divided by them: of a tile's K slabs, a group's tiles, and the last group's tiles along M."""
 
-    inverse_slabs: Any
-    group_tiles: Any
-    inverse_group: Any
-    tiles_m: Any
-    inverse_last: Any
+    inverse_slabs: Value
+    group_tiles: Value
+    inverse_group: Value
+    tiles_m: Value
+    inverse_last: Value
 
 
 class Segment(NamedTuple):
     """Consecutive K slabs of one tile: the tile's number and its place along M and N, the first slab, and their number."""
 
-    tile: Any
-    pm: Any
-    pn: Any
-    first: Any
-    count: Any
+    tile: Value
+    pm: Value
+    pn: Value
+    first: Value
+    count: Value
 
 
 @gluon.jit

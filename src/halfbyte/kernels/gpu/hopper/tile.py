@@ -13,7 +13,7 @@ Weights from subnormal codes, and their sums, are 2**-24 times as large (product
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -27,6 +27,7 @@ from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, reinterpret
 from halfbyte.kernels.gpu.hopper.ring import barriers, next_stage
 from halfbyte.kernels.gpu.hopper.weights import SUBNORMAL_SCALE, dequantize_plane, dequantize_two_planes, load_block_params, load_codes
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
+from halfbyte.kernels.gpu.values import Value
 from halfbyte.kernels.gpu.weight_kinds import has_floats, zero_of
 from halfbyte.layouts import gpu_tiles
 
@@ -39,10 +40,10 @@ FENCE = gl.constexpr(
 class Operands(NamedTuple):
     """TMA descriptors of the operands; None for scales and zeros that the kernel does not read."""
 
-    x: Any
-    weight: Any
-    scale: Any
-    zero: Any
+    x: Value
+    weight: Value
+    scale: Value
+    zero: Value
 
 
 class Ring(NamedTuple):
@@ -57,19 +58,19 @@ class Ring(NamedTuple):
         empty: [stages] Both consumers arrive.
     """
 
-    x: Any
-    weight: Any
-    scale: Any
-    zero: Any
-    full: Any
-    empty: Any
+    x: Value
+    weight: Value
+    scale: Value
+    zero: Value
+    full: Value
+    empty: Value
 
 
 class WeightOffset(NamedTuple):
     """Where a weight begins among several: in lines of 128 bytes, and in matrices of scales."""
 
-    lines: Any
-    matrix: Any
+    lines: Value
+    matrix: Value
 
 
 def stages_per_slab(block_m: int) -> int:
@@ -185,7 +186,18 @@ def one_block(geo: gpu_tiles.Geometry) -> bool:
     return geo.block_rows == 1 and geo.format.zero != "offset"
 
 
-def of_weight(geo: gpu_tiles.Geometry) -> dict[str, Any]:
+class WeightFields(TypedDict):
+    """The fields of `Static` that the weight decides."""
+
+    bits: int
+    blocks_per_slab: int
+    slabs_per_block: int
+    one_block: bool
+    zero: Zero
+    float_codes: bool
+
+
+def of_weight(geo: gpu_tiles.Geometry) -> WeightFields:
     """Return the fields of `Static` that the weight decides."""
     return {
         "bits": geo.format.bits,

@@ -9,7 +9,6 @@ Arithmetic: the weight is rounded once to x's type, sums are float32 and rounded
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -74,7 +73,7 @@ def launch(
 class _Library:
     """torch's matrix product as `launch.run` starts kernels. It is not replayed: tapes are of Triton's launches only."""
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
         return self._multiply
 
     @staticmethod

@@ -23,7 +23,7 @@ What a partition does with a stage, and its arithmetic: `hopper/skinny_tile.py`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from halfbyte.kernels.gpu.linear import skinny_hopper_config
 from halfbyte.kernels.gpu.linear.skinny_hopper_config import Config, compiled_for, programs_of_tile, row_tiles, workspace_bytes
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import locks, workspace
+from halfbyte.kernels.gpu.values import Value
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 
@@ -60,28 +61,28 @@ class Rows(NamedTuple):
         skipped: How many of the first rows another tile writes.
     """
 
-    count: Any
-    half_stride: Any
-    skipped: Any
+    count: Value
+    half_stride: Value
+    skipped: Value
 
 
 class Shape(NamedTuple):
     """Sizes of the product: `Rows`, N, N padded, K slabs of a row, and steps (stages) of a tile."""
 
-    rows: Any
-    n: Any
-    n_padded: Any
-    k_slabs: Any
-    steps: Any
+    rows: Value
+    n: Value
+    n_padded: Value
+    k_slabs: Value
+    steps: Value
 
 
 class Share(NamedTuple):
     """Shares of the programs: `base` tiles, or steps if programs share tiles, and one more for the first `longer` programs: of all, or of
     the `programs_of_tile` programs that each tile has."""
 
-    base: Any
-    longer: Any
-    programs_of_tile: Any
+    base: Value
+    longer: Value
+    programs_of_tile: Value
 
 
 def launch(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import KernelError, UnsupportedError
+from halfbyte.kernels.gpu.values import Value
 from halfbyte.machine import Gpu, gpu, machine
 
 _MOST_THREADS = 16  # that compile
@@ -30,9 +31,9 @@ class Launch(NamedTuple):
 
     kernel: Any
     grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-    compiled: Any
+    args: tuple[object, ...]
+    options: dict[str, object]
+    compiled: Value
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ def early_after(x: Tensor) -> bool:
     return x.is_cuda and starts_early(gpu(x.get_device()))
 
 
-def run(kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = False, **options: Any) -> None:
+def run(kernel: Any, grid: tuple[int, ...], *args: object, early: bool = False, **options: object) -> None:
     """Launch `kernel[grid](*args, **options)`.
 
     Args:
@@ -164,10 +165,10 @@ class _Loading:
     def __init__(self, pool: ThreadPoolExecutor, device: torch.device) -> None:
         self._pool, self._device = pool, device
 
-    def submit(self, compile: Callable[[], Any]) -> Any:
+    def submit(self, compile: Callable[[], object]) -> object:
         return self._pool.submit(self._loaded, compile)
 
-    def _loaded(self, compile: Callable[[], Any]) -> Any:
+    def _loaded(self, compile: Callable[[], Value]) -> object:
         compiled = compile()
         with torch.cuda.device(self._device):
             assert compiled.run is not None

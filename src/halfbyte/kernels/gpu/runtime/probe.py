@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -42,6 +41,7 @@ def read_launches(data: Sequence[Tensor], gpu: Gpu) -> dict[str, list[Callable[[
         per = round_up(-(-words // programs), block)
         for steps in (1, 4):
             name = f"{block} words, {warps} warps, {blocks} blocks, {steps} steps"
-            settings: dict[str, Any] = {"BLOCK": block, "STEPS": steps, "num_warps": warps}
-            found[name] = [partial(launch.run, _read, (programs,), view, out, words, per, **settings) for view in views]
+            found[name] = [
+                partial(launch.run, _read, (programs,), view, out, words, per, BLOCK=block, STEPS=steps, num_warps=warps) for view in views
+            ]
     return found

@@ -15,7 +15,7 @@ import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -226,7 +226,7 @@ def _capture(stream: int) -> int:
 
 
 @cache
-def _capture_info() -> Any:
+def _capture_info() -> Callable[..., int]:
     if torch.version.hip is not None:
         return ctypes.CDLL("libamdhip64.so").hipStreamGetCaptureInfo_v2
     return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2

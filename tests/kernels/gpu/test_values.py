@@ -1,0 +1,14 @@
+"""The type of what device code computes with."""
+
+from typing import get_type_hints
+
+import pytest
+
+from halfbyte.kernels.gpu.hopper import ring, skinny_tile, tile
+from halfbyte.kernels.gpu.values import Value
+
+
+@pytest.mark.parametrize("structure", [ring.Shape, tile.Operands, tile.Ring, tile.WeightOffset, skinny_tile.Operands, skinny_tile.Ring])
+def test_fields_of_device_structures_are_values(structure: type[tuple[Value, ...]]) -> None:
+    """Triton's compiler flattens a NamedTuple by its values; an annotation of another type would promise what only the host has."""
+    assert set(get_type_hints(structure).values()) == {Value}
