@@ -34,9 +34,7 @@ class GraphStep(Step):
 
     refused: str | None = None
 
-    def __init__(
-        self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, more: int, cache: StaticCache
-    ) -> None:
+    def __init__(self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, more: int, cache: StaticCache) -> None:
         super().__init__(model, arguments, outputs, choice, more)
         self._cache, self._capacity = cache, capacity(cache, model)
         self._prepared = False

@@ -54,9 +54,7 @@ def why_unknown(cls: type, understood: Understood) -> str | None:
     return f"its forward takes {unknown[0]}, which this version of halfbyte does not know" if unknown else None
 
 
-def bind(
-    parameters: tuple[str, ...], args: tuple[object, ...], kwargs: Mapping[str, object], understood: Understood
-) -> Arguments | None:
+def bind(parameters: tuple[str, ...], args: tuple[object, ...], kwargs: Mapping[str, object], understood: Understood) -> Arguments | None:
     """Return the arguments of a call that are not None, by name, the KV cache as "cache".
 
     Args:
