@@ -32,15 +32,15 @@ class Candidate(Generic[P, M]):
         """Return the reason why this does not solve `problem`, or is known to be slower than one after it; None if it may be taken."""
         raise NotImplementedError
 
-    def configs(self, problem: P, machine: M) -> Sequence[Any]:
+    def configs(self, problem: P, machine: M) -> Sequence[object]:
         """Return the ways to run it, the best guess first; (None,) where there is but one."""
         return (None,)
 
-    def cost(self, problem: P, machine: M, config: Any) -> float:
+    def cost(self, problem: P, machine: M, config: object) -> float:
         """Return the seconds that it is expected to take; NaN where nothing is known of them."""
         return math.nan
 
-    def launch(self, problem: P, config: Any, *operands: Any) -> Any:
+    def launch(self, problem: P, config: object, *operands: object) -> Any:
         """Run it."""
         raise NotImplementedError
 
@@ -58,7 +58,7 @@ class Option(Generic[C]):
 
     Attributes:
         candidate: The candidate.
-        config: One of its configs.
+        config: One of its configs, which only the candidate reads.
         seconds: Expected; NaN: nothing is known of them.
         measured: Name of the GPU on which they were measured; "": they are predicted.
     """
@@ -111,7 +111,7 @@ def _later(option: Option[Any], taken: Option[Any]) -> str:
     return f"{took}, {option.seconds / taken.seconds:.2f} x as long"
 
 
-def decide(candidates: Iterable[C], problem: P, machine: Any, *, by_time: bool = False) -> Choice[P, C]:
+def decide(candidates: Iterable[C], problem: P, machine: object, *, by_time: bool = False) -> Choice[P, C]:
     """Choose from a list: the first that supports the problem; `by_time` the one with the least expected time, where times that were
     measured come before those that were predicted, however good these look."""
     options: list[Option[C]] = []

@@ -8,13 +8,15 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 from halfbyte.dispatch.candidate import Choice, Option
 from halfbyte.kernels.problem import AttentionProblem, ConvProblem, ExpertsProblem, NormedProblem, Problem
 from halfbyte.machine import Gpu
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from halfbyte.dispatch.cpu import CpuCandidate
     from halfbyte.dispatch.cpu_conv import CpuConvCandidate
     from halfbyte.dispatch.gpu import GpuCandidate
@@ -38,7 +40,7 @@ def choose(problem: ExpertsProblem, machine: Gpu | ISA) -> Choice[ExpertsProblem
 def choose(problem: NormedProblem, machine: Gpu) -> Choice[NormedProblem, NormedCandidate]: ...
 @overload
 def choose(problem: Problem, machine: ISA) -> Choice[Problem, CpuCandidate]: ...
-def choose(problem: Any, machine: Any) -> Any:
+def choose(problem: object, machine: Gpu | ISA) -> object:
     """Choose the kernel for a problem, which has something to compute.
 
     Args:
@@ -55,11 +57,12 @@ def choose(problem: Any, machine: Any) -> Any:
     return _choose(problem, machine)
 
 
-def _home(problem: Any, machine: Any) -> Any:
+def _home(problem: object, machine: Gpu | ISA) -> Callable[[object, Gpu | ISA], object]:
     """The function that chooses for this kind of problem and machine."""
     home = next(home for kind, home in _HOMES if isinstance(problem, kind))
     module, name = home[0 if isinstance(machine, Gpu) else 1].split(":")
-    return getattr(import_module(f"halfbyte.dispatch.{module}"), name)
+    chooser: Callable[[object, Gpu | ISA], object] = getattr(import_module(f"halfbyte.dispatch.{module}"), name)
+    return chooser
 
 
 # The functions that choose on GPUs and on CPUs, by the kind of problem. Those of CPUs import llvmlite: they are imported when needed.
@@ -73,7 +76,7 @@ _HOMES: tuple[tuple[type, tuple[str, str]], ...] = (
 
 
 @lru_cache(maxsize=4096)
-def _choose(problem: Any, machine: Any) -> Any:
+def _choose(problem: object, machine: Gpu | ISA) -> object:
     return _home(problem, machine)(problem, machine)
 
 

@@ -55,7 +55,7 @@ class CpuCandidate(Candidate[Problem, ISA]):
         sizes = problem.format, problem.n, problem.k, problem.dtype
         return linear_kernel(*sizes, self.inner, problem.activation, gelu=gelu, sparse=problem.sparse)
 
-    def launch(self, problem: Problem, config: Any, *operands: Any) -> Any:
+    def launch(self, problem: Problem, config: object, *operands: Any) -> Any:
         """Multiply: operands of `LinearKernel`."""
         return self.kernel(problem)(*operands)
 

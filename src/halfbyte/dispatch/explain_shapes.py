@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -28,6 +28,8 @@ from halfbyte.kernels.problem import (
 )
 from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import Gpu, machine, named_device
+
+AnyChoice: TypeAlias = Choice[Any, Any]  # the choice for a problem of any kind
 
 
 @dataclass(frozen=True)
@@ -116,16 +118,16 @@ class ShapeExplanation:
 
     text: str
     machine: Gpu | ISA
-    choice: Choice[Any, Any]
+    choice: AnyChoice
     fallback: str | None = None
-    products: tuple[tuple[str, Choice[Any, Any]], ...] = ()
+    products: tuple[tuple[str, AnyChoice], ...] = ()
 
     @property
     def kernel(self) -> str:
         """Name of the kernel; "torch" where there is none."""
         return _name(self.choice)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return what is said as a document of JSON."""
         taken = self.choice.taken
         return {
@@ -153,11 +155,11 @@ class ShapeExplanation:
         return "\n".join(lines)
 
 
-def _name(choice: Choice[Any, Any]) -> str:
+def _name(choice: AnyChoice) -> str:
     return "torch" if choice.taken is None else choice.taken.candidate.name
 
 
-def _told(label: str, choice: Choice[Any, Any]) -> list[str]:
+def _told(label: str, choice: AnyChoice) -> list[str]:
     """A choice in words."""
     taken = choice.taken
     lines = [f"{label}  none: torch's operations"] if taken is None else [f"{label}  {taken.candidate.name}: {taken.candidate.summary}"]
@@ -187,8 +189,8 @@ def explain_shape(
     fmt = packed_format(fmt, on_cpu=on_cpu)
     if isinstance(shape, ConvShape):
         return _explain_conv(shape, fmt, dtype, (compute, activation), here)
-    how: Any = {"compute": check_compute(compute), "activation": activation}
-    problem = ExpertsProblem(shape.rows, shape.experts, shape.top_k, shape.hidden, shape.inner, fmt, fmt, dtype, **how)
+    sizes = shape.rows, shape.experts, shape.top_k, shape.hidden, shape.inner
+    problem = ExpertsProblem(*sizes, fmt, fmt, dtype, check_compute(compute), activation)  # type: ignore[arg-type]
     choice = choose(problem, here)
     up, down = _product(choice.problem.first, here), _product(choice.problem.second, here)
     if isinstance(here, Gpu) and choice.taken is not None and choice.taken.config is not None:  # of gate_up, with gates
@@ -222,8 +224,7 @@ def _explain_conv(shape: ConvShape, fmt: Format, dtype: torch.dtype, how: tuple[
     sizes = Filter(fmt, out, group_channels, (kh, kw), shape.groups)
     window = window_of((kh, kw), shape.stride, shape.padding, shape.dilation)
     window.out_size((height, width), (kh, kw))  # refuses a kernel that is larger than the image
-    kinds: Any = {"compute": check_compute(how[0]), "activation": how[1]}
-    problem = ConvProblem(sizes, window, batch, (height, width), dtype, **kinds)
+    problem = ConvProblem(sizes, window, batch, (height, width), dtype, check_compute(how[0]), how[1])  # type: ignore[arg-type]
     op, name = ("qconv2d", "codes of int8") if dtype == torch.int8 else ("conv2d", f"{str(dtype).removeprefix('torch.')} activations")
     moves = f"stride {window.stride}, padding {window.padding}, dilation {window.dilation}"
     moves = moves if shape.groups == 1 else f"{moves}, {shape.groups} groups"
@@ -243,9 +244,9 @@ def _pixels(problem: ConvProblem) -> Problem:
     sizes, fmt = problem.sizes, problem.sizes.matrix_format
     if problem.dtype == torch.int8:
         return Problem("qlinear", problem.m, sizes.out, sizes.k, fmt, torch.int8, "int8", "row")
-    how: Any = {"compute": problem.compute, "activation": "row" if problem.activation == "image" else problem.activation}
-    return Problem("linear", problem.m, sizes.out, sizes.k, fmt, problem.dtype, **how)
+    activation = "row" if problem.activation == "image" else problem.activation
+    return Problem("linear", problem.m, sizes.out, sizes.k, fmt, problem.dtype, problem.compute, activation)
 
 
-def _product(problem: Problem, here: Gpu | ISA) -> Choice[Any, Any]:
+def _product(problem: Problem, here: Gpu | ISA) -> AnyChoice:
     return choose(problem, here)

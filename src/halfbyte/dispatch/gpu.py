@@ -60,20 +60,20 @@ class GpuCandidate(Candidate[Problem, Gpu]):
             return f"it multiplies integers of 4 or 8 bits, not {problem.format}"
         return self.module.supports(self.multiplied(problem), machine)  # type: ignore[no-any-return]
 
-    def configs(self, problem: Problem, machine: Gpu) -> Sequence[Any]:
+    def configs(self, problem: Problem, machine: Gpu) -> Sequence[object]:
         """Return its configs, in its own order, which it knows better than a prediction; those of `floats` by what these took."""
-        configs: Sequence[Any] = self.module.configs(problem, machine)
+        configs: Sequence[object] = self.module.configs(problem, machine)
         if self.floats and not tune.measured(machine, problem).times.get(self.name):
             float_times = tune.measured(machine, replace(problem, compute="float")).times.get(self.floats, {})
             return sorted(configs, key=lambda config: float_times.get(str(config), inf))
         return configs
 
-    def cost(self, problem: Problem, machine: Gpu, config: Any) -> float:
+    def cost(self, problem: Problem, machine: Gpu, config: object) -> float:
         """Return the predicted seconds."""
         estimate = self._estimate(problem, machine, config)
         return predict(problem, machine, self.name, self.tiles(config, problem)) if estimate is None else estimate
 
-    def _estimate(self, problem: Problem, machine: Gpu, config: Any) -> float | None:
+    def _estimate(self, problem: Problem, machine: Gpu, config: object) -> float | None:
         """The module's own prediction; None where it has none."""
         known = getattr(self.module, "seconds", None)
         seconds = None if known is None else known(problem, config)
@@ -126,7 +126,7 @@ class GpuCandidate(Candidate[Problem, Gpu]):
 class QlinearCandidate(GpuCandidate):
     """A product of codes, requantized. Nothing is known of its times."""
 
-    def cost(self, problem: Problem, machine: Gpu, config: Any) -> float:
+    def cost(self, problem: Problem, machine: Gpu, config: object) -> float:
         """Return NaN."""
         return nan
 

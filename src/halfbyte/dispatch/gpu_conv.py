@@ -58,13 +58,13 @@ class GpuConvCandidate(Candidate[ConvProblem, Gpu]):
         """Return the problem as its file has it."""
         return as_read(problem) if self.reads == "patches" else problem
 
-    def configs(self, problem: ConvProblem, machine: Gpu) -> Sequence[Any]:
+    def configs(self, problem: ConvProblem, machine: Gpu) -> Sequence[object]:
         """Return the best guess."""
         if not self.home or not self.replayable:
             return (None,)
         return self.module.configs(self.solved(problem), machine)[:1]  # type: ignore[no-any-return]
 
-    def launch(self, problem: ConvProblem, config: Any, *operands: Any) -> Any:
+    def launch(self, problem: ConvProblem, config: object, *operands: object) -> Any:
         """Convolve floating-point images.
 
         Args:
@@ -75,7 +75,7 @@ class GpuConvCandidate(Candidate[ConvProblem, Gpu]):
         """
         return self.module.launch(problem, config, *operands)
 
-    def launch_codes(self, problem: ConvProblem, config: Any, *operands: Any, addition: Addition | None = None) -> None:
+    def launch_codes(self, problem: ConvProblem, config: object, *operands: object, addition: Addition | None = None) -> None:
         """Convolve codes: the image, the weight, the table of requantization, the result, the code of what lies outside, a clamp."""
         self.module.launch_integer(problem, config, *operands, *([addition] if self.adds else []))
 
@@ -84,10 +84,10 @@ class GpuConvCandidate(Candidate[ConvProblem, Gpu]):
 class _Dynamic(GpuConvCandidate):
     """`dynamic.py`, which is also told how activations are quantized."""
 
-    def configs(self, problem: ConvProblem, machine: Gpu) -> Sequence[Any]:
+    def configs(self, problem: ConvProblem, machine: Gpu) -> Sequence[object]:
         return self.module.configs(problem, machine, problem.activation)  # type: ignore[no-any-return]
 
-    def launch(self, problem: ConvProblem, config: Any, *operands: Any) -> Any:
+    def launch(self, problem: ConvProblem, config: object, *operands: object) -> Any:
         return self.module.launch(problem, problem.activation, config, *operands)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.dispatch.candidate import Candidate, Choice, Option, decide
@@ -19,6 +20,7 @@ from halfbyte.machine import Gpu
 if TYPE_CHECKING:
     from halfbyte.dispatch.gpu import GpuCandidate
     from halfbyte.kernels.cpu.codegen.isa import ISA
+    from halfbyte.kernels.gpu.experts import grouped
 
 SOFTCAP = "the kernels have no soft cap of scores"
 MAX_ROUTED_ROWS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
@@ -62,17 +64,17 @@ def _chosen(product: Problem, gpu: Gpu) -> Choice[Problem, GpuCandidate]:
 
 
 @dataclass(frozen=True)
-class AttentionCandidate(Candidate[AttentionProblem, Any]):
+class AttentionCandidate(Candidate[AttentionProblem, "Gpu | ISA"]):
     """Attention by a kernel. The module `home` of kernels has it; the op calls it."""
 
     home: str = field(kw_only=True)
     against: Callable[[AttentionProblem, Any], str | None] = field(kw_only=True)
 
-    def supports(self, problem: AttentionProblem, machine: Any) -> str | None:
+    def supports(self, problem: AttentionProblem, machine: Gpu | ISA) -> str | None:
         """Return the reason why it does not compute `problem`, or None."""
         return self.against(problem, machine)
 
-    def launch(self, problem: AttentionProblem, config: Any, *operands: Any) -> Any:
+    def launch(self, problem: AttentionProblem, config: object, *operands: object) -> Any:
         """Run it: operands of the module's `launch`."""
         return import_module(f"halfbyte.kernels.{self.home}").launch(*operands)
 
@@ -168,7 +170,7 @@ def choose_cpu_attention(problem: AttentionProblem, isa: ISA) -> Choice[Attentio
 
 
 @dataclass(frozen=True)
-class ExpertsCandidate(Candidate[ExpertsProblem, Any]):
+class ExpertsCandidate(Candidate[ExpertsProblem, "Gpu | ISA"]):
     """What computes a mixture around the products of its experts.
 
     Attributes:
@@ -176,13 +178,13 @@ class ExpertsCandidate(Candidate[ExpertsProblem, Any]):
     """
 
     against: Callable[[ExpertsProblem, Any], str | None] = field(kw_only=True)
-    gates: Callable[[ExpertsProblem, Any], Any] = field(kw_only=True, default=lambda problem, machine: None)
+    gates: Callable[[ExpertsProblem, Any], object] = field(kw_only=True, default=lambda problem, machine: None)
 
-    def supports(self, problem: ExpertsProblem, machine: Any) -> str | None:
+    def supports(self, problem: ExpertsProblem, machine: Gpu | ISA) -> str | None:
         """Return the reason why it does not compute `problem`, or should not; None if it may be taken."""
         return self.against(problem, machine)
 
-    def configs(self, problem: ExpertsProblem, machine: Any) -> Sequence[Any]:
+    def configs(self, problem: ExpertsProblem, machine: Gpu | ISA) -> Sequence[object]:
         """Return the config of `gates`, or None."""
         return (self.gates(problem, machine),)
 
@@ -193,13 +195,13 @@ def _against_routing(problem: ExpertsProblem, gpu: Gpu) -> str | None:
     return why_not_router(problem.experts, problem.hidden, gpu)
 
 
-def _gates_inside(problem: ExpertsProblem, gpu: Gpu) -> Any:
+def _gates_inside(problem: ExpertsProblem, gpu: Gpu) -> object:
     if problem.clamped or problem.biased:
         return None
     return gated_experts(problem.first, gpu)
 
 
-def gated_experts(product: Problem, gpu: Gpu) -> Any:
+def gated_experts(product: Problem, gpu: Gpu) -> grouped.Config | None:
     """The config in which the product of experts computes silu(gate) * up, too; None where these have a kernel of their own."""
     from halfbyte.kernels.gpu.experts import grouped
 
@@ -253,7 +255,7 @@ class NormedCandidate(Candidate[NormedProblem, Gpu]):
     """
 
     home: str = ""
-    fused: Callable[[NormedProblem, Gpu], Any] = field(kw_only=True)
+    fused: Callable[[NormedProblem, Gpu], object] = field(kw_only=True)
 
     def supports(self, problem: NormedProblem, machine: Gpu) -> str | None:
         """Return the reason why the product's kernel does not compute more than the product, or None."""
@@ -263,20 +265,20 @@ class NormedCandidate(Candidate[NormedProblem, Gpu]):
             return "the gates of a product with a bias have a kernel of their own"
         return "separate kernels take no longer than the product would with them"
 
-    def configs(self, problem: NormedProblem, machine: Gpu) -> Sequence[Any]:
+    def configs(self, problem: NormedProblem, machine: Gpu) -> Sequence[object]:
         """Return the config, or None for separate kernels."""
         return (self.fused(problem, machine),)
 
-    def takes_norm(self, problem: NormedProblem, config: Any) -> bool:
+    def takes_norm(self, problem: NormedProblem, config: object) -> bool:
         """Whether the product's kernel computes the norm, too."""
         return bool(problem.normed and self.home == "linear.skinny" and _skinny().takes_norm(config))
 
-    def launch(self, problem: NormedProblem, config: Any, *operands: Any) -> None:
+    def launch(self, problem: NormedProblem, config: object, *operands: object) -> None:
         """Run the product: operands of `launch` of the module."""
         import_module(f"halfbyte.kernels.gpu.{self.home}").launch(problem.product, config, *operands)
 
 
-def _skinny() -> Any:
+def _skinny() -> ModuleType:
     return import_module("halfbyte.kernels.gpu.linear.skinny")
 
 
@@ -294,7 +296,7 @@ def _fast_enough(problem: NormedProblem, gpu: Gpu) -> tuple[Option[GpuCandidate]
     return choice.taken, direct
 
 
-def _in_skinny(problem: NormedProblem, gpu: Gpu) -> Any:
+def _in_skinny(problem: NormedProblem, gpu: Gpu) -> object:
     if (found := _fast_enough(problem, gpu)) is None:
         return None
     taken, direct = found
@@ -307,7 +309,7 @@ def _in_skinny(problem: NormedProblem, gpu: Gpu) -> Any:
     return fitting[0] if fitting and not problem.biased else None
 
 
-def _in_skinny_hopper(problem: NormedProblem, gpu: Gpu) -> Any:
+def _in_skinny_hopper(problem: NormedProblem, gpu: Gpu) -> object:
     if not problem.gated or problem.biased or (found := _fast_enough(problem, gpu)) is None:
         return None
     taken, direct = found

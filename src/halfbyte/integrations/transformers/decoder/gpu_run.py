@@ -148,7 +148,7 @@ class GpuRun(Run):
             call.shared[shared.kind] = kept
         return y if lowered.layer.mlp is not None else add_mlp(layer, lowered.spec, y)
 
-    def _reused(self, layer: Any, sharing: SharedKV, x: Tensor, mask: Tensor | None) -> _Place | None:
+    def _reused(self, layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None) -> _Place | None:
         """Keys and values that an earlier layer has left, and before which of them the tokens x are; None where that is not known."""
         past, index, shared = self._call.past, sharing.source, self._call.shared
         if index is None or sharing.kind not in shared or (past is not None and index >= len(past.layers)):
@@ -219,7 +219,7 @@ def _with_static(
     return y, (cache.keys, cache.values)
 
 
-def why_not_prefilled(layer: Any, spec: LayerSpec, here: Gpu) -> str | None:
+def why_not_prefilled(layer: Part, spec: LayerSpec, here: Gpu) -> str | None:
     """Why kernels do not prefill a layer that they decode; None if they do."""
     if is_distributed(layer):
         return "its weights are distributed over processes"
