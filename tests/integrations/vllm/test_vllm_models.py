@@ -96,7 +96,7 @@ def test_two_processes_answer_like_one(name: str, tmp_path: Path) -> None:
         pytest.skip("vLLM binds each of two processes to a core of its own, and there is one")
     folder = make_served(name, tmp_path / "model")
     given = json.dumps({"distributed_executor_backend": "mp", "tensor_parallel_size": 2})
-    program = [sys.executable, str(Path(__file__).parents[2] / "shared" / "vllm_worker.py"), str(folder), str(tmp_path / "out.pt"), given]
+    program = [sys.executable, str(Path(__file__).with_name("vllm_worker.py")), str(folder), str(tmp_path / "out.pt"), given]
     bound = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[1]}"}
     done = subprocess.run(program, env=os.environ | bound, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -5,6 +5,7 @@ changed_models.py    imports vocabulary.py (embeddings get another size) and mod
 training.py          the Trainer
 gguf.py, text.py     models are opened; text is generated and timed
 attention.py         an implementation of attention
+modules.py           types of what is read of transformers' modules and configurations
 cache/               KV caches
 optimize/            `optimize_`, and what all forwards that it replaces share
 decoder/, encoder/   compiled stacks of layers

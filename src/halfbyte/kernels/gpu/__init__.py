@@ -8,5 +8,5 @@ experts/         mixtures of experts
 transformer/     what lies between the products of a decoder layer
 quantize/        numbers to codes and back
 arithmetic.py    what kernels share; decode.py: bytes to floats in registers; weight_kinds.py: which kinds of zeros, scales and codebooks
-                 they decode; epilogue.py: what happens to sums before they are written
+                 they decode; epilogue.py: what happens to sums before they are written; values.py: the type of values in device code
 """
