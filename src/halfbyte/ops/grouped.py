@@ -90,6 +90,11 @@ class _Settings(NamedTuple):
     compute: str
     activation: str
 
+    def problem(self, rows: int, dtype: torch.dtype) -> Problem:
+        """Return the problem of `rows` rows of activations, as `dispatch` is asked for it."""
+        kinds = self.compute, self.activation
+        return Problem("grouped_linear", rows, self.n, self.k, as_format(self.format), dtype, *kinds, experts=self.experts)  # type: ignore[arg-type]
+
 
 def _shape(x: Tensor, ids: Tensor, s: _Settings) -> tuple[int, ...]:
     """The shape of the result. Raises ArgumentError where those of x and ids do not fit."""
@@ -158,7 +163,7 @@ def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
 def _cpu_kernel(s: _Settings, dtype: torch.dtype) -> LinearKernel:
     from halfbyte.dispatch.choose import cpu_kernel
 
-    return cpu_kernel(Problem("grouped_linear", 1, s.n, s.k, as_format(s.format), dtype, s.compute, s.activation))  # type: ignore[arg-type]
+    return cpu_kernel(s.problem(1, dtype))
 
 
 def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
@@ -168,7 +173,7 @@ def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
     from halfbyte.ops import cuda
     from halfbyte.ops.replay import replayed
 
-    compute = compute_of(s.compute)
+    computed = s._replace(compute=compute_of(s.compute))
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None:
@@ -177,8 +182,7 @@ def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
 
         def steps() -> Tensor:
             out, here = output(x.new_empty(ids.numel(), s.n)), gpu(x.get_device())
-            problem = Problem("grouped_linear", ids.numel(), s.n, s.k, as_format(s.format), x.dtype, compute, experts=s.experts)
-            cuda.run_first(choose(problem, here), here, (*operands, out, bias))
+            cuda.run_first(choose(computed.problem(ids.numel(), x.dtype), here), here, (*operands, out, bias))
             return out
 
         with cuda.on(x):
