@@ -113,10 +113,9 @@ def test_training_for_the_format_brings_it_nearer() -> None:
     assert divergence[1] < divergence[0]
 
 
-@pytest.mark.parametrize("page", ["language-models.md", "engineering/language-models.md"])
-def test_the_documentation_shows_what_explain_prints(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documentation_shows_what_explain_prints(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     asked = "explain --model models/tiny-llama --format q4_0 --device sm_90"
-    shown = (ROOT / "docs" / page).read_text().partition(f"    $ halfbyte {asked}\n")[2].partition("\n\n")[0]
+    shown = (ROOT / "docs" / "language-models.md").read_text().partition(f"    $ halfbyte {asked}\n")[2].partition("\n\n")[0]
     assert main([word.replace("models/tiny-llama", str(MODEL)) for word in asked.split()]) == 0
     assert capsys.readouterr().out.splitlines() == [line.removeprefix("    ") for line in shown.splitlines()]

@@ -42,7 +42,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.formats import as_format, ggml
 from halfbyte.integrations.transformers.text import open_tokenizer
 from halfbyte.io import gguf
-from halfbyte.io.safetensors import Reader, Spec, Writer, load_json
+from halfbyte.io.safetensors import Reader, TensorSpec, Writer, load_json
 from halfbyte.io.weights import awq, compressed_tensors, gptq
 from halfbyte.nn.config import Config
 
@@ -131,7 +131,7 @@ def read_gguf(folder: Path) -> object:
 def _folder(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
     for old in folder.glob("*"):
         old.unlink()
-    writer = Writer(folder, "model", {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
+    writer = Writer(folder, "model", {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     writer.finish()

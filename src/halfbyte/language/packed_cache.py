@@ -51,7 +51,7 @@ _RESERVE = 10 * 10**9  # bytes of the disk that are left free, or a tenth of it
 _FOLDERS = (
     *("checkpoint", "decoder", "formats", "io", "kernels/cpu", "kernels/gpu/runtime", "language", "layouts", "nn", "ops", "quantizers"),
 )
-_PATTERNS = (*(f"{name}/**/*.py" for name in _FOLDERS), "kernels/*.py", "dispatch/packed.py")
+_PATTERNS = (*(f"{name}/**/*.py" for name in _FOLDERS), "kernels/*.py", "kernels/gpu/*.py", "dispatch/*.py")
 
 
 class _Writer(threading.Thread):

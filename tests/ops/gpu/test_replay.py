@@ -326,14 +326,17 @@ def test_the_first_kernel_that_runs(kernel: Kernel, monkeypatch: pytest.MonkeyPa
     def runs(_problem: Any, _config: Any, source: Tensor, out: Tensor) -> None:
         kernel.add(source, out)
 
+    def choice(options: list[Any]) -> Any:
+        return SimpleNamespace(problem="a problem", options=options)
+
     gpu: Any = SimpleNamespace(name="a GPU")
     for replayable in (True, False):
         options = [option("one", fails), option("two", runs, replayable=replayable), option("three", fails)]
         with launch.recording() as recording, pytest.warns(UserWarning, match="one one is skipped: too large"):
-            cuda.run_first(cast("Any", "a problem"), gpu, options, (x, y))
+            cuda.run_first(choice(options), gpu, (x, y))
         assert torch.equal(y, x + 1)
         assert [each.args[1] is y for each in recording.launches] == [True]
         assert recording.why_not_replayed == (None if replayable else "the kernel two is not replayable")
     assert failures == ["one: too large"] * 2
     with pytest.warns(UserWarning, match="skipped"), pytest.raises(UnsupportedError, match="no kernel on a GPU runs a problem"):
-        cuda.run_first(cast("Any", "a problem"), gpu, [option("one", fails)], (x, y))
+        cuda.run_first(choice([option("one", fails)]), gpu, (x, y))

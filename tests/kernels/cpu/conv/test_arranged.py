@@ -5,6 +5,7 @@ import torch
 from support import RUNNABLE, tile_spec
 from torch import Tensor
 
+from halfbyte.kernels.cpu.conv import planned
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen import jit, runtime
@@ -23,7 +24,7 @@ INT8 = as_format("int8_channel")
 
 @pytest.fixture(autouse=True)
 def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_call, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(planned, "WORK_A_THREAD", 1)
     monkeypatch.setattr(runtime, "threads", lambda: 2)
 
 

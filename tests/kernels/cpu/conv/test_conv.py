@@ -11,6 +11,7 @@ from samples import random_codes
 from support import RUNNABLE, examples, pairwise
 from torch import Tensor
 
+from halfbyte.kernels.cpu.conv import planned
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
@@ -34,8 +35,7 @@ few = settings(max_examples=10, suppress_health_check=[HealthCheck.filter_too_mu
 
 @pytest.fixture(autouse=True)
 def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gathered, depthwise):
-        monkeypatch.setattr(module, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(planned, "WORK_A_THREAD", 1)
     monkeypatch.setattr(gathered, "_CHUNK_BYTES", 4096)  # several chunks of even the smallest image
     monkeypatch.setattr(runtime, "threads", lambda: 2)
 

@@ -9,6 +9,7 @@ from emulated.amx import EmulatedTiles
 from samples import random_codes
 from torch import Tensor
 
+from halfbyte.kernels.cpu.conv import planned
 from halfbyte.dispatch.choose import forget
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import as_format
@@ -30,7 +31,7 @@ runs = pytest.mark.skipif(UNIT.missing() is not None, reason=str(UNIT.missing())
 
 @pytest.fixture(autouse=True)
 def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amx, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(planned, "WORK_A_THREAD", 1)
     monkeypatch.setattr(runtime, "threads", lambda: 2)
 
 

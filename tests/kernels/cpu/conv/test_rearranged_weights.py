@@ -8,6 +8,7 @@ from samples import random_codes
 from support import RUNNABLE, tile_spec
 from torch import Tensor
 
+from halfbyte.kernels.cpu.conv import planned
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import conv_reference
@@ -30,7 +31,7 @@ KERNELS += [pytest.param(isa, UnsignedConvKernel, id=f"unsigned-{isa.name}") for
 
 @pytest.fixture(autouse=True)
 def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_call, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(planned, "WORK_A_THREAD", 1)
     monkeypatch.setattr(runtime, "threads", lambda: 2)
 
 
@@ -80,7 +81,7 @@ def test_images_of_all_sizes_are_those_of_the_reference(isa, form, monkeypatch) 
 @pytest.mark.parametrize("isa", [isa for isa in RUNNABLE if isa.mixed_dot and isa.matrix is None], ids=lambda isa: isa.name)
 def test_depthwise_quads_have_the_sums_of_single_products(isa, monkeypatch) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
-    monkeypatch.setattr(depthwise_dot, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(planned, "WORK_A_THREAD", 1)
     rng, torchs = random.Random(2), torch.Generator().manual_seed(2)
     for case in range(24):
         channels, kernel_size = rng.choice((16, 17, 33, 64, 65, 100, 144)), (rng.randint(1, 3), rng.randint(1, 3))

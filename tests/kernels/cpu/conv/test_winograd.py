@@ -9,6 +9,7 @@ from samples import random_codes
 from support import RUNNABLE, examples
 from torch import Tensor
 
+from halfbyte.kernels.cpu.conv import planned
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import conv_reference
@@ -30,7 +31,7 @@ AROUND = ((1, 1), (1, 1))
 
 @pytest.fixture(autouse=True)
 def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(winograd, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(planned, "WORK_A_THREAD", 1)
     monkeypatch.setattr(runtime, "threads", lambda: 2)
 
 
