@@ -7,7 +7,6 @@ it, and the reason says why.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -81,13 +80,13 @@ class _Scope:
         packed, here = op.part.packed, self._here
         *stack, n, k = packed.shape
         fmt = packed_format(packed.codes_format, on_cpu=False)
-        how: Any = {"compute": compute_of(op.part.compute), "activation": op.part.activation}
+        how = compute_of(op.part.compute), op.part.activation
         if stack:
             rows = self._rows * self._by_name["router"].setting("top_k")
-            return Problem("grouped_linear", rows, n, k, fmt, self._dtype, **how, experts=stack[0])
+            return Problem("grouped_linear", rows, n, k, fmt, self._dtype, *how, experts=stack[0])
         sparse = sparse_on(packed, here)
         paired = not sparse and packs_code_pairs(fmt, (n, k), here)
-        return Problem("linear", self._rows, n, k, fmt, self._dtype, **how, sparse=sparse, paired=paired)
+        return Problem("linear", self._rows, n, k, fmt, self._dtype, *how, sparse=sparse, paired=paired)
 
     def _linear(self, op: Op) -> str:
         if not isinstance(op.part, Weight):

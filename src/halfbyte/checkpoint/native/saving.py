@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -175,8 +174,8 @@ def publish(
 
 def _config_of(model: nn.Module) -> dict[str, object]:
     """The config.json of a transformers model; empty for any other."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string"):
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_json_string"):
         return {}
     described: dict[str, object] = json.loads(config.to_json_string())
     present = {m.dtype for m in model.modules() if isinstance(m, QuantModule)} | {p.dtype for p in model.parameters()}

@@ -505,7 +505,7 @@ def _adopt(model: nn.Module) -> None:
 after_quantizing.append(_adopt)
 
 
-_PREFIX_CHANGE: Any = getattr(core_model_loading, "PrefixChange", ())  # missing in older releases
+_PREFIX_CHANGE = getattr(core_model_loading, "PrefixChange", ())  # missing in older releases
 
 
 def _keep_stacked(model: Any) -> None:

@@ -4,13 +4,16 @@ is compiled; called by `quantized.py` and `weight_view.py`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.nn.modules.packed_check import check_bytes
+
+if TYPE_CHECKING:
+    from halfbyte.nn.modules.weight_view import TracedWeight
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -20,14 +23,13 @@ def write_outside(func: Callable[..., object], args: Sequence[object], kwargs: M
     Raises:
         UnsupportedError: It is a part of a weight; with the text `refusal`.
     """
-    weight: Any = args[0]
+    weight = cast("TracedWeight", args[0])
     if weight.owner is None:
         raise UnsupportedError(refusal)
     func(weight.owner.weight, *args[1:], **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         func(*args, **kwargs)
-    result: Tensor = weight
-    return result
+    return weight
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

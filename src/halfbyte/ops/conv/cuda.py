@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from halfbyte.dispatch.gpu import compute_of
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.gpu.runtime.launch import current_recording, output
-from halfbyte.kernels.problem import Addition, ConvProblem, Epilogue, Window, check_one_scale
+from halfbyte.kernels.problem import Addition, AskedCompute, ConvActivation, ConvProblem, Epilogue, Window, check_one_scale
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter, PackedConv
@@ -177,8 +177,8 @@ def _conv2d(
 
 
 def _problem(x: Tensor, plan: _Plan, compute: str, activation: str) -> ConvProblem:
-    how: Any = {"compute": compute, "activation": activation}
-    return ConvProblem(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype, **how)
+    how = cast("AskedCompute", compute), cast("ConvActivation", activation)
+    return ConvProblem(plan.sizes, plan.window, x.shape[0], (x.shape[2], x.shape[3]), x.dtype, *how)
 
 
 def _linear_replay(settings: cuda.LinearSettings) -> _Replay:

@@ -9,8 +9,6 @@ the codes on a CPU; other layers get all of the cache as floats whenever tokens 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
@@ -63,10 +61,8 @@ class Int8Cache(DynamicCache):
         if not isinstance(config, PreTrainedConfig):
             raise ArgumentError(f"a cache is made for the config of a model, got {type(config).__name__}: pass model.config")
         super().__init__(config=config)
-        self.layers = [_in_8_bits(layer) for layer in self.layers]
-
-
-def _in_8_bits(layer: object) -> Any:
-    if type(layer) is DynamicSlidingWindowLayer:
-        return Int8SlidingLayer(layer.sliding_window)
-    return Int8Layer() if type(layer) is DynamicLayer else layer  # type: ignore[no-untyped-call]
+        for i, layer in enumerate(self.layers):
+            if type(layer) is DynamicSlidingWindowLayer:
+                self.layers[i] = Int8SlidingLayer(layer.sliding_window)
+            elif type(layer) is DynamicLayer:
+                self.layers[i] = Int8Layer()  # type: ignore[no-untyped-call]

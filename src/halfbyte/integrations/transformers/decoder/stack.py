@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -88,7 +88,7 @@ def compile_stack(stack: nn.Module) -> None:
     """Replace the forward of a stack, in place, or note for the report why it is not replaced."""
     if isinstance(stack, _Stack):
         return
-    layers: Any = stack.layers
+    layers = cast("nn.ModuleList", stack.layers)
     reason = why_unknown(original(stack), ARGUMENTS) or why_unknown_output(original(stack))
     specs = [layer_spec(layer) for layer in layers] if reason is None else []
     reasons = [spec if isinstance(spec, str) else None for spec in specs]
@@ -105,12 +105,12 @@ class _Stack(ReplacedForward):
 
     keeps_name = True
     halfbyte_known: tuple[bool, ...]  # which layers were known when the stack was optimized, for torch.compile
-    halfbyte_output: Any  # the class of the output
+    halfbyte_output: Callable[..., object]  # the class of the output
 
     @property
     def halfbyte_remark(self) -> str:
         """What `halfbyte.report` says of the stack."""
-        stack: Any = self
+        stack = cast("Part", self)
         found, device = compiled(stack), next(stack.parameters()).device
         return found if isinstance(found, str) else found.remark(stack, device)
 
@@ -454,7 +454,7 @@ def _per_layer_inputs(stack: Part, call: Arguments, x: Tensor) -> Tensor | None:
 def _positions(given: Tensor | None, x: Tensor, past: Cache | None, *, mrope: bool) -> tuple[Tensor | None, Tensor]:
     """The positions of tokens in the text [B or 1, t], or None, and those that rope takes, [3, B, t] where it has three axes."""
     if given is None:
-        before: Any = 0 if past is None else past.get_seq_length()  # of a static cache a tensor, which is not to be waited for
+        before = 0 if past is None else past.get_seq_length()  # of a static cache a tensor, which is not to be waited for
         given = (torch.arange(x.shape[1], device=x.device) + before)[None]
     if not mrope:
         return given, given

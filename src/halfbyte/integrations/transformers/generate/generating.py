@@ -71,7 +71,7 @@ def generate_fast(model: nn.Module) -> None:
         replace_class(model, _Generating, "`generate` is transformers' own", _why_unknown_methods(type(model)))
 
 
-def _why_unknown_methods(cls: Any) -> str | None:
+def _why_unknown_methods(cls: type) -> str | None:
     """Why the loop of this file does not fit a class: private methods of transformers have other parameters. None if it does."""
     if "_sample" in {name for base in cls.__mro__ if base is not GenerationMixin for name in vars(base)}:
         return f"{cls.__name__} has a _sample of its own"
@@ -101,7 +101,7 @@ class _Generating(ReplacedForward):
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
         streamer: BaseStreamer | None = None,
-        **model_kwargs: Any,
+        **model_kwargs: object,
     ) -> Any:
         if model_kwargs.get("inputs_embeds") is None:
             check_tokens(input_ids)
@@ -155,7 +155,7 @@ def _on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _why_not_captured(model: Part, device: torch.device, cache: Any) -> str | None:
+def _why_not_captured(model: Part, device: torch.device, cache: Cache | None) -> str | None:
     """Why no step of a model on a GPU is captured, or None."""
     if in_mode():
         return "autocast or forward-mode differentiation is on"
@@ -163,7 +163,7 @@ def _why_not_captured(model: Part, device: torch.device, cache: Any) -> str | No
         return "its weights are distributed over processes"
     if any(parameter.device != device for parameter in model.parameters()):
         return "it is on several devices"
-    layers = keeping(cache if _is_static(cache) else static_cache(model, 1))
+    layers = keeping(cache if cache is not None and _is_static(cache) else static_cache(model, 1))
     other = next((type(layer).__name__ for layer in layers if type(layer) not in _LAYERS), None)
     return None if other is None else f"its cache has a {other}"
 
@@ -181,7 +181,7 @@ def first_size(known: int, most: int) -> int:
     return round_up(min(most, known + _LATER), _CACHE_STEP)
 
 
-def _warn_once(model: Any, reason: str) -> None:
+def _warn_once(model: Part, reason: str) -> None:
     if model.why_slow is None:
         model.why_slow = reason
         name = type(model).__name__

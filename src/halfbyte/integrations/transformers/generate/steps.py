@@ -10,8 +10,8 @@ takes transformers' preparation for each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import LogitsProcessorList
     from transformers.utils.generic import ModelOutput
 
-    from halfbyte.integrations.transformers.modules import Part
+    from halfbyte.integrations.transformers.modules import Config, Part
 
 TOKEN = "input_ids"
 # Processors whose effect depends on scores alone, without a synchronization with the GPU.
@@ -159,16 +159,16 @@ class ModelStep:
     It belongs to one call of `generate`, in which the model does not change.
     """
 
-    def __init__(self, model: Any, step: TokenStep, logits: Logits, *, with_head: bool) -> None:
+    def __init__(self, model: Part, step: TokenStep, logits: Logits, *, with_head: bool) -> None:
         """Make a step that ends with the model's head, or calls it (`with_head`: it is part of `step`)."""
         self._step, self._logits = step, logits
         self._head = None if with_head else model.lm_head
 
     @classmethod
-    def of(cls, model: Any) -> ModelStep | None:
+    def of(cls, model: Part) -> ModelStep | None:
         """Make the step of a model; None if it is not computed in one native call."""
         family = family_of_model(name_in_transformers(model))
-        stack: Any = getattr(model, "model", None)
+        stack = getattr(model, "model", None)
         if family is None or not is_compiled_stack(stack) or model.config is not stack.config or model.training:
             return None
         head, found = model.lm_head, compiled(stack)
@@ -182,7 +182,7 @@ class ModelStep:
         step = found.step(stack, weight, None if weight is None else logits)
         return None if step is None else cls(model, step, logits, with_head=weight is not None)
 
-    def __call__(self, arguments: Mapping[str, Any]) -> Tensor | None:
+    def __call__(self, arguments: Arguments) -> Tensor | None:
         """Compute the logits [B, 1, N] of a call of the model with one token of each sequence; None if the call is of another kind."""
         call = bind((), (), arguments, ARGUMENTS)
         if call is None or torch.is_grad_enabled() or (past := call.get(CACHE)) is None:
@@ -194,7 +194,7 @@ class ModelStep:
         return y if y is None or self._head is None else logits_in_torch(self._head(y), self._logits)
 
 
-def _logits(family: Family, config: Any) -> Logits:
+def _logits(family: Family, config: Config) -> Logits:
     """The function of a model's logits."""
     if family.logits_divisor is not None:
         return "over", getattr(config, family.logits_divisor)

@@ -7,7 +7,6 @@ import inspect
 import threading
 from collections.abc import Sequence
 from types import FunctionType
-from typing import Any
 
 from torch import nn
 
@@ -52,19 +51,19 @@ def classes_of(module: nn.Module | ReplacedForward) -> tuple[type, ...]:
     return module.of_classes if isinstance(module, ReplacedForward) else (type(module),)
 
 
-def _class_of(*parts: type) -> Any:
+def _class_of(*parts: type) -> type:
     """The class that has the methods of the first of some classes of this package, then of the next, and else those of the last."""
     with _lock:
         return _new_class(*parts)
 
 
 @functools.cache
-def _new_class(*parts: type) -> Any:
+def _new_class(*parts: type) -> type:
     *before, last = parts
-    cls: Any = last
+    cls: type[nn.Module] = last
     keeps = any(issubclass(one, ReplacedForward) and one.keeps_name for one in before)
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if keeps else {}
-    about: dict[str, Any] = {"of_classes": parts, "original_name": _name(cls), "argument_names": parameters_of(cls.forward)}
+    about: dict[str, object] = {"of_classes": parts, "original_name": _name(cls), "argument_names": parameters_of(cls.forward)}
     if (replaced := next((vars(one)["forward"] for one in before if "forward" in vars(one)), None)) is not None:
         about["forward"] = _with_signature(replaced, inspect.signature(cls.forward))
     name = cls.__name__ if keeps else f"{before[0].__name__.lstrip('_')}{cls.__name__}"
@@ -73,8 +72,9 @@ def _new_class(*parts: type) -> Any:
 
 def _with_signature(function: FunctionType, signature: inspect.Signature) -> object:
     """A copy of a forward that tells another signature: transformers and peft look there for the arguments that a model takes."""
-    copied: Any = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    copied.__kwdefaults__, copied.__signature__ = function.__kwdefaults__, signature
+    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__dict__["__signature__"] = signature
     return copied
 
 
@@ -121,5 +121,5 @@ def _name(cls: type) -> str:
 
 
 def _empty(*parts: type) -> object:
-    instance = _class_of(*parts)
-    return instance.__new__(instance)
+    cls: type[nn.Module] = _class_of(*parts)
+    return cls.__new__(cls)

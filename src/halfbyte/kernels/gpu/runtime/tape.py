@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import triton
@@ -111,8 +111,8 @@ def _listed(results: Results) -> Sequence[Tensor]:
     return [results] if isinstance(results, Tensor) else results
 
 
-def _poisoned(*kind: Any) -> Tensor:
-    tensor = empty(*kind)
+def _poisoned(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    tensor = empty(shape, stride, dtype)
     tensor.view(torch.uint8).fill_(255)
     return tensor
 
@@ -149,7 +149,7 @@ class _Address(NamedTuple):
 class _Descriptor(NamedTuple):
     """Has what Triton reads of a tensor descriptor."""
 
-    base: Any
+    base: object
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     padding: str
@@ -194,7 +194,7 @@ def bind(
     lines.append(f"return {returned[0] if isinstance(results, Tensor) else '[' + ', '.join(returned) + ']'}")
     parameters = ", ".join(f"t{i}" for i in range(len(operands)))
     exec("\n    ".join([f"def replay({parameters}):", *lines]), source.names)
-    return source.names["replay"]  # type: ignore[no-any-return]
+    return cast(Replay, source.names["replay"])
 
 
 class _Source:
@@ -202,10 +202,10 @@ class _Source:
 
     def __init__(self, ranges: list[tuple[int, int]]) -> None:
         self.ranges = ranges
-        self.names: dict[str, Any] = {"Address": _Address, "Descriptor": _Descriptor, "empty": empty}
+        self.names: dict[str, object] = {"Address": _Address, "Descriptor": _Descriptor, "empty": empty}
         self.used: set[int] = set()
 
-    def name(self, value: Any) -> str:
+    def name(self, value: object) -> str:
         name = f"v{len(self.names)}"
         self.names[name] = value
         return name
