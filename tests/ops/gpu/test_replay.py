@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch

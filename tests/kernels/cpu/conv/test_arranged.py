@@ -5,12 +5,11 @@ import torch
 from support import RUNNABLE, tile_spec
 from torch import Tensor
 
-from halfbyte.kernels.cpu.conv import planned
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen import jit, runtime
 from halfbyte.kernels.cpu.codegen.isas import ISAS
-from halfbyte.kernels.cpu.conv import arrange, arranged, direct_call
+from halfbyte.kernels.cpu.conv import arrange, arranged, planned
 from halfbyte.kernels.cpu.conv.arrange import HALF, LANE, PAIRS, WHOLE, Arranged
 from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel

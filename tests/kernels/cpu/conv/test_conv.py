@@ -11,13 +11,12 @@ from samples import random_codes
 from support import RUNNABLE, examples, pairwise
 from torch import Tensor
 
-from halfbyte.kernels.cpu.conv import planned
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.conv import depthwise, gathered
+from halfbyte.kernels.cpu.conv import gathered, planned
 from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS

@@ -9,7 +9,6 @@ from emulated.amx import EmulatedTiles
 from samples import random_codes
 from torch import Tensor
 
-from halfbyte.kernels.cpu.conv import planned
 from halfbyte.dispatch.choose import forget
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import as_format
@@ -17,7 +16,7 @@ from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.cpu.codegen import jit, runtime
 from halfbyte.kernels.cpu.codegen.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.conv import amx, direct
+from halfbyte.kernels.cpu.conv import amx, direct, planned
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel, MatrixSpec
 from halfbyte.kernels.cpu.conv.gathered import ImageMatrixKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS

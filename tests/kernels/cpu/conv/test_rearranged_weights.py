@@ -8,13 +8,12 @@ from samples import random_codes
 from support import RUNNABLE, tile_spec
 from torch import Tensor
 
-from halfbyte.kernels.cpu.conv import planned
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import conv_reference
 from halfbyte.kernels.cpu.codegen import jit, runtime
 from halfbyte.kernels.cpu.codegen.isas import ISAS
-from halfbyte.kernels.cpu.conv import depthwise_dot, direct_call, unsigned
+from halfbyte.kernels.cpu.conv import depthwise_dot, direct_call, planned, unsigned
 from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel, taps
 from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel

@@ -9,14 +9,13 @@ from samples import random_codes
 from support import RUNNABLE, examples
 from torch import Tensor
 
-from halfbyte.kernels.cpu.conv import planned
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels import conv_reference
 from halfbyte.kernels.cpu.codegen import jit, runtime
 from halfbyte.kernels.cpu.codegen.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.codegen.isas import ISAS, current
-from halfbyte.kernels.cpu.conv import winograd
+from halfbyte.kernels.cpu.conv import planned, winograd
 from halfbyte.kernels.cpu.conv.winograd import SIDES, Class, Side, Tiles, WinogradKernel, WinogradSpec, few_pixels, pixels, transformed
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
