@@ -4,16 +4,13 @@ is compiled; called by `quantized.py` and `weight_view.py`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.nn.modules.packed_check import check_bytes
-
-if TYPE_CHECKING:
-    from halfbyte.nn.modules.weight_view import TracedWeight
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -23,7 +20,7 @@ def write_outside(func: Callable[..., object], args: Sequence[object], kwargs: M
     Raises:
         UnsupportedError: It is a part of a weight; with the text `refusal`.
     """
-    weight = cast("TracedWeight", args[0])
+    weight: Any = args[0]
     if weight.owner is None:
         raise UnsupportedError(refusal)
     func(weight.owner.weight, *args[1:], **kwargs)
