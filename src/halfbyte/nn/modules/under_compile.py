@@ -26,7 +26,8 @@ def write_outside(func: Callable[..., object], args: Sequence[object], kwargs: M
     func(weight.owner.weight, *args[1:], **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         func(*args, **kwargs)
-    return weight
+    result: Tensor = weight
+    return result
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
