@@ -178,7 +178,8 @@ def test_urls_are_public(metadata: Message) -> None:
     texts["CITATION.cff"] = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     for name, text in texts.items():
         for host in re.findall(r"https?://([^/\s)\"'>]+)", text):
-            assert host in PUBLIC or host.endswith((".pytorch.org", "pypi.org")), f"{name}: {host}"
+            loopback = host.startswith(("127.0.0.1", "localhost"))  # where a reader's own server answers
+            assert loopback or host in PUBLIC or host.endswith((".pytorch.org", "pypi.org")), f"{name}: {host}"
 
 
 def test_the_citation_has_the_version() -> None:
