@@ -2,8 +2,8 @@
 
 runtime/         launches, scratch buffers, and tapes, which replay launches
 hopper/          parts of kernels for Hopper
-linear/          linear layers: docs/gpu-kernels.md says which kernel is taken when
-conv/            convolutions: docs/convolution-kernels.md; and what lies between them
+linear/          linear layers: docs/engineering/gpu-kernels.md says which kernel is taken when
+conv/            convolutions: docs/engineering/convolution-kernels.md; and what lies between them
 experts/         mixtures of experts
 transformer/     what lies between the products of a decoder layer
 quantize/        numbers to codes and back

@@ -1,4 +1,4 @@
-"""Convolutions on CPUs, and what lies between them. docs/convolution-kernels.md says which one is taken when.
+"""Convolutions on CPUs, and what lies between them. docs/engineering/convolution-kernels.md says which one is taken when.
 
 planned.py      what all have in common: a convolution is planned once for images of each size
 gathered.py     everything: patches are gathered for the tiles of linear layers; patches.py makes the code

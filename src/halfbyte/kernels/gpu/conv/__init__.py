@@ -1,4 +1,4 @@
-"""Convolutions on GPUs, and what lies between them. docs/convolution-kernels.md says which one is taken when.
+"""Convolutions on GPUs, and what lies between them. docs/engineering/convolution-kernels.md says which one is taken when.
 
 implicit_gemm.py, few.py, teams.py, hopper.py    products of patches; tile.py: parts of them; hopper_tile.py, hopper_write.py: the last
                                                  one's kernel

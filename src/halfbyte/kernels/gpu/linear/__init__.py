@@ -1,4 +1,4 @@
-"""Linear layers on GPUs. docs/gpu-kernels.md says which kernel is taken when.
+"""Linear layers on GPUs. docs/engineering/gpu-kernels.md says which kernel is taken when.
 
 skinny.py, skinny_hopper.py                        floats, few rows; skinny_tile.py: the tile of the former;
                                                    skinny_config.py, skinny_hopper_config.py: what they are compiled for, the latter also
