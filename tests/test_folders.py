@@ -131,3 +131,27 @@ def test_names_of_test_files_are_unique() -> None:
     """Without packages, pytest imports a test file by its last name: two of one name stop the collection of a whole run."""
     names = [path.name for path in TESTS.rglob("test_*.py")]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
+def test_what_test_files_import_of_each_other_is_there() -> None:
+    """A file of tests that need a GPU skips itself before its imports: elsewhere nothing else tells that a name there is gone."""
+    files = {path.stem: path for path in sorted(TESTS.rglob("*.py"))}
+    missing = []
+    for path in files.values():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in files:
+                there = top_level_names(files[node.module].read_text("utf-8"))
+                missing += [f"{path.name}: {node.module}.{alias.name}" for alias in node.names if alias.name not in there]
+    assert missing == []
+
+
+def top_level_names(text: str) -> set[str]:
+    """The names that a module's own statements define or import."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                found.update(alias.asname or alias.name for alias in aliases)
+    return found

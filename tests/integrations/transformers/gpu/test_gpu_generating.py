@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformers")
 
 from captured_graphs import count_replays
-from test_generating import ASKED, FAMILIES, AfterThree, Odd, both, make, make_family, prompt, transformers_own
+from test_generating import ASKED, FAMILIES, AfterThree, Odd, both, make, make_family, prompt, unpatched
 from transformers import LogitsProcessorList, StaticCache, StoppingCriteriaList
 
 import halfbyte as hb
@@ -86,14 +86,14 @@ def test_a_cache_becomes_larger(quantized: Any, captures: list[int], monkeypatch
 def test_a_cache_of_the_caller(family: str, ends: bool) -> None:
     model = (make() if family == "Llama" else make_family(family)).cuda()
     cache, asked = StaticCache(config=model.config, max_cache_len=13), there(9)
-    with transformers_own(model):
+    with unpatched(model):
         free = model.generate(**asked, max_new_tokens=30, eos_token_id=None)
     first = model.generate(**asked, max_new_tokens=20, past_key_values=cache, eos_token_id=int(free[0, 20]) if ends else None)
     assert int(cache.get_seq_length()) == first.shape[1] - 1
     longer = {"input_ids": torch.cat((first, torch.tensor([[11, 12, 13]], device="cuda")), 1)}
     settings = {**longer, "attention_mask": torch.ones_like(longer["input_ids"]), "max_new_tokens": 30, "eos_token_id": None}
     found = model.generate(**settings, past_key_values=cache)
-    with transformers_own(model):
+    with unpatched(model):
         assert torch.equal(found, model.generate(**settings))
 
 
@@ -105,7 +105,7 @@ def test_a_cache_in_8_bits(family: str, lengths: tuple[int, ...], captures: list
     monkeypatch.setattr(generating, "_CACHE_STEP", 1)
     model = (make() if family == "Llama" else make_family(family)).cuda()
     settings = {**there(*lengths), "max_new_tokens": 30, "eos_token_id": None}
-    with transformers_own(model):
+    with unpatched(model):
         expected = model.generate(**settings, past_key_values=hb.Int8Cache(model.config))
     cache = hb.Int8Cache(model.config)
     found = model.generate(**settings, past_key_values=cache)
@@ -115,7 +115,7 @@ def test_a_cache_in_8_bits(family: str, lengths: tuple[int, ...], captures: list
     longer = {"input_ids": torch.cat((found, found[:, :3]), 1)}
     longer["attention_mask"] = torch.cat((settings["attention_mask"], torch.ones_like(longer["input_ids"][:, max(lengths) :])), 1)
     more = model.generate(**longer, past_key_values=cache, max_new_tokens=9, eos_token_id=None)
-    with transformers_own(model):
+    with unpatched(model):
         assert torch.equal(more, model.generate(**longer, past_key_values=hb.Int8Cache(model.config), max_new_tokens=9, eos_token_id=None))
 
 
