@@ -185,6 +185,10 @@ class DecodeStep:
         self._graph.replay()
         return self._results
 
+    def put_ids(self, ids: Tensor) -> None:
+        """Replace the tokens that the last call has found by others [B] for the next one."""
+        self._state[self._ids : self._ids + self._shape.batch].copy_(ids)
+
     def has_advanced(self, state: State) -> None:
         """Note the numbers that the last call has left."""
         self._there = state

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -150,28 +150,39 @@ class GpuModel:
             return self._scaled(logits)
 
     @torch.inference_mode()
-    def decode_greedy(
-        self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None, *, goes_on: bool = False
+    def decode_tokens(
+        self,
+        ids: Sequence[int],
+        cache: Cache,
+        positions: Sequence[int] | None = None,
+        *,
+        choose: Callable[[Tensor], Tensor] | None = None,
+        goes_on: bool = False,
     ) -> list[int]:
-        """Compute the likeliest token after one new token of each sequence, which enters the cache.
+        """Choose the token after one new token of each sequence, which enters the cache.
 
         Args:
             ids, cache, positions: As for `decode`; a mask follows from where the sequences of `Slots` start.
+            choose: Logits [B, N], float32, which it may keep, to tokens int64 [B] on the same device, negative where it could not choose;
+                None: the likeliest tokens.
             goes_on: Whether the next call is likely to be for the tokens that this one returns: their step is launched before the host
                 has read them. What it computes is dropped if the next call is another one.
 
         Raises:
-            CheckpointError: The logits are NaN or infinite.
+            CheckpointError: Without `choose`, the logits are NaN or infinite.
         """
         with self._on:
             step, state = self._prepared(ids, cache, positions)
-            _, chosen = self._result(step, state, cache)
+            logits, chosen = self._result(step, state, cache)
             self._ahead = None
             cache.append(1)
+            if choose is not None:
+                chosen = choose(self._scaled(logits))
+                step.put_ids(chosen)
             self._reader.ask(chosen)
             launched = step.again() if goes_on and step.is_captured and self._has_room(cache, state) else None
             tokens: list[int] = self._reader.answer().tolist()
-            if min(tokens) < 0:
+            if choose is None and min(tokens) < 0:
                 raise non_finite_logits(is_float16=self.dtype == torch.float16)
             if launched is not None:
                 self._ahead = step, cache.stamp, state.after(tokens), launched
