@@ -28,7 +28,7 @@ from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.language.checkpoint_tensors import PackedTensors, dtype_on_gpu, open_checkpoint
 from halfbyte.language.generate import Batch, run
 from halfbyte.language.model import LanguageModel
-from halfbyte.language.sampling import Sampling
+from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 from halfbyte.layouts.records import split
 from halfbyte.machine import GPUS

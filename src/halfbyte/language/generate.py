@@ -18,8 +18,8 @@ from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, PrefixCache, Slots
 from halfbyte.errors import ArgumentError
-from halfbyte.language.batched_sampling import BatchSampler
-from halfbyte.language.sampling import Choice, LogitsProcessor, Sampler, Sampling, most_likely
+from halfbyte.language.sampling.batched import BatchSampler
+from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampler, Sampling, most_likely
 from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
 from halfbyte.language.text_stream import TextStream
 from halfbyte.language.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """Logits → the next token.
 
-Called by the generation loop with the logits of one sequence; `batched_sampling.py` has those of several on a GPU. Penalties, temperature,
+Called by the generation loop with the logits of one sequence; `batched.py` has those of several on a GPU. Penalties, temperature,
 top-k, top-p and min-p have the meaning and the order of transformers' logits processors; presence and frequency penalties are those of
 OpenAI's API, as in vLLM.
 """

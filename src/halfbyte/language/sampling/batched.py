@@ -1,6 +1,6 @@
 """Logits of several sequences → the next token of each, where the logits are: only token ids leave a GPU.
 
-Tokens are those of `Sampler` (`sampling.py`), up to the rounding of sums, without a branch on what the logits hold, so the host does not
+Tokens are those of `Sampler` (`sampler.py`), up to the rounding of sums, without a branch on what the logits hold, so the host does not
 wait before the ids. A row with top-k or top-p is drawn from its largest scores; where more than `MOST_CANDIDATES` of them count, which
 is rare, its `Sampler` draws.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfbyte.decoder.gpu_step import likeliest
 from halfbyte.errors import non_finite_logits
-from halfbyte.language.sampling import Choice, Sampler, Sampling
+from halfbyte.language.sampling.sampler import Choice, Sampler, Sampling
 
 MOST_CANDIDATES = 1024
 _NOT_FINITE, _UNDECIDED = -1, -2  # in place of a token
