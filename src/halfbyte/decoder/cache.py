@@ -164,7 +164,8 @@ def _moved(buffer: Tensor, start: int, stop: int, size: int, to: int) -> Tensor:
     if size == buffer.shape[2]:
         moved, tokens = buffer, tokens.clone()
     else:
-        moved = buffer.new_empty((*buffer.shape[:2], size, buffer.shape[3]))
+        shape = *buffer.shape[:2], size, buffer.shape[3]
+        moved = buffer.new_empty(shape) if buffer.is_cpu else buffer.new_zeros(shape)  # a GPU's steps read free slots, too
     moved[:, :, :to] = 0
     moved[:, :, to : to + stop - start] = tokens
     return moved

@@ -19,7 +19,7 @@ from torch import Tensor
 from halfbyte import env
 from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
-from halfbyte.decoder.gpu_step import DecodeStep, Group, HostReader, Inputs, State, StepShape
+from halfbyte.decoder.gpu_step import DecodeStep, Group, HostReader, Inputs, State, StepShape, batch_of_step
 from halfbyte.decoder.kernels_gpu import why_not_attend
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
@@ -45,7 +45,7 @@ _MOST_VERIFY = 65  # tokens
 _FEW = 512  # where attention is computed in torch, or all logits are asked for
 _LEAST_POSITIONS = 2048  # for which there are cosines and sines at first
 _LONG = 1 << 62  # tokens of a sequence
-_MOST_STEPS = 16  # whose graphs are cached
+_MOST_STEPS = 32  # whose graphs are cached
 _CAST = "router", "gate", "layer_scale"  # tensors, in addition to norms, that are in the type of activations
 
 
@@ -180,7 +180,7 @@ class GpuModel:
                 chosen = choose(self._scaled(logits))
                 step.put_ids(chosen)
             self._reader.ask(chosen)
-            launched = step.again() if goes_on and step.is_captured and self._has_room(cache, state) else None
+            launched = step.again(len(ids)) if goes_on and step.is_captured and self._has_room(cache, state) else None
             tokens: list[int] = self._reader.answer().tolist()
             if choose is None and min(tokens) < 0:
                 raise non_finite_logits(is_float16=self.dtype == torch.float16)
@@ -215,12 +215,14 @@ class GpuModel:
         switch, count = self.spec.rope_switch, self._positions
         rows = tuple(place if switch is None or place < switch else place + count for place in places)
         state = State(tuple((layer.length, layer.first) for layer in groups), rows, tuple(ids), starts)
-        key = len(ids), any(starts), count, tuple(layer.memory for layer in cache.layers)
+        batch = min(batch_of_step(len(ids)), cache.capacity) if isinstance(cache, Slots) else len(ids)
+        padded = any(starts) or batch > len(ids)
+        key = batch, padded, count, tuple(layer.memory for layer in cache.layers)
         step = self._steps.pop(key, None)
         if step is None:
             self._close_steps()
             sizes = [Group(window, layer.size) for window, layer in zip(self._windows, groups, strict=True)]
-            step = DecodeStep(StepShape(sizes, self._tables, len(ids), any(starts)), self.device)
+            step = DecodeStep(StepShape(sizes, self._tables, batch, padded), self.device)
             self._caches[step] = weakref.ref(cache)
         self._steps[key] = step  # the last one used is the last one
         return step, state
@@ -262,7 +264,7 @@ class GpuModel:
             rotary, group = inputs.rotary[spec.rope] if layer.attention.heads.rotary_width else None, self._group_of[index]
             per_layer_input = None if of_layers is None else of_layers[:, :, index]
             length = (inputs.lengths if spec.kv_source is None else after)[group]
-            x = decode(layer, x, rotary, _key_values(entry, cache.batch, length), inputs.masks[group], per_layer_input)
+            x = decode(layer, x, rotary, _key_values(entry, len(inputs.ids), length), inputs.masks[group], per_layer_input)
         return self._head(normed(x[:, 0], self._norm))
 
     # Prompts
