@@ -19,7 +19,7 @@ from language_model import make_language_model
 from tiny_decoders import CASES, vary_
 
 import halfbyte as hb
-from halfbyte.decoder import gpu_step
+from halfbyte.decoder import gpu_step, lower_gpu
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache, OnGpu, Slots
 from halfbyte.decoder.gpu_step import DecodeStep
@@ -201,6 +201,28 @@ def test_steps_are_for_batches_of_few_sizes(models: Any, graphs: list[int]) -> N
             assert text[length - 1] == int(cpu.decode([text[length - 2]], _read(cpu, text[: length - 2]))[0].argmax())
     assert len(gpu._steps) <= 32
     assert len(graphs) <= 10, "1, 2, 4, 8, 16 and 21 sequences, before and after the buffers have grown"
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_prompts_are_read_in_few_numbers_of_rows(int8: bool, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows behind the last token change nothing, and lie behind the sequence in the cache, whose window moves in between."""
+    cpu, gpu = models("Gemma3DecoderLayer")
+    name, read = ("prefill_with" if int8 else "prefill"), set[int]()
+    run = getattr(lower_gpu, name)
+
+    def counted(layer: Any, x: Tensor, *others: Any) -> Any:
+        read.add(x.shape[1])
+        return run(layer, x, *others)
+
+    monkeypatch.setattr(lower_gpu, name, counted)
+    for lengths in ((1, 3, 5, 12), (9, 7, 2), (60, 11), (14, 31, 1, 3)):
+        caches, ids = [Cache(model.spec, int8=int8, where=model.where) for model in (cpu, gpu)], ids_of(90)
+        for length in lengths:
+            found = [model.prefill(ids[:length], cache, every=True) for model, cache in zip((cpu, gpu), caches, strict=True)]
+            assert_close(found[1], found[0], TOLERANCE[int8])
+            ids = ids[length:]
+        assert caches[0].length == caches[1].length == sum(lengths)
+    assert read == {1, 2, 4, 8, 16, 32, 64}
 
 
 @pytest.mark.parametrize("kind", ["Gemma3DecoderLayer", "LlamaDecoderLayer"])

@@ -27,7 +27,7 @@ from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.dispatch.layers import SOFTCAP, why_not_norm, why_not_router
 from halfbyte.errors import ArgumentError, UnsupportedError, non_finite_logits
 from halfbyte.kernels.layer_kinds import logits_in_torch
-from halfbyte.layouts.base import Packed
+from halfbyte.layouts.base import Packed, round_up
 from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.functions import embedding
@@ -321,8 +321,12 @@ class GpuModel:
         self._caches.clear()
 
     def _read(self, ids: Sequence[int], cache: Cache, total: int) -> Tensor:
-        """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence."""
-        tokens, before = len(ids), cache.length
+        """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence.
+
+        Rows behind the tokens are computed, too, so that there are recorded launches for few numbers of tokens. What these rows write
+        lies behind the sequence in the cache.
+        """
+        tokens, before = _rows_of_prompt(len(ids)), cache.length
         cache.reserve(tokens)
         self._compute_positions(before + tokens)
         switch = self.spec.rope_switch
@@ -331,7 +335,7 @@ class GpuModel:
         groups = self._groups(cache)
         lengths = [torch.full((1,), layer.length, dtype=torch.int64, device=self.device) for layer in groups]
         masks = [self._window_mask(window, tokens, layer) for window, layer in zip(self._windows, groups, strict=True)]
-        given = torch.tensor([list(ids)], dtype=torch.int64, device="cpu").to(self.device)
+        given = torch.tensor([[*ids, *[0] * (tokens - len(ids))]], dtype=torch.int64, device="cpu").to(self.device)
         x = self._embedded(given[0])[None]
         of_layers = self._per_layer_inputs(given, x)
         for index, (layer, spec, entry) in enumerate(zip(self._layers, self.spec.layers, cache.by_layer, strict=True)):
@@ -347,8 +351,8 @@ class GpuModel:
                 )
             else:
                 x, _ = prefill_with(layer, x, tables, partial(self._encoded, entry), mask, per_layer_input, length)
-        cache.append(tokens)
-        return x
+        cache.append(len(ids))
+        return x[:, : len(ids)]
 
     def _per_layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:
         """The layers' own inputs [B, t, layers, P] of tokens ids [B, t] that are embedded as x; None where they have none."""
@@ -422,6 +426,12 @@ class GpuModel:
     def _scaled(self, y: Tensor) -> Tensor:
         """The model's logits, float32, in memory of their own."""
         return logits_in_torch(y.to(torch.float32, copy=True), self.spec.logits)
+
+
+def _rows_of_prompt(tokens: int) -> int:
+    """How many rows are computed for so many tokens of a prompt: at most an eighth more, but 16 or a power of 2 of few tokens."""
+    power = 1 << (tokens - 1).bit_length()
+    return power if tokens <= 8 else round_up(tokens, max(16, power // 16))
 
 
 def _table(rope: Rope, count: int, lengths: Sequence[int]) -> Tensor:
