@@ -130,7 +130,8 @@ class LayerCache:
         count = min(other.length, length - self.first)
         stop = length - self.first
         for target, source in zip(self.buffers, other.buffers, strict=True):
-            target[slot, :, : stop - count] = 0  # masked, but read: not a number would stay one
+            if target.is_cpu and stop > count:  # masked, but read: not a number would stay one. A GPU's slots never hold one
+                target[slot, :, : stop - count] = 0
             target[slot, :, stop - count : stop] = source[0, :, other.length - count : other.length]
 
     def copy_from(self, other: LayerCache, slot: int, start: int, length: int) -> None:
@@ -165,9 +166,12 @@ def _moved(buffer: Tensor, start: int, stop: int, size: int, to: int) -> Tensor:
         moved, tokens = buffer, tokens.clone()
     else:
         shape = *buffer.shape[:2], size, buffer.shape[3]
-        moved = buffer.new_empty(shape) if buffer.is_cpu else buffer.new_zeros(shape)  # a GPU's steps read free slots, too
-    moved[:, :, :to] = 0
-    moved[:, :, to : to + stop - start] = tokens
+        # Steps on a GPU read free slots and what is behind the tokens, too.
+        moved = buffer.new_empty(shape) if buffer.is_cpu or len(buffer) == 1 else buffer.new_zeros(shape)
+    if to:
+        moved[:, :, :to] = 0
+    if stop > start:
+        moved[:, :, to : to + stop - start] = tokens
     return moved
 
 
