@@ -446,7 +446,7 @@ class Model:
 
     def next(self, tokens: list[int], cache: Any, positions: list[int] | None = None) -> list[int]:
         if self.on_gpu:
-            found: list[int] = self.model.decode_greedy(tokens, cache, positions, goes_on=True)
+            found: list[int] = self.model.decode_tokens(tokens, cache, positions, goes_on=True)
             return found
         return [int(row.argmax()) for row in self.model.decode(tokens, cache)]
 

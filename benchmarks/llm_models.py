@@ -275,7 +275,6 @@ def make_spec(config: Any, device: str, format: str) -> Any:
 
     where = None if device == "cpu" else OnGpu(torch.device("cuda", 0), torch.bfloat16)
     weights = _Synthetic(config, format, device)
-    weights = _Synthetic(config, format, device)
     tensors = InOrder(weights, where=where)
     return build_spec(weights.values, tensors), tensors.dtype
 

@@ -1,7 +1,8 @@
-"""Servers of language models on a CPU: tokens per second, and time to the first token, with several clients at the same time.
+"""Servers of language models: tokens per second, and time to the first token, with several clients at the same time.
 
     python benchmarks/serve.py SmolLM2-135M-Instruct.Q4_1.gguf --clients 1 4 16
     python benchmarks/serve.py models/tiny-llama --format q4_0 --contenders halfbyte halfbyte-generate
+    python benchmarks/serve.py llama-8b --synthetic --device cuda --format int4_g128 --contenders halfbyte halfbyte-generate
 
 Contenders: `halfbyte serve`; `halfbyte-generate`, the same model without a server, its prompts as one batch; `llama.cpp`, its server from
 the package xllamacpp, for .gguf files. Each runs in a process of its own, in turn, and only while it is measured; a ratio is the median
@@ -20,6 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,11 @@ WORDS = ["river", "stone", "lamp", "garden", "window", "paper", "cloud", "letter
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--synthetic", action="store_true", help="MODEL is FAMILY-SIZE of llm.py, with random weights")
     parser.add_argument("--format", help="of a model in floating point")
+    parser.add_argument("--device", default="cpu", help="of halfbyte (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the requests (default: greedy)")
+    parser.add_argument("--top-p", type=float, help="of the requests")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prompt", type=int, default=64, help="words of a prompt (default: %(default)s)")
     parser.add_argument("--new", type=int, default=64, help="tokens of an answer (default: %(default)s)")
@@ -127,7 +133,8 @@ async def load(url: str, args: argparse.Namespace, clients: int, requests: int) 
         nonlocal tokens
         reader, writer = await asyncio.open_connection(host, int(port))
         for request in range(requests):
-            body = {"prompt": f"{kind} {prompt(args, index, request)}", "max_tokens": args.new, "temperature": 0, "ignore_eos": True}
+            body = {"prompt": f"{kind} {prompt(args, index, request)}", "max_tokens": args.new, "ignore_eos": True}
+            body |= sampling(args)
             options = {"stream": True, "stream_options": {"include_usage": True}, "cache_prompt": False}
             content = json.dumps({**body, **options}).encode()
             started, first, used = time.perf_counter(), None, 0
@@ -155,6 +162,11 @@ async def load(url: str, args: argparse.Namespace, clients: int, requests: int) 
     return {"clients": clients, "rate": tokens / seconds, "p50": firsts[len(firsts) // 2], "p95": firsts[int(0.95 * (len(firsts) - 1))]}
 
 
+def sampling(args: argparse.Namespace) -> dict[str, float]:
+    """How the tokens of a request are chosen."""
+    return {"temperature": args.temperature, **({} if args.top_p is None else {"top_p": args.top_p})}
+
+
 def events(chunk: bytes) -> list[dict[str, Any]]:
     """The events of a chunk: servers send whole ones."""
     return [json.loads(line[6:]) for line in chunk.splitlines() if line.startswith(b"data: {")]
@@ -168,17 +180,36 @@ def has_text(event: dict[str, Any]) -> bool:
 # Contenders, each in a process of its own, which prints its URL
 
 
-def serve_halfbyte(args: argparse.Namespace) -> None:
-    """`halfbyte serve`."""
+def opened(args: argparse.Namespace) -> Any:
+    """halfbyte's model."""
     import torch
 
     from halfbyte.language.model import LanguageModel
+
+    torch.set_num_threads(args.threads)
+    if not args.synthetic:
+        return LanguageModel.open(args.model, format=args.format, device=args.device)
+    from llm_models import make_config, make_spec, make_tokenizer
+
+    from halfbyte.language.tokenizer import Tokenizer
+
+    family, _, size = str(args.model).rpartition("-")
+    config = make_config(family, size, 8 * args.prompt + args.new)
+    spec, dtype = make_spec(config, args.device, args.format or "q4_0")
+    with tempfile.TemporaryDirectory() as folder:
+        make_tokenizer(config.vocab_size).save_pretrained(folder)
+        config.save_pretrained(folder)
+        tokenizer = Tokenizer.open(Path(folder))
+    return LanguageModel(spec, tokenizer, args.model, dtype=dtype)
+
+
+def serve_halfbyte(args: argparse.Namespace) -> None:
+    """`halfbyte serve`."""
     from halfbyte.serve import server
     from halfbyte.serve.settings import Settings
 
-    torch.set_num_threads(args.threads)
     settings, sock = Settings(parallel=max(args.clients), prefix_bytes=0, grace=0), server.listen("127.0.0.1", 0)
-    language = server.Language("model", LanguageModel.open(args.model, format=args.format), {})
+    language = server.Language("model", opened(args), {})
     server.run(server.Serving(settings, language, None), sock, settings, lambda: print(server.address_of(sock), flush=True))
 
 
@@ -198,18 +229,13 @@ def serve_llama_cpp(args: argparse.Namespace) -> None:
 
 def generate_halfbyte(args: argparse.Namespace) -> None:
     """The same work without a server: all prompts at once, in one batch."""
-    import torch
-
-    from halfbyte.language.model import LanguageModel
-
-    torch.set_num_threads(args.threads)
-    model = LanguageModel.open(args.model, format=args.format)
+    model = opened(args)
     for number, clients in enumerate((1, max(args.clients), *args.clients)):
         count, before = 0, time.process_time()
         started = time.perf_counter()
         for request in range(args.requests):
             prompts = [f"{os.urandom(4).hex()} {prompt(args, index, request)}" for index in range(clients)]
-            found = model.generate(prompts, max_new_tokens=args.new, ignore_eos=True)
+            found = model.generate(prompts, max_new_tokens=args.new, ignore_eos=True, **sampling(args))
             count += sum(len(one.ids) for one in found)
         seconds = time.perf_counter() - started
         firsts = sorted(1000 * (one.first_token - found[0].started) for one in found)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from halfbyte.integrations.transformers.optimize.optimizing import optimize_ as optimize_
     from halfbyte.integrations.transformers.quantizer import HalfbyteConfig as HalfbyteConfig
     from halfbyte.language.model import LanguageModel as LanguageModel
-    from halfbyte.language.sampling import Sampling as Sampling
+    from halfbyte.language.sampling.sampler import Sampling as Sampling
     from halfbyte.layouts.base import Packed as Packed
     from halfbyte.layouts.convolution import PackedConv as PackedConv
     from halfbyte.memory import keep_freed_memory as keep_freed_memory
@@ -119,7 +119,7 @@ _HOMES = {
     "halfbyte.integrations.transformers.cache.int8_cache": ("Int8Cache",),
     "halfbyte.integrations.transformers.optimize.optimizing": ("optimize_",),
     "halfbyte.language.model": ("LanguageModel",),
-    "halfbyte.language.sampling": ("Sampling",),
+    "halfbyte.language.sampling.sampler": ("Sampling",),
     "halfbyte.memory": ("keep_freed_memory",),
     "halfbyte.integrations.transformers.quantizer": ("HalfbyteConfig",),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from language_model import make_language_model
 from tiny_decoders import CASES, vary_
 
 import halfbyte as hb
-from halfbyte.decoder import gpu_step
+from halfbyte.decoder import gpu_step, lower_gpu
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache, OnGpu, Slots
 from halfbyte.decoder.gpu_step import DecodeStep
@@ -28,7 +29,7 @@ from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.language.checkpoint_tensors import PackedTensors, dtype_on_gpu, open_checkpoint
 from halfbyte.language.generate import Batch, run
 from halfbyte.language.model import LanguageModel
-from halfbyte.language.sampling import Sampling
+from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 from halfbyte.layouts.records import split
 from halfbyte.machine import GPUS
@@ -172,8 +173,56 @@ def test_slots_hold_what_sequences_hold_alone(kind: str, int8: bool, models: Any
             if step % 3 or int8:
                 assert_close(gpu.decode(newest, slots, None, positions)[chosen], expected, TOLERANCE[int8])
             else:
-                assert gpu.decode_greedy(newest, slots, positions, goes_on=True)[chosen] == int(expected.argmax())
+                assert gpu.decode_tokens(newest, slots, positions, goes_on=True)[chosen] == int(expected.argmax())
     assert sum(graphs) > 5
+
+
+def test_steps_are_for_batches_of_few_sizes(models: Any, graphs: list[int]) -> None:
+    """Rows without a sequence change nothing, whatever is in free slots, and neither do steps that are launched ahead of them."""
+    cpu, gpu = models("Gemma3DecoderLayer")
+    slots, texts = Slots(gpu.spec, 21, where=gpu.where), list[list[int]]()
+    for count in [*range(1, 22), *range(20, 0, -1)]:
+        if count > len(texts):
+            texts.append([3 + (7 * count + i) % 80 for i in range(1 + count % 4)])
+            slots.join(_read(gpu, texts[-1][:-1]) if len(texts[-1]) > 1 else Cache(gpu.spec, where=gpu.where))
+            for layer in slots.layers:
+                for buffer in layer.buffers:
+                    buffer[count:] = math.nan
+        else:
+            texts.pop()
+            slots.leave(count)
+        for goes_on in (True, True, False):
+            tokens = gpu.decode_tokens([text[-1] for text in texts], slots, slots.positions(), goes_on=goes_on)
+            assert len(tokens) == count
+            for text, token in zip(texts, tokens, strict=True):
+                text.append(token)
+    for text in (texts[0],):
+        for length in (4, 30, 60, len(text)):
+            assert text[length - 1] == int(cpu.decode([text[length - 2]], _read(cpu, text[: length - 2]))[0].argmax())
+    assert len(gpu._steps) <= 32
+    assert len(graphs) <= 10, "1, 2, 4, 8, 16 and 21 sequences, before and after the buffers have grown"
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_prompts_are_read_in_few_numbers_of_rows(int8: bool, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows behind the last token change nothing, and lie behind the sequence in the cache, whose window moves in between."""
+    cpu, gpu = models("Gemma3DecoderLayer")
+    name, read = ("prefill_with" if int8 else "prefill"), set[int]()
+    run = getattr(lower_gpu, name)
+
+    def counted(layer: Any, x: Tensor, *others: Any) -> Any:
+        read.add(x.shape[1])
+        return run(layer, x, *others)
+
+    monkeypatch.setattr(lower_gpu, name, counted)
+    for lengths in ((1, 3, 5, 12), (9, 7, 2), (60, 11), (14, 31, 1, 3)):
+        caches, ids = [Cache(model.spec, int8=int8, where=model.where) for model in (cpu, gpu)], ids_of(90)
+        for length in lengths:
+            found = [model.prefill(ids[:length], cache, every=True) for model, cache in zip((cpu, gpu), caches, strict=True)]
+            assert_close(found[1], found[0], TOLERANCE[int8])
+            ids = ids[length:]
+        assert caches[0].length == caches[1].length == sum(lengths)
+    assert read == {1, 2, 4, 8, 16, 32, 64}
 
 
 @pytest.mark.parametrize("kind", ["Gemma3DecoderLayer", "LlamaDecoderLayer"])
@@ -214,7 +263,7 @@ class Imitated:
         return self.found
 
     def _memory(self) -> tuple[int, ...]:
-        return self.cache.batch, *(buffer.data_ptr() for layer in self.cache.layers for buffer in layer.buffers)
+        return tuple(buffer.data_ptr() for layer in self.cache.layers for buffer in layer.buffers)
 
     def replay(self) -> None:
         assert not self.closed
@@ -255,7 +304,7 @@ def test_steps_that_are_launched_ahead(kind: str, models: Any, graphs: list[int]
     cache = Cache(gpu.spec, where=gpu.where)
     found = [int(gpu.prefill(ids, cache).argmax())]
     while len(found) < count:
-        found += gpu.decode_greedy(found[-1:], cache, goes_on=True)
+        found += gpu.decode_tokens(found[-1:], cache, goes_on=True)
     assert found == expected
     assert cache.length == len(ids) + count - 1
     assert sum(graphs) == count - 1, "one step alone was not a graph, and one was launched that nobody asked for"
@@ -270,11 +319,11 @@ def test_a_step_ahead_that_nobody_asks_for(models: Any, graphs: list[int]) -> No
     gpu.prefill(ids, cache)
     gpu.prefill(ids[:4], other)
     for step in range(24):
-        token = 3 + 7 * step % 80 if step % 3 else gpu.decode_greedy([5], cache, goes_on=True)[0]
+        token = 3 + 7 * step % 80 if step % 3 else gpu.decode_tokens([5], cache, goes_on=True)[0]
         if not step % 3:
             assert token == int(cpu.decode([5], here)[0].argmax())
         if step % 4 == 1:
-            gpu.decode_greedy([9], other, goes_on=True)
+            gpu.decode_tokens([9], other, goes_on=True)
         if step % 5 == 2:
             assert cache.cut(cache.length - 1) == here.cut(here.length - 1)
         if step % 7 == 3:
@@ -312,12 +361,12 @@ def test_graphs_of_caches_that_are_gone_are_closed(tmp_path: Path, graphs: list[
     _, gpu = make("LlamaDecoderLayer", tmp_path / "model")
     caches: list[Cache] = []
     for most in (3, 40):
-        for _ in range(24):
+        for _ in range(40):
             caches = [*caches[1 - most :], _read(gpu, ids_of(3))]
             for _ in range(2):
-                gpu.decode_greedy([5], caches[-1])
-            assert sum(not graph.closed for graph in Imitated.instances) <= min(most + 1, 16)
-    assert len(graphs) == 48
+                gpu.decode_tokens([5], caches[-1])
+            assert sum(not graph.closed for graph in Imitated.instances) <= min(most + 1, 32)
+    assert len(graphs) == 80
     assert not Imitated.instances[-1].closed
 
 
@@ -346,6 +395,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[CpuModel, GpuModel, 
 SAMPLINGS = {
     "greedy": Sampling(max_new_tokens=20, ignore_eos=True),
     "sampled": Sampling(max_new_tokens=20, temperature=0.8, top_k=20, seed=5, ignore_eos=True),
+    "from all": Sampling(max_new_tokens=20, temperature=0.9, seed=3, ignore_eos=True),
     "penalty": Sampling(max_new_tokens=20, repetition_penalty=1.3),
     "logprobs": Sampling(max_new_tokens=12, logprobs=2),
 }
@@ -361,11 +411,12 @@ def test_batches_say_the_same(int8: bool, speculate: int, both: Any, graphs: lis
         batch = Batch(model, tokenizer, slots=3, int8_cache=int8, speculate=speculate)
         found = []
         for prompts in (["the quick brown fox"], ["the quick brown fox jumps", "an old oak", "hen", "red hen sleeps"], ["an old oak tree"]):
-            for name, sampling in SAMPLINGS.items():
-                started = [batch.submit(tokenizer.encode(prompt), sampling) for prompt in prompts]
+            for names in (*([name] * 4 for name in SAMPLINGS), [*SAMPLINGS][1:]):
+                both_of = zip(prompts, names, strict=False)
+                started = [batch.submit(tokenizer.encode(prompt), SAMPLINGS[name]) for prompt, name in both_of]
                 for _ in run(batch, started):
                     pass
-                found += [(name, one.ids, [choice.id for choice in one.choices]) for one in started]
+                found += [(names, one.ids, [choice.id for choice in one.choices]) for one in started]
         texts.append(found)
     assert texts[0] == texts[1]
     assert sum(graphs) > 20
@@ -374,11 +425,11 @@ def test_batches_say_the_same(int8: bool, speculate: int, both: Any, graphs: lis
 def test_damaged_weights_are_told(tmp_path: Path, graphs: list[int]) -> None:
     _, gpu = make("LlamaDecoderLayer", tmp_path / "model")
     cache = _read(gpu, ids_of(5))
-    gpu.decode_greedy([5], cache)
+    gpu.decode_tokens([5], cache)
     gpu._norm.weight.fill_(torch.nan)
     for _ in range(2):
         with pytest.raises(CheckpointError, match="NaN or infinite"):
-            gpu.decode_greedy([5], cache)
+            gpu.decode_tokens([5], cache)
 
 
 # Opening
@@ -421,13 +472,13 @@ def test_hidden_states_beyond_the_range_of_float16(tmp_path: Path) -> None:
     narrow, wide = (GpuModel(spec, "cpu", dtype) for dtype in (torch.float16, torch.bfloat16))
     cache = _read(narrow, ids_of(5))
     with pytest.raises(CheckpointError, match=r"leave the range of float16: open it with dtype=torch\.bfloat16"):
-        narrow.decode_greedy([5], cache)
+        narrow.decode_tokens([5], cache)
     for sampling in (hb.Sampling(), hb.Sampling(temperature=1.0), hb.Sampling(logprobs=1)):
         batch = Batch(narrow, Tokenizer.open(folder), slots=1)
         batch.submit(ids_of(5), sampling)
         with pytest.raises(CheckpointError, match=r"leave the range of float16: open it with dtype=torch\.bfloat16"):
             batch.step()
-    assert len(wide.decode_greedy([5], _read(wide, ids_of(5)))) == 1
+    assert len(wide.decode_tokens([5], _read(wide, ids_of(5)))) == 1
 
 
 def test_what_torch_computes_is_told(models: Any) -> None:

@@ -21,7 +21,7 @@ from halfbyte.decoder.lower_cpu import LEAST_PREFILL, CpuModel
 from halfbyte.errors import ArgumentError
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.generate import Batch, Generation, run
-from halfbyte.language.sampling import Sampling
+from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 
 KINDS = ["LlamaDecoderLayer", "Gemma3DecoderLayer", "Gemma4TextDecoderLayer, shared keys", "MistralDecoderLayer", "Qwen3MoeDecoderLayer"]

@@ -16,7 +16,7 @@ from halfbyte.decoder.cache import Cache, PrefixCache, Slots, common_prefix
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.language import generate
 from halfbyte.language.generate import Batch, Generation
-from halfbyte.language.sampling import Sampling
+from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 
 MOST = 1 << 30

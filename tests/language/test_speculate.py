@@ -24,7 +24,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.generate import Batch, Generation
 from halfbyte.language.model import LanguageModel
-from halfbyte.language.sampling import Sampler, Sampling
+from halfbyte.language.sampling.sampler import Sampler, Sampling
 from halfbyte.language.speculate import Acceptance, Draft, PromptLookup, accepted_tokens
 from halfbyte.language.tokenizer import Tokenizer
 

@@ -18,7 +18,7 @@ from halfbyte.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from halfbyte.language.model import LanguageModel
-    from halfbyte.language.sampling import Sampling
+    from halfbyte.language.sampling.sampler import Sampling
 
 
 def add(commands: Commands) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from halfbyte.integrations.transformers.text import Generated
     from halfbyte.language.generate import Generation
     from halfbyte.language.model import LanguageModel
-    from halfbyte.language.sampling import Sampling
+    from halfbyte.language.sampling.sampler import Sampling
 
 _LEAST, _MOST = 1e-5, 1e5  # of what logits are divided by: less makes them infinite in float32, more makes them equal
 
@@ -101,9 +101,9 @@ def open_native(args: argparse.Namespace) -> tuple[LanguageModel, Sampling] | No
         _check_native(args)
         return None
     with waking(args.device):
-        from halfbyte.language.generation_defaults import TOP_K, sampling_defaults
         from halfbyte.language.model import LanguageModel
-        from halfbyte.language.sampling import Sampling
+        from halfbyte.language.sampling.defaults import TOP_K, sampling_defaults
+        from halfbyte.language.sampling.sampler import Sampling
 
         if args.format is not None:  # the modules that quantize take long to import
             from halfbyte.nn.config import Config

@@ -153,8 +153,8 @@ def _kinds(paths: list[Path]) -> tuple[list[Path], list[Path]]:
 
 @settling()
 def _open_language(args: argparse.Namespace, path: Path) -> Language:
-    from halfbyte.language.generation_defaults import sampling_defaults
     from halfbyte.language.model import LanguageModel
+    from halfbyte.language.sampling.defaults import sampling_defaults
     from halfbyte.serve.server import Language
 
     config: Config | None = None

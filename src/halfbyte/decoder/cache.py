@@ -22,7 +22,7 @@ from halfbyte.layouts.base import round_up
 from halfbyte.layouts.records import record_bytes, scales_of
 
 _STEP = 64  # tokens by which buffers grow at least
-_STEP_ON_GPU = 1024  # there a larger buffer needs another CUDA graph
+_STEP_ON_GPU = 512  # there a larger buffer needs another CUDA graph, and one of another size other recorded launches
 _stamps = itertools.count(1)
 
 
@@ -104,7 +104,7 @@ class LayerCache:
         else:  # at least so many more, so that tokens are seldom copied
             grown, fits = wanted + max(wanted // self._share, self._step), size >= wanted
         if not fits:
-            size = round_up(grown if most is None else max(wanted, min(grown, most)), _STEP)
+            size = round_up(grown if most is None else max(wanted, min(grown, most)), _STEP if window is not None else self._step)
         self._move(self.length - kept, self.length, size)
         self.first += self.length - kept
         self.length = kept
@@ -114,7 +114,7 @@ class LayerCache:
         """Renumber the tokens so that the sequence, to whose end they belong, has `length` of them."""
         kept = length if self._window is None else min(length, self._window - 1)
         start = max(0, self.length - kept)
-        size = round_up(kept + (self._step if self._window is None else self._slack), _STEP)
+        size = round_up(kept + self._step, self._step) if self._window is None else round_up(kept + self._slack, _STEP)
         self._move(start, self.length, self.size if kept < self.size <= 2 * size else size, kept - (self.length - start))
         self.first, self.length = length - kept, kept
 
@@ -130,7 +130,8 @@ class LayerCache:
         count = min(other.length, length - self.first)
         stop = length - self.first
         for target, source in zip(self.buffers, other.buffers, strict=True):
-            target[slot, :, : stop - count] = 0  # masked, but read: not a number would stay one
+            if target.is_cpu and stop > count:  # masked, but read: not a number would stay one. A GPU's slots never hold one
+                target[slot, :, : stop - count] = 0
             target[slot, :, stop - count : stop] = source[0, :, other.length - count : other.length]
 
     def copy_from(self, other: LayerCache, slot: int, start: int, length: int) -> None:
@@ -138,7 +139,7 @@ class LayerCache:
         skipped = max(start - other.first, 0)
         self.first, count = max(other.first - start, 0), other.length - skipped
         count = min(count, length - self.first)
-        size = round_up(count + self._step, _STEP)
+        size = round_up(count + self._step, _STEP if self._window is not None else self._step)
         self.memory = next(_stamps)
         with torch.inference_mode(False), torch.no_grad():
             self.buffers = [buffer.new_empty((1, buffer.shape[1], size, buffer.shape[3])) for buffer in other.buffers]
@@ -164,9 +165,13 @@ def _moved(buffer: Tensor, start: int, stop: int, size: int, to: int) -> Tensor:
     if size == buffer.shape[2]:
         moved, tokens = buffer, tokens.clone()
     else:
-        moved = buffer.new_empty((*buffer.shape[:2], size, buffer.shape[3]))
-    moved[:, :, :to] = 0
-    moved[:, :, to : to + stop - start] = tokens
+        shape = *buffer.shape[:2], size, buffer.shape[3]
+        # Steps on a GPU read free slots and what is behind the tokens, too.
+        moved = buffer.new_empty(shape) if buffer.is_cpu or len(buffer) == 1 else buffer.new_zeros(shape)
+    if to:
+        moved[:, :, :to] = 0
+    if stop > start:
+        moved[:, :, to : to + stop - start] = tokens
     return moved
 
 

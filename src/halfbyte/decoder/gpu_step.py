@@ -6,6 +6,8 @@ What differs from step to step lies in one int64 tensor, `state`, that the host 
     for each sequence: row of its position in the tables of rope, token id, index of its first token
 
 A step writes the likeliest token of each sequence to its place in `state`, so the next one may be launched before the host has read it.
+
+A step is for up to B sequences. Rows without one compute, too, and write to slots that are free: they see what they have written alone.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from halfbyte.ops.graph_capture import CapturedGraph
 
 _GROUP = 4  # numbers of a group in `state`: kernels read tensors that begin at multiples of 16 bytes
 _LEAST_WIDTH = 16
+# Sequences of steps: few graphs, and few rows without a sequence, whose keys and values are read for nothing.
+_BATCHES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 
 
 def likeliest(scores: Tensor) -> Tensor:
@@ -80,8 +84,8 @@ class StepShape(NamedTuple):
     Attributes:
         groups: Of layers.
         tables: Cosines and sines of each rope, [2, rows, R / 2].
-        batch: Sequences, B.
-        padded: Whether sequences begin at different indices.
+        batch: Sequences at most, B.
+        padded: Whether sequences begin at different indices, or are fewer.
     """
 
     groups: Sequence[Group]
@@ -160,13 +164,14 @@ class DecodeStep:
         """Run the step.
 
         Args:
-            state: Its numbers.
+            state: Its numbers, of b sequences; b <= B.
             compute: Runs the model: the same launches in each call.
             masks: bool [B, T] for each group, in addition: such a step is not captured.
 
         Returns:
-            Logits [B, N], and the likeliest tokens int64 [B], -1 where logits are not finite. The next call may overwrite both.
+            Logits [b, N], and the likeliest tokens int64 [b], -1 where logits are not finite. The next call may overwrite both.
         """
+        count = len(state.ids)
         if state != self._there:
             self._state.copy_(self._numbers(state), non_blocking=True)
         self._there = None
@@ -174,16 +179,22 @@ class DecodeStep:
             self._capture(compute)
         self._runs += 1
         if self._graph is None or masks is not None:
-            return self._run(compute, masks)
-        return self.again()
+            logits, chosen = self._run(compute, masks)
+            return logits[:count], chosen[:count]
+        return self.again(count)
 
-    def again(self) -> tuple[Tensor, Tensor]:
-        """Replay the graph for the tokens that the last call has found, at the next positions."""
+    def again(self, count: int) -> tuple[Tensor, Tensor]:
+        """Replay the graph for the tokens that the last call has found for `count` sequences, at the next positions."""
         assert self._graph is not None
         assert self._results is not None
         self._there = None
         self._graph.replay()
-        return self._results
+        logits, chosen = self._results
+        return logits[:count], chosen[:count]
+
+    def put_ids(self, ids: Tensor) -> None:
+        """Replace the tokens that the last call has found by others [b] for the next one."""
+        self._state[self._ids : self._ids + len(ids)].copy_(ids)
 
     def has_advanced(self, state: State) -> None:
         """Note the numbers that the last call has left."""
@@ -197,6 +208,7 @@ class DecodeStep:
 
     def _numbers(self, state: State) -> Tensor:
         numbers = [0] * len(self._state)
+        numbers[self._starts : self._starts + self._shape.batch] = [sum(state.groups[0])] * self._shape.batch
         for index, both in enumerate(state.groups):
             numbers[_GROUP * index : _GROUP * index + 2] = both
         for place, values in ((self._rows, state.rows), (self._ids, state.ids), (self._starts, state.starts)):
@@ -237,6 +249,11 @@ class DecodeStep:
             begun = columns >= (self._state[self._starts : self._starts + self._shape.batch] - first)[:, None]
             mask = begun if mask is None else mask & begun
         return mask
+
+
+def batch_of_step(count: int) -> int:
+    """The number of sequences of the step that decodes `count` of them."""
+    return next((batch for batch in _BATCHES if batch >= count), count)
 
 
 def can_capture(device: torch.device) -> bool:

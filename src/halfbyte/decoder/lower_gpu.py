@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from halfbyte import env
 from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
-from halfbyte.decoder.gpu_step import DecodeStep, Group, HostReader, Inputs, State, StepShape
+from halfbyte.decoder.gpu_step import DecodeStep, Group, HostReader, Inputs, State, StepShape, batch_of_step
 from halfbyte.decoder.kernels_gpu import why_not_attend
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
@@ -27,7 +27,7 @@ from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.dispatch.layers import SOFTCAP, why_not_norm, why_not_router
 from halfbyte.errors import ArgumentError, UnsupportedError, non_finite_logits
 from halfbyte.kernels.layer_kinds import logits_in_torch
-from halfbyte.layouts.base import Packed
+from halfbyte.layouts.base import Packed, round_up
 from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.functions import embedding
@@ -45,7 +45,7 @@ _MOST_VERIFY = 65  # tokens
 _FEW = 512  # where attention is computed in torch, or all logits are asked for
 _LEAST_POSITIONS = 2048  # for which there are cosines and sines at first
 _LONG = 1 << 62  # tokens of a sequence
-_MOST_STEPS = 16  # whose graphs are cached
+_MOST_STEPS = 32  # whose graphs are cached
 _CAST = "router", "gate", "layer_scale"  # tensors, in addition to norms, that are in the type of activations
 
 
@@ -150,28 +150,39 @@ class GpuModel:
             return self._scaled(logits)
 
     @torch.inference_mode()
-    def decode_greedy(
-        self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None, *, goes_on: bool = False
+    def decode_tokens(
+        self,
+        ids: Sequence[int],
+        cache: Cache,
+        positions: Sequence[int] | None = None,
+        *,
+        choose: Callable[[Tensor], Tensor] | None = None,
+        goes_on: bool = False,
     ) -> list[int]:
-        """Compute the likeliest token after one new token of each sequence, which enters the cache.
+        """Choose the token after one new token of each sequence, which enters the cache.
 
         Args:
             ids, cache, positions: As for `decode`; a mask follows from where the sequences of `Slots` start.
+            choose: Logits [B, N], float32, which it may keep, to tokens int64 [B] on the same device, negative where it could not choose;
+                None: the likeliest tokens.
             goes_on: Whether the next call is likely to be for the tokens that this one returns: their step is launched before the host
                 has read them. What it computes is dropped if the next call is another one.
 
         Raises:
-            CheckpointError: The logits are NaN or infinite.
+            CheckpointError: Without `choose`, the logits are NaN or infinite.
         """
         with self._on:
             step, state = self._prepared(ids, cache, positions)
-            _, chosen = self._result(step, state, cache)
+            logits, chosen = self._result(step, state, cache)
             self._ahead = None
             cache.append(1)
+            if choose is not None:
+                chosen = choose(self._scaled(logits))
+                step.put_ids(chosen)
             self._reader.ask(chosen)
-            launched = step.again() if goes_on and step.is_captured and self._has_room(cache, state) else None
+            launched = step.again(len(ids)) if goes_on and step.is_captured and self._has_room(cache, state) else None
             tokens: list[int] = self._reader.answer().tolist()
-            if min(tokens) < 0:
+            if choose is None and min(tokens) < 0:
                 raise non_finite_logits(is_float16=self.dtype == torch.float16)
             if launched is not None:
                 self._ahead = step, cache.stamp, state.after(tokens), launched
@@ -204,12 +215,14 @@ class GpuModel:
         switch, count = self.spec.rope_switch, self._positions
         rows = tuple(place if switch is None or place < switch else place + count for place in places)
         state = State(tuple((layer.length, layer.first) for layer in groups), rows, tuple(ids), starts)
-        key = len(ids), any(starts), count, tuple(layer.memory for layer in cache.layers)
+        batch = min(batch_of_step(len(ids)), cache.capacity) if isinstance(cache, Slots) else len(ids)
+        padded = any(starts) or batch > len(ids)
+        key = batch, padded, count, tuple(layer.memory for layer in cache.layers)
         step = self._steps.pop(key, None)
         if step is None:
             self._close_steps()
             sizes = [Group(window, layer.size) for window, layer in zip(self._windows, groups, strict=True)]
-            step = DecodeStep(StepShape(sizes, self._tables, len(ids), any(starts)), self.device)
+            step = DecodeStep(StepShape(sizes, self._tables, batch, padded), self.device)
             self._caches[step] = weakref.ref(cache)
         self._steps[key] = step  # the last one used is the last one
         return step, state
@@ -251,7 +264,7 @@ class GpuModel:
             rotary, group = inputs.rotary[spec.rope] if layer.attention.heads.rotary_width else None, self._group_of[index]
             per_layer_input = None if of_layers is None else of_layers[:, :, index]
             length = (inputs.lengths if spec.kv_source is None else after)[group]
-            x = decode(layer, x, rotary, _key_values(entry, cache.batch, length), inputs.masks[group], per_layer_input)
+            x = decode(layer, x, rotary, _key_values(entry, len(inputs.ids), length), inputs.masks[group], per_layer_input)
         return self._head(normed(x[:, 0], self._norm))
 
     # Prompts
@@ -308,8 +321,12 @@ class GpuModel:
         self._caches.clear()
 
     def _read(self, ids: Sequence[int], cache: Cache, total: int) -> Tensor:
-        """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence."""
-        tokens, before = len(ids), cache.length
+        """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence.
+
+        Rows behind the tokens are computed, too, so that there are recorded launches for few numbers of tokens. What these rows write
+        lies behind the sequence in the cache.
+        """
+        tokens, before = _rows_of_prompt(len(ids)), cache.length
         cache.reserve(tokens)
         self._compute_positions(before + tokens)
         switch = self.spec.rope_switch
@@ -318,7 +335,7 @@ class GpuModel:
         groups = self._groups(cache)
         lengths = [torch.full((1,), layer.length, dtype=torch.int64, device=self.device) for layer in groups]
         masks = [self._window_mask(window, tokens, layer) for window, layer in zip(self._windows, groups, strict=True)]
-        given = torch.tensor([list(ids)], dtype=torch.int64, device="cpu").to(self.device)
+        given = torch.tensor([[*ids, *[0] * (tokens - len(ids))]], dtype=torch.int64, device="cpu").to(self.device)
         x = self._embedded(given[0])[None]
         of_layers = self._per_layer_inputs(given, x)
         for index, (layer, spec, entry) in enumerate(zip(self._layers, self.spec.layers, cache.by_layer, strict=True)):
@@ -334,8 +351,8 @@ class GpuModel:
                 )
             else:
                 x, _ = prefill_with(layer, x, tables, partial(self._encoded, entry), mask, per_layer_input, length)
-        cache.append(tokens)
-        return x
+        cache.append(len(ids))
+        return x[:, : len(ids)]
 
     def _per_layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:
         """The layers' own inputs [B, t, layers, P] of tokens ids [B, t] that are embedded as x; None where they have none."""
@@ -409,6 +426,12 @@ class GpuModel:
     def _scaled(self, y: Tensor) -> Tensor:
         """The model's logits, float32, in memory of their own."""
         return logits_in_torch(y.to(torch.float32, copy=True), self.spec.logits)
+
+
+def _rows_of_prompt(tokens: int) -> int:
+    """How many rows are computed for so many tokens of a prompt: at most an eighth more, but 16 or a power of 2 of few tokens."""
+    power = 1 << (tokens - 1).bit_length()
+    return power if tokens <= 8 else round_up(tokens, max(16, power // 16))
 
 
 def _table(rope: Rope, count: int, lengths: Sequence[int]) -> Tensor:

@@ -9,12 +9,12 @@ Text
   tokenizer.py            `Tokenizer`: text ↔ token ids, of a folder (tokenizer_folder.py) or a .gguf file
   chat_template.py        `render`: messages → prompt, within limits (template_limits.py)
   text_stream.py          `TextStream`: token ids → text as it is generated, up to a stop string
-  sampling.py             `Sampling`, `Sampler`: logits → the next token
+  sampling/               logits → the next token
 """
 
 from halfbyte.language.chat_template import render as render
-from halfbyte.language.sampling import Choice as Choice
-from halfbyte.language.sampling import Sampler as Sampler
-from halfbyte.language.sampling import Sampling as Sampling
+from halfbyte.language.sampling.sampler import Choice as Choice
+from halfbyte.language.sampling.sampler import Sampler as Sampler
+from halfbyte.language.sampling.sampler import Sampling as Sampling
 from halfbyte.language.text_stream import TextStream as TextStream
 from halfbyte.language.tokenizer import Tokenizer as Tokenizer

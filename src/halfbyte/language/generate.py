@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, PrefixCache, Slots
 from halfbyte.errors import ArgumentError
-from halfbyte.language.sampling import Choice, LogitsProcessor, Sampler, Sampling, most_likely
+from halfbyte.language.sampling.batched import BatchSampler
+from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampler, Sampling, most_likely
 from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
 from halfbyte.language.text_stream import TextStream
 from halfbyte.language.tokenizer import Tokenizer
@@ -294,7 +295,7 @@ class Batch:
         sampler = Sampler(generation.sampling, generation.prompt_ids, generation.processors, is_float16=is_float16)
         stream = TextStream(self._tokenizer, generation.sampling.stop)
         guesser = self._draft or PromptLookup() if self._speculate else None
-        running, chosen = _Running(generation, sampler, stream, cache, 0, guesser), sampler.choose(_where_sampled(logits, [sampler]))
+        running, chosen = _Running(generation, sampler, stream, cache, 0, guesser), self._first_token(sampler, logits)
         self._active.append(running)
         self._waiting.remove(generation)
         self._prefill = None
@@ -302,6 +303,12 @@ class Batch:
         generation.first_token = generation.last_token
         self._share_slots()
         return generation, piece
+
+    def _first_token(self, sampler: Sampler, logits: Tensor) -> int | Choice:
+        if self._model.where is None or sampler.is_plain:
+            return sampler.choose(logits)
+        chooser = BatchSampler([sampler])
+        return chooser.accept(chooser(logits[None]).tolist())[0]
 
     def _cache_for(self, prompt: list[int]) -> tuple[Cache, int]:
         """A cache for a prompt, and how many of its tokens are in there."""
@@ -334,27 +341,26 @@ class Batch:
         (chosen,) = self._chosen([running], cache)
         return generation, self._accept(running, chosen)
 
-    def _chosen(self, runs: Sequence[_Running], cache: Cache) -> Iterator[int | Choice]:
+    def _chosen(self, runs: Sequence[_Running], cache: Cache) -> Iterable[int | Choice]:
         """Decode the token that waits of each sequence, and choose the next one."""
         waiting, slots = [one.waiting for one in runs], cache if isinstance(cache, Slots) else None
         positions = None if slots is None else slots.positions()
         samplers = [one.sampler for one in runs]
+        are_plain = all(sampler.is_plain for sampler in samplers)
         if self._model.where is None:
             logits = self._model.decode(waiting, cache, None if slots is None else slots.mask(), positions)
-            if all(sampler.is_plain for sampler in samplers):
-                return most_likely(logits)
-        elif all(sampler.is_plain for sampler in samplers):
-            goes_on = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
-            model = cast("GpuModel", self._model)
-            return iter(model.decode_greedy(waiting, cache, positions, goes_on=goes_on))
-        else:
-            logits = _where_sampled(self._model.decode(waiting, cache, None, positions), samplers)
-        return (sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True))
+            return most_likely(logits) if are_plain else (sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True))
+        chooser = None if are_plain else BatchSampler(samplers)
+        goes_on = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
+        tokens = cast("GpuModel", self._model).decode_tokens(waiting, cache, positions, choose=chooser, goes_on=goes_on)
+        return tokens if chooser is None else chooser.accept(tokens)
 
     def _check_guesses(self, running: _Running, guesser: Guesser, cache: Cache, guesses: list[int]) -> str:
         """Read the waiting token and guesses behind it at once, and accept the tokens that would have been chosen one by one."""
         before = cache.length
-        logits = _where_sampled(self._model.verify([running.waiting, *guesses], cache), [running.sampler])
+        logits = self._model.verify([running.waiting, *guesses], cache)
+        if not running.sampler.is_plain:
+            logits = logits.cpu()  # tokens are chosen one after the other
         chosen = accepted_tokens(running.sampler, logits, guesses)
         self.guessed += len(guesses)
         self.accepted += len(chosen) - 1
@@ -428,11 +434,6 @@ class Batch:
         last = self._active.pop()
         if last is not running:
             self._active[index] = last  # as in the slots
-
-
-def _where_sampled(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
-    """Logits where tokens are chosen: on the CPU, but for a greedy choice, of which only the token leaves a GPU."""
-    return logits if all(sampler.is_plain for sampler in samplers) else logits.cpu()
 
 
 def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[tuple[int, str]]:

@@ -23,7 +23,7 @@ from halfbyte.language.chat_template import render
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.device import find_device
 from halfbyte.language.generate import MOST_GUESSES, Batch, Generation, run
-from halfbyte.language.sampling import Sampling
+from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

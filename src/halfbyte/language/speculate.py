@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, common_prefix
-from halfbyte.language.sampling import Choice, Sampler, most_likely
+from halfbyte.language.sampling.sampler import Choice, Sampler, most_likely
 
 if TYPE_CHECKING:
     from halfbyte.decoder.lower_cpu import CpuModel

@@ -18,7 +18,7 @@ from halfbyte.kernels.gpu.runtime.launch import current_recording, is_compiling
 if TYPE_CHECKING:
     from halfbyte.kernels.gpu.runtime.tape import Tape
 
-MOST_LAUNCHES = 4096
+MOST_LAUNCHES = 32768
 
 Operands = Sequence[Tensor | None]
 R = TypeVar("R", bound=Tensor | Sequence[Tensor])

@@ -23,7 +23,7 @@ from starlette.types import Receive
 
 from halfbyte.errors import ArgumentError, HalfbyteError
 from halfbyte.language.model import LanguageModel
-from halfbyte.language.sampling import Choice
+from halfbyte.language.sampling.sampler import Choice
 from halfbyte.serve.chat import Answer, forced_call, prompt
 from halfbyte.serve.engine import Engine, Job, Processor, Request, Update
 from halfbyte.serve.formats import Calls, ChatFormat, CompletionFormat, TokenTexts, usage

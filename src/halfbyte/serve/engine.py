@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from halfbyte.errors import HalfbyteError
 from halfbyte.language.generate import Batch, Generation
-from halfbyte.language.sampling import Choice, LogitsProcessor, Sampling
+from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampling
 from halfbyte.serve.metrics import Metrics
 from halfbyte.serve.replies import ApiError
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from halfbyte import __version__
-from halfbyte.language.sampling import Choice
+from halfbyte.language.sampling.sampler import Choice
 from halfbyte.language.tokenizer import Tokenizer
 from halfbyte.serve.engine import Request
 from halfbyte.serve.replies import dumps, event

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from halfbyte.errors import ArgumentError
-from halfbyte.language.sampling import Sampling
+from halfbyte.language.sampling.sampler import Sampling
 
 
 @dataclass(frozen=True, slots=True)

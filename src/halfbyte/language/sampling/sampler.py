@@ -1,7 +1,8 @@
 """Logits → the next token.
 
-Called by the generation loop with the logits of one sequence. Penalties, temperature, top-k, top-p and min-p have the meaning and the order
-of transformers' logits processors; presence and frequency penalties are those of OpenAI's API, as in vLLM.
+Called by the generation loop with the logits of one sequence; `batched.py` has those of several on a GPU. Penalties, temperature,
+top-k, top-p and min-p have the meaning and the order of transformers' logits processors; presence and frequency penalties are those of
+OpenAI's API, as in vLLM.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Sampler:
     @property
     def is_plain(self) -> bool:
         """Whether it chooses the most likely token, without penalties and log probabilities."""
-        return self._generator is None and not self._penalizes and self.sampling.logprobs is None and not self._processors
+        return not self.draws and not self._penalizes and self.sampling.logprobs is None and not self._processors
 
     def choose(self, logits: Tensor) -> int | Choice:
         """Chooses the next token.
@@ -185,11 +186,28 @@ class Sampler:
             raise ArgumentError(
                 f"logits are a vector [N] of floating-point numbers, got {shape} {logits.dtype}: pass those of one sequence"
             )
+        scores = self.scores(logits)
+        chosen = self.draw(scores, self.uniform()) if self.draws else next(most_likely(scores[None], is_float16=self.is_float16))
+        return self.accept(chosen, logits)
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn, not the most likely ones."""
+        return self._generator is not None
+
+    def uniform(self) -> float:
+        """The next number of the sequence's generator, uniform in [0, 1)."""
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64, device="cpu"))
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """The logits [N] after processors and penalties; the given ones are not changed."""
         scores = logits
         for processor in self._processors:
             scores = processor.process(scores)
-        scores = self._penalized(scores) if self._penalizes else scores
-        chosen = self._draw(scores) if self._generator is not None else next(most_likely(scores[None], is_float16=self.is_float16))
+        return self._penalized(scores) if self._penalizes else scores
+
+    def accept(self, chosen: int, logits: Tensor) -> int | Choice:
+        """Note which token was chosen; returns it, with log probabilities by the logits [N] where they are asked for."""
         if self._penalizes:
             self._counts[chosen] += 1
             if self.sampling.repetition_penalty != 1:
@@ -216,13 +234,16 @@ class Sampler:
             scores[ids] -= self.sampling.presence_penalty + self.sampling.frequency_penalty * counts
         return scores
 
-    def _draw(self, scores: Tensor) -> int:
-        """Draws a token by inverting the cumulative distribution of the candidates, at one uniform random number."""
+    def draw(self, scores: Tensor, uniform: float) -> int:
+        """Draw a token of scores [N] by inverting the cumulative distribution of the candidates, at a number in [0, 1).
+
+        Raises:
+            CheckpointError: The scores are NaN or infinite.
+        """
         if not math.isfinite(float(scores.amax())):  # a NaN or +inf, or only -inf
             raise non_finite_logits(is_float16=self.is_float16)
         ids, values = candidates(scores, self.sampling)
         probabilities = torch.softmax(values, 0)
-        uniform = float(torch.rand((), generator=self._generator, dtype=torch.float64, device="cpu"))
         if probabilities.numel() <= _SMALL:
             at = self._inverse_cumulative(probabilities, uniform, relative=True)[0]
         else:  # first a block, then a token of it: most of a large array is read once and never written

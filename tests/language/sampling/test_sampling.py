@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.language import Choice, Sampler, Sampling
-from halfbyte.language.sampling import candidates
+from halfbyte.language.sampling.sampler import candidates
 
 PROMPT = [3, 5, 5, 90]
 
