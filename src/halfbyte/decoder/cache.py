@@ -45,6 +45,24 @@ def _buffers(dim: int, int8: bool, where: OnGpu | None) -> list[tuple[int, torch
     return [(dim, torch.int8)] * 2 + [(scales_of(dim), torch.bfloat16)] * 2 if int8 else [(dim, where.dtype)] * 2
 
 
+def most_bytes(spec: LayerSpec, tokens: int, chunk: int, sequences: int, *, int8: bool, where: OnGpu) -> int:
+    """Return the bytes that a layer's caches have on a GPU, at most.
+
+    Args:
+        spec: The layer.
+        tokens: Of a sequence, at most.
+        chunk: Tokens that are read at a time, at most.
+        sequences: That are decoded at the same time: of several, each is read in a cache of its own before it takes a slot.
+        int8, where: As for `LayerCache`.
+    """
+    window, heads = spec.sliding_window, spec.attention.heads
+    size = tokens if sequences == 1 else tokens + max(tokens // 4, _STEP_ON_GPU)
+    if window is not None:
+        size = min(size, window + min(chunk, tokens) + window // 4 + _STEP)
+    token = sum(width * dtype.itemsize for width, dtype in _buffers(heads.head_dim, int8, where)) * heads.num_kv_heads
+    return token * round_up(size, _STEP) * (sequences if sequences == 1 else sequences + 1)
+
+
 class LayerCache:
     """Keys and values of one layer.
 
@@ -410,6 +428,8 @@ class PrefixCache:
             if same_frequencies and same > longest and entry.cache.can_cut(same):
                 best, longest = entry, same
         if best is None:
+            if not self.limit:  # the cache that the caller makes replaces the newest sequence's: memory for both may not be there
+                self.clear()
             return None
         self.entries.remove(best)
         if longest < best.cache.length and self.nbytes + 2 * best.cache.nbytes <= self.limit:

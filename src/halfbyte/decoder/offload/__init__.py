@@ -1,0 +1,4 @@
+"""Models that are larger than a GPU's memory: a part of them is computed on the CPU.
+
+placement.py   which parts, computed from a specification and the memory given
+"""
