@@ -21,6 +21,8 @@ from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
 from halfbyte.decoder.gpu_step import DecodeStep, Group, HostReader, Inputs, State, StepShape
 from halfbyte.decoder.kernels_gpu import why_not_attend
+from halfbyte.decoder.offload.host_experts import HostExperts, at_once
+from halfbyte.decoder.offload.placement import ON_GPU, Placement
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.dispatch.gpu import why_no_triton
@@ -56,6 +58,7 @@ class GpuModel:
         spec: What is computed, with the weights.
         device: Where.
         dtype: Of activations: float16, bfloat16 or float32.
+        placement: What is computed on the CPU.
         where: `device` and `dtype` for its caches.
         most_decode: Sequences that are decoded at the same time, at most.
         most_verify: Tokens of one sequence that are verified at the same time, at most.
@@ -63,8 +66,14 @@ class GpuModel:
         notes: Which ops have no kernel on this device and are computed by torch's operations, and why.
     """
 
-    def __init__(self, spec: DecoderSpec, device: torch.device | str = "cuda", dtype: torch.dtype = torch.float16) -> None:
-        """Lower a specification, whose weights are packed for the device.
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype = torch.float16,
+        placement: Placement = ON_GPU,
+    ) -> None:
+        """Lower a specification, whose weights are packed for the device, or for the CPU where the placement says so.
 
         Raises:
             UnsupportedError: A part of it is not computed on a GPU.
@@ -72,7 +81,7 @@ class GpuModel:
         """
         if dtype not in DTYPES:
             raise ArgumentError(f"activations on a GPU are {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got {dtype}")
-        place = spec.embedding.device
+        place, self.placement = spec.embedding.device, placement
         self.spec, self.dtype, self.most_decode, self.most_verify, self.least_prefill = spec, dtype, MOST_SEQUENCES, _MOST_VERIFY, 1
         if place.type != torch.device(device).type or torch.device(device).index not in (None, place.index):
             raise ArgumentError(f"the weights of this model are on {place}, got device={str(device)!r}: pack them for that device")
@@ -80,7 +89,8 @@ class GpuModel:
         for index, layer in enumerate(spec.layers):
             if (reason := _why_not(layer)) is not None:
                 raise UnsupportedError(f"layer {index} is not computed on a GPU: {reason}")
-        self._layers = [self._lowered(layer) for layer in spec.layers]
+        self._host = HostExperts(self._host_experts(), place)
+        self._layers = [self._lowered(index, layer) for index, layer in enumerate(spec.layers)]
         self._norm = self._cast_norm(spec.norm)
         self._inputs_norm = None if spec.per_layer_inputs is None else self._norm_of_inputs(spec.per_layer_inputs)
         windows = list(dict.fromkeys(layer.sliding_window for layer in spec.layers))
@@ -102,9 +112,21 @@ class GpuModel:
 
     # Lowering
 
-    def _lowered(self, layer: LayerSpec) -> GpuLayer:
+    def _lowered(self, index: int, layer: LayerSpec) -> GpuLayer:
         layer.check()
-        return packed_layer(*(self._cast(half) for half in (layer.attention, layer.mlp, layer.per_layer_input))).linked()
+        mlp = None if index in self._host else layer.mlp
+        return packed_layer(*(self._cast(half) for half in (layer.attention, mlp, layer.per_layer_input))).linked()
+
+    def _host_experts(self) -> dict[int, Experts]:
+        """The mixtures whose routed experts are on the CPU, by the index of their layer."""
+        halves = {index: layer.mlp for index, layer in enumerate(self.spec.layers) if isinstance(layer.mlp, Experts)}
+        for index, half in halves.items():
+            wanted = torch.device("cpu") if self.placement.on_cpu(index, experts=True) else self.device
+            if (found := half.gate_up.packed.device) != wanted:
+                raise ArgumentError(
+                    f"the experts of layer {index} are on {found}, and {self.placement} needs them on {wanted}: pack them there"
+                )
+        return {index: self._cast(half) for index, half in halves.items() if self.placement.on_cpu(index, experts=True)}
 
     def _cast(self, part: Any) -> Any:
         """A part of a layer with norms, routers and factors of outputs in the type of activations."""
@@ -169,7 +191,8 @@ class GpuModel:
             self._ahead = None
             cache.append(1)
             self._reader.ask(chosen)
-            launched = step.again() if goes_on and step.is_captured and self._has_room(cache, state) else None
+            launches_ahead = goes_on and step.is_captured and not self._host  # a step with functions of the host waits for them
+            launched = step.again() if launches_ahead and self._has_room(cache, state) else None
             tokens: list[int] = self._reader.answer().tolist()
             if min(tokens) < 0:
                 raise non_finite_logits(is_float16=self.dtype == torch.float16)
@@ -252,6 +275,8 @@ class GpuModel:
             per_layer_input = None if of_layers is None else of_layers[:, :, index]
             length = (inputs.lengths if spec.kv_source is None else after)[group]
             x = decode(layer, x, rotary, _key_values(entry, cache.batch, length), inputs.masks[group], per_layer_input)
+            if index in self._host:
+                x = self._host.add(index, x, inputs.host)
         return self._head(normed(x[:, 0], self._norm))
 
     # Prompts
@@ -334,6 +359,8 @@ class GpuModel:
                 )
             else:
                 x, _ = prefill_with(layer, x, tables, partial(self._encoded, entry), mask, per_layer_input, length)
+            if index in self._host:
+                x = self._host.add(index, x, at_once)
         cache.append(tokens)
         return x
 

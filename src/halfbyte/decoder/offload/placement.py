@@ -50,6 +50,9 @@ class Placement(NamedTuple):
         return layer < (max(self.experts, self.layers) if experts else self.layers)
 
 
+ON_GPU = Placement()
+
+
 class Request(NamedTuple):
     """What a user asks for.
 
