@@ -22,7 +22,7 @@ from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, de
 from halfbyte.decoder.gpu_step import DecodeStep, Group, HostReader, Inputs, State, StepShape
 from halfbyte.decoder.kernels_gpu import why_not_attend
 from halfbyte.decoder.offload.host_experts import HostExperts, at_once
-from halfbyte.decoder.offload.placement import ON_GPU, Placement
+from halfbyte.decoder.offload.placement import ON_GPU, Plan
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.dispatch.gpu import why_no_triton
@@ -58,7 +58,7 @@ class GpuModel:
         spec: What is computed, with the weights.
         device: Where.
         dtype: Of activations: float16, bfloat16 or float32.
-        placement: What is computed on the CPU.
+        plan: What is computed on the CPU; None: nothing.
         where: `device` and `dtype` for its caches.
         most_decode: Sequences that are decoded at the same time, at most.
         most_verify: Tokens of one sequence that are verified at the same time, at most.
@@ -71,9 +71,9 @@ class GpuModel:
         spec: DecoderSpec,
         device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.float16,
-        placement: Placement = ON_GPU,
+        plan: Plan | None = None,
     ) -> None:
-        """Lower a specification, whose weights are packed for the device, or for the CPU where the placement says so.
+        """Lower a specification, whose weights are packed for the device, or for the CPU where the plan says so.
 
         Raises:
             UnsupportedError: A part of it is not computed on a GPU.
@@ -81,8 +81,9 @@ class GpuModel:
         """
         if dtype not in DTYPES:
             raise ArgumentError(f"activations on a GPU are {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got {dtype}")
-        place, self.placement = spec.embedding.device, placement
-        self.spec, self.dtype, self.most_decode, self.most_verify, self.least_prefill = spec, dtype, MOST_SEQUENCES, _MOST_VERIFY, 1
+        place, self.plan, self.placement = spec.embedding.device, plan, ON_GPU if plan is None else plan.placement
+        sequences = MOST_SEQUENCES if plan is None else min(MOST_SEQUENCES, plan.request.sequences)
+        self.spec, self.dtype, self.most_decode, self.most_verify, self.least_prefill = spec, dtype, sequences, _MOST_VERIFY, 1
         if place.type != torch.device(device).type or torch.device(device).index not in (None, place.index):
             raise ArgumentError(f"the weights of this model are on {place}, got device={str(device)!r}: pack them for that device")
         self.device, self.where = place, OnGpu(place, dtype)

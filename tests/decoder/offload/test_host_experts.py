@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from halfbyte.decoder.families import FAMILIES
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.decoder.offload import host_experts
 from halfbyte.decoder.offload.host_experts import HostExperts
-from halfbyte.decoder.offload.placement import Placement
+from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError
 from halfbyte.language.checkpoint_tensors import open_checkpoint
@@ -55,7 +54,11 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def both(spec: DecoderSpec, experts: int) -> tuple[GpuModel, GpuModel]:
-    return GpuModel(spec, "cpu", torch.float32), GpuModel(spec, "cpu", torch.float32, Placement(experts))
+    return GpuModel(spec, "cpu", torch.float32), GpuModel(spec, "cpu", torch.float32, plan(experts))
+
+
+def plan(experts: int) -> Plan:
+    return Plan(Request(None, sequences=8), Placement(experts), Sizes((), 0, 0))
 
 
 def ids_of(count: int, seed: int = 1) -> list[int]:
@@ -219,4 +222,4 @@ def test_experts_elsewhere_than_placed(specs: Models) -> None:
     absent = half.gate_up.packed
     away = replace(spec.layers[0], mlp=half._replace(gate_up=half.gate_up._replace(packed=replace(absent, data=absent.data.to("meta")))))
     with pytest.raises(ArgumentError, match=r"the experts of layer 0 are on meta, and .*experts=1.* needs them on cpu: pack them there"):
-        GpuModel(replace(spec, layers=(away, *spec.layers[1:])), "cpu", torch.float32, Placement(1))
+        GpuModel(replace(spec, layers=(away, *spec.layers[1:])), "cpu", torch.float32, plan(1))

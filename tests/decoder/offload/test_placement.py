@@ -108,20 +108,20 @@ def test_time_of_a_token(sizes: Sizes, gpu: float, cpu: float) -> None:
 def test_what_is_asked_for() -> None:
     sizes = Sizes((LayerSize(10), LayerSize(20, 300, 5, 0.1), LayerSize(20, 300, 5, 0.1)), 50, 7)
     assert plan_for(sizes, Request(None, experts=2)).placement == Placement(2, 0)
-    plan = plan_for(sizes, Request(500, experts=3, layers=1))
+    plan = plan_for(sizes, Request(500, experts=3, gpu_layers=2))
     assert (plan.placement, plan.gpu_bytes, plan.cpu_bytes) == (Placement(3, 1), 107, 610)
     assert "layers 0 and the routed experts of layers 1-2, 610 B" in str(plan)
     assert plan.crossings == 3
     for asked, match in (
         ({"experts": 4}, "cpu_experts is 0 to 3, the layers of this model, got 4"),
-        ({"layers": -1}, "gpu_layers is 0 to 3, the layers of this model, got 4"),
+        ({"gpu_layers": 4}, "gpu_layers is 0 to 3, the layers of this model, got 4"),
     ):
         with pytest.raises(ArgumentError, match=match):
             plan_for(sizes, Request(None, **asked))
     with pytest.raises(ArgumentError, match="at least 420 B of GPU memory with what is to be on the CPU for 8192 tokens, got 400 B"):
         plan_for(sizes, Request(400, experts=2))
     with pytest.raises(ArgumentError, match=r"1 of 3 layers cannot be on the CPU, as they share keys: leave gpu_layers out"):
-        plan_for(sizes._replace(why_whole="they share keys"), Request(None, layers=1))
+        plan_for(sizes._replace(why_whole="they share keys"), Request(None, gpu_layers=2))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,6 @@ def test_sizes_of_a_mixture(tmp_path: Path) -> None:
     sizes = sizes_of(spec, Request(None, 64), torch.bfloat16)
     assert [bool(layer.experts) for layer in sizes.layers] == [type(layer.mlp).__name__ == "Experts" for layer in spec.layers]
     assert any(layer.experts for layer in sizes.layers)
-    assert sizes.why_whole is None
     tied = sizes_of(spec_of("LlamaDecoderLayer", tmp_path / "llama"), Request(None, 64), torch.bfloat16)
     assert 0 < tied.head <= tied.outside
     assert sizes_of(spec_of("Gemma4TextDecoderLayer, shared keys", tmp_path / "gemma"), Request(None, 64), torch.bfloat16).why_whole

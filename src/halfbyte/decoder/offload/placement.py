@@ -31,6 +31,7 @@ DEFAULT_CONTEXT = 8192
 _SCRATCH = 320 << 20  # bytes of locks, workspaces and double buffers of kernels (`kernels/gpu/runtime/scratch.py`)
 _FEW = 512  # rows for which logits are computed at a time
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
+_LAYERS_MOVE = False
 _CROSSING = 30e-6  # seconds of a hidden state to the CPU and back
 
 
@@ -59,8 +60,8 @@ class Request(NamedTuple):
     Attributes:
         memory: Bytes of GPU memory; None: no bound.
         context: Tokens of a sequence, at most.
-        experts: Layers whose routed experts are on the CPU; None: as few as fit the memory.
-        layers: Layers that are on the CPU; None: as few as fit the memory.
+        experts: The first layers whose routed experts are on the CPU, -1: all; None: as few as the memory asks for.
+        gpu_layers: The last layers that are on the GPU, the others are on the CPU; None: as many as fit the memory.
         sequences: That are decoded at the same time.
         int8_cache: Whether keys and values are in 8 bits.
     """
@@ -68,7 +69,7 @@ class Request(NamedTuple):
     memory: int | None
     context: int = DEFAULT_CONTEXT
     experts: int | None = None
-    layers: int | None = None
+    gpu_layers: int | None = None
     sequences: int = 1
     int8_cache: bool = False
 
@@ -204,16 +205,26 @@ def _range(first: int, stop: int) -> str:
     return str(first) if stop == first + 1 else f"{first}-{stop - 1}"
 
 
+def plan_of(spec: DecoderSpec, request: Request, dtype: torch.dtype) -> Plan:
+    """Choose what of a model is on the CPU; its weights may be absent. Raises ArgumentError as `plan_for` does."""
+    request = request._replace(context=min(request.context, spec.max_positions or request.context))
+    return plan_for(sizes_of(spec, request, dtype), request)
+
+
 def plan_for(sizes: Sizes, request: Request) -> Plan:
     """Choose what is on the CPU: as little as the memory allows, or what was asked for.
 
     Raises:
         ArgumentError: Nothing fits the memory, or what was asked for does not, or is not there.
     """
-    count, (memory, _, experts, layers, *_) = len(sizes.layers), request
-    for name, value in (("cpu_experts", experts), ("gpu_layers", None if layers is None else count - layers)):
+    count, (memory, _, experts, gpu_layers, *_) = len(sizes.layers), request
+    experts = count if experts == -1 else experts
+    for name, value in (("cpu_experts", experts), ("gpu_layers", gpu_layers)):
         if value is not None and not 0 <= value <= count:
             raise ArgumentError(f"{name} is 0 to {count}, the layers of this model, got {value}")
+    if experts and not any(layer.experts for layer in sizes.layers):
+        raise ArgumentError("this model has no experts that could be on the CPU: leave cpu_experts out")
+    layers = None if gpu_layers is None else count - gpu_layers
     if layers and sizes.why_whole is not None:
         raise ArgumentError(f"{layers} of {count} layers cannot be on the CPU, as {sizes.why_whole}: leave gpu_layers out")
     if experts is not None or layers is not None:
@@ -295,6 +306,8 @@ def sizes_of(spec: DecoderSpec, request: Request, dtype: torch.dtype) -> Sizes:
 
 def why_whole(spec: DecoderSpec) -> str | None:
     """Why no layer is computed on the CPU beside others on a GPU; None if it may be."""
+    if not _LAYERS_MOVE:
+        return "layers are computed on one device, but for routed experts"
     if spec.per_layer_inputs is not None:
         return "its layers have per-layer inputs"
     if any(layer.kv_source is not None for layer in spec.layers):
