@@ -136,6 +136,7 @@ def start(args: argparse.Namespace, name: str) -> Any:
     forwarded = ["--device", args.device, "--family", args.family, "--size", args.size, "--format", args.format, "--threads", args.threads]
     forwarded += ["--prompt", args.prompt, "--new", args.new, "--batch", args.batch, "--folder", args.folder]
     forwarded += ["--llama-bench", args.llama_bench, *([] if args.gguf is None else ["--gguf", args.gguf])]
+    forwarded += [] if args.cpu_experts is None else ["--cpu-experts", args.cpu_experts]
     forwarded += ["--rounds", args.rounds, *(["--where"] if args.where else [])]
     python = args.llama_python if name == "llama.cpp" else sys.executable
     command = [python, __file__, "--worker", name, *map(str, forwarded)]

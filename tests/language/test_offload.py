@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers
-from language_model import make_language_model, make_tokenizer
+from language_model import make_language_model, make_mixture
 
 import halfbyte as hb
 from halfbyte.decoder.lower_gpu import GpuModel
@@ -27,16 +26,7 @@ TEXTS = ["the quick brown fox", "an old oak", "red hen sleeps"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of two layers in 16 bits, with a tokenizer."""
-    folder, tokenizer = tmp_path_factory.mktemp("model") / "mixture", make_tokenizer()
-    torch.manual_seed(3)
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 96}
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
-    config = transformers.Qwen3MoeConfig(**sizes, **experts, **ids, vocab_size=len(tokenizer), max_position_embeddings=600)
-    hb.save(hb.quantize_(transformers.Qwen3MoeForCausalLM(config), hb.Config("q8_0", compute="float")), folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return make_mixture(tmp_path_factory.mktemp("model") / "mixture")
 
 
 @pytest.fixture

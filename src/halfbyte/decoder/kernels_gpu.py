@@ -7,9 +7,11 @@ it, and the reason says why.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from halfbyte.decoder import lower_cpu
 from halfbyte.decoder.program import TORCH, Lowered, Op, Program, readers_of
 from halfbyte.dispatch.candidate import Choice
 from halfbyte.dispatch.choose import choose
@@ -54,10 +56,17 @@ class _Scope:
         self._ops, self._here, self._rows, self._dtype = ops, here, rows, dtype
         self._by_name, self._readers = {op.name: op for op in ops}, readers_of(ops)
 
+    @property
+    def _has_cpu_ops(self) -> bool:
+        return any(op.device == "cpu" for op in self._ops)
+
     def kernels(self) -> Iterator[Lowered]:
         """Yield the kernel of each op, in order."""
+        on_cpu = {lowered.op.name: lowered for lowered in lower_cpu.layer_kernels(self._ops)} if self._has_cpu_ops else {}
         for op in self._ops:
-            if op.kind in ("linear", "experts"):
+            if op.device == "cpu":
+                yield replace(on_cpu[op.name], call=None)
+            elif op.kind in ("linear", "experts"):
                 yield Lowered(op, self._linear(op))
             elif op.kind in _NORMS:
                 yield self._norm(op)

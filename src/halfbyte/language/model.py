@@ -15,7 +15,7 @@ from halfbyte.checkpoint.files import has_adapter
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache
 from halfbyte.decoder.lower_cpu import CpuModel
-from halfbyte.decoder.offload.placement import DEFAULT_CONTEXT, Plan, Request, bytes_of, plan_of, request_of
+from halfbyte.decoder.offload.placement import Plan, Request, make_request, plan_of
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, model_path, not_there
 from halfbyte.formats.spec import Format
@@ -250,7 +250,7 @@ class LanguageModel:
         """
         from halfbyte.decoder.explain import explain_decoder
 
-        return explain_decoder(self.spec, device, rows, dtype)
+        return explain_decoder(self.spec, device, rows, dtype, None if self.plan is None or device == "cpu" else self.plan.request)
 
     def chat_prompt(self, messages: Sequence[Message], **variables: object) -> str:
         """Render the messages of a chat with the model's chat template.
@@ -370,16 +370,12 @@ def _request(device: object, memory: int | str | None, context: int | None, sequ
         if context is not None:
             raise ArgumentError(f"context bounds the KV cache of a model that is given GPU memory, got context={context} without memory")
         return device, None
-    gpu, experts, layers = request_of(device) if isinstance(device, Mapping) else (device, None, None)
-    for name, value in (("context", context), ("sequences", sequences)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ArgumentError(f"{name} is a number of at least 1, got {value!r:.99}")
-    place = find_gpu(gpu)
+    gpu, request = make_request(device, memory, context, sequences, int8=int8)
+    place: torch.device = find_gpu(gpu)  # type: ignore[arg-type]
     free = free_memory(place)
-    given = free if memory in (None, "auto") else bytes_of(memory)  # type: ignore[arg-type]
-    if free is not None and given is not None and given > free:
+    if free is not None and (request.memory or 0) > free:
         raise ArgumentError(f"{place} has {size_text(free)} of free memory, got memory={memory!r}: give it less, or 'auto' for all of it")
-    return place, Request(given, context or DEFAULT_CONTEXT, experts, layers, sequences, int8)
+    return place, request._replace(memory=request.memory or free)
 
 
 def _is_several(prompts: object) -> bool:

@@ -110,7 +110,7 @@ def test_what_is_asked_for() -> None:
     assert plan_for(sizes, Request(None, experts=2)).placement == Placement(2, 0)
     plan = plan_for(sizes, Request(500, experts=3, gpu_layers=2))
     assert (plan.placement, plan.gpu_bytes, plan.cpu_bytes) == (Placement(3, 1), 107, 610)
-    assert "layers 0 and the routed experts of layers 1-2, 610 B" in str(plan)
+    assert "layer 0 and the routed experts of layers 1-2, 610 B" in str(plan)
     assert plan.crossings == 3
     for asked, match in (
         ({"experts": 4}, "cpu_experts is 0 to 3, the layers of this model, got 4"),

@@ -186,8 +186,8 @@ class Plan:
 
     def __str__(self) -> str:
         sizes, (experts, layers) = self.sizes, self.placement
-        cpu = [f"layers {_range(0, layers)}"] if layers else []
-        cpu += [f"the routed experts of layers {_range(layers, experts)}"] if experts > layers else []
+        cpu = [_layers(0, layers)] if layers else []
+        cpu += [f"the routed experts of {_layers(layers, experts)}"] if experts > layers else []
         weights = sizes.outside + sum(
             (0 if self.placement.on_cpu(i) else one.rest) + (0 if self.placement.on_cpu(i, experts=True) else one.experts)
             for i, one in enumerate(sizes.layers)
@@ -201,8 +201,8 @@ class Plan:
         )
 
 
-def _range(first: int, stop: int) -> str:
-    return str(first) if stop == first + 1 else f"{first}-{stop - 1}"
+def _layers(first: int, stop: int) -> str:
+    return f"layer {first}" if stop == first + 1 else f"layers {first}-{stop - 1}"
 
 
 def plan_of(spec: DecoderSpec, request: Request, dtype: torch.dtype) -> Plan:
@@ -274,13 +274,29 @@ def request_of(device: Mapping[str, object]) -> tuple[str, int | None, int | Non
     allowed = "experts: 'cpu', cpu_experts: a number of layers, gpu_layers: a number of layers, gpu: 'cuda', 'cuda:1', …"
     gpu, all_experts, experts, layers = (device.get(key) for key in ("gpu", "experts", "cpu_experts", "gpu_layers"))
     counts_fit = all(value is None or (type(value) is int and value >= 0) for value in (experts, layers))
-    names_fit = (gpu is None or (isinstance(gpu, str) and gpu.startswith("cuda"))) and all_experts in (None, "cpu")
+    names_fit = (gpu is None or (isinstance(gpu, str) and not gpu.startswith("cpu"))) and all_experts in (None, "cpu")
     if set(device) - {"gpu", "experts", "cpu_experts", "gpu_layers"} or not counts_fit or not names_fit:
         raise ArgumentError(f"a mapping of devices has {allowed}, got {dict(device)!r:.200}")
     if all_experts is not None and experts is not None:
         raise ArgumentError(f"experts and cpu_experts say the same, got both in {dict(device)!r:.200}: leave out one of them")
     count = -1 if all_experts is not None else experts
     return str(gpu or "cuda"), count, layers  # type: ignore[return-value]
+
+
+def make_request(
+    device: Mapping[str, object] | object, memory: int | str | None, context: int | None, sequences: int, *, int8: bool = False
+) -> tuple[object, Request]:
+    """Check what a user asks for, and return the GPU and the request, without a bound for memory="auto".
+
+    Raises:
+        ArgumentError: A value is out of its range.
+    """
+    gpu, experts, layers = request_of(device) if isinstance(device, Mapping) else (device, None, None)
+    for name, value in (("context", context), ("sequences", sequences)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ArgumentError(f"{name} is a number of at least 1, got {value!r:.99}")
+    given = None if memory in (None, "auto") else bytes_of(memory)  # type: ignore[arg-type]
+    return gpu, Request(given, context or DEFAULT_CONTEXT, experts, layers, sequences, int8)
 
 
 # Sizes
