@@ -76,7 +76,6 @@ def test_explain(run: Run, folder: Path) -> None:
         (("--cpu-experts", "3"), "cpu_experts is 0 to 2"),
         (("--gpu-layers", "3"), "gpu_layers is 0 to 2"),
         (("--cpu-experts", "1", "--gpu-context", "0"), "context is a number of at least 1, got 0"),
-        (("--gpu-context", "9"), "context bounds the KV cache"),
     ],
 )
 def test_what_is_refused(arguments: tuple[str, ...], said: str, run: Run, folder: Path, gpu: None) -> None:

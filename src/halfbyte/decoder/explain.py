@@ -110,8 +110,8 @@ def explain_decoder(
     plan = None if request is None else plan_of(spec, request, dtype)
     name = "cuda" if asked is None else str(asked)  # a GPU that is not here is named by its architecture
     program = program_of(spec, name, ON_GPU if plan is None else plan.placement)
-    kernels = tuple(kernels_gpu.decode_kernels(program, here, rows, dtype))
+    lowered = tuple(kernels_gpu.decode_kernels(program, here, rows, dtype))
     if plan is None:
-        return DecoderExplanation(here.name, rows, dtype, program, kernels)
+        return DecoderExplanation(here.name, rows, dtype, program, lowered)
     seconds = plan.token_seconds(gpu_ceilings(here).bandwidth, read_bandwidth(machine().cores))
-    return DecoderExplanation(f"{here.name} and the CPU", rows, dtype, program, kernels, plan, seconds)
+    return DecoderExplanation(f"{here.name} and the CPU", rows, dtype, program, lowered, plan, seconds)

@@ -72,7 +72,8 @@ class HostExperts:
             host(self._mark)
             shared = shared_output(routed, half)
             host(compute)
-            total = self._on_device(buffers.y).add_(shared)
+            total = self._on_device(buffers.y)
+            total = total if shared is None else total.add_(shared)
         return add_mixed(x, total)
 
     def _marked(self, compute: Callable[[], None]) -> None:

@@ -295,7 +295,7 @@ def make_request(
     for name, value in (("context", context), ("sequences", sequences)):
         if value is not None and (type(value) is not int or value < 1):
             raise ArgumentError(f"{name} is a number of at least 1, got {value!r:.99}")
-    given = None if memory in (None, "auto") else bytes_of(memory)  # type: ignore[arg-type]
+    given = None if memory in (None, "auto") else bytes_of(memory)
     return gpu, Request(given, context or DEFAULT_CONTEXT, experts, layers, sequences, int8)
 
 

@@ -66,8 +66,10 @@ def route(x: Tensor, half: Experts) -> Routed:
     """Choose the experts of rows x [..., K]. The routed experts themselves may be on another device."""
     a = _arguments(x, half)
     a.check()
-    if x.is_cuda and x.numel() and why_not_router(*a.router.shape, here := gpu(x.get_device())) is None:
-        return _routed_cuda(a, here)
+    if x.is_cuda and x.numel():
+        here, (experts, k) = gpu(x.get_device()), a.router.shape
+        if why_not_router(experts, k, here) is None:
+            return _routed_cuda(a, here)
     return _routed(a)
 
 
