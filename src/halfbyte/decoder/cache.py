@@ -32,10 +32,12 @@ class OnGpu(NamedTuple):
     Attributes:
         device: Of the buffers.
         dtype: Of activations, and of keys and values that are not in 8 bits.
+        cpu_layers: The first layers whose caches are on the CPU, as its kernels want them.
     """
 
     device: torch.device
     dtype: torch.dtype
+    cpu_layers: int = 0
 
 
 def _buffers(dim: int, int8: bool, where: OnGpu | None) -> list[tuple[int, torch.dtype]]:
@@ -213,7 +215,12 @@ class Cache:
         """
         if batch < 1:
             raise ArgumentError(f"a cache is for at least one sequence, got {batch}")
-        caches = {i: LayerCache(layer, batch, int8=int8, where=where) for i, layer in enumerate(spec.layers) if layer.kv_source is None}
+        on_cpu = len(spec.layers) if where is None else where.cpu_layers
+        caches = {
+            i: LayerCache(layer, batch, int8=int8, where=None if i < on_cpu else where)
+            for i, layer in enumerate(spec.layers)
+            if layer.kv_source is None
+        }
         self.layers: Sequence[LayerCache] = [*caches.values()]
         self.by_layer = [caches[i if layer.kv_source is None else layer.kv_source] for i, layer in enumerate(spec.layers)]
         self.batch, self.length, self._most = batch, 0, most

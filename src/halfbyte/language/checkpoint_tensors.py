@@ -241,7 +241,7 @@ class PackedTensors:
         """Read from a source, or what is stored in a cache, for a CPU, in float32, or from a source for a GPU."""
         self._cache, self.placement = cache, ON_GPU
         self._source, self._names, self._sparse = source, source.names(), sparse
-        self._device, self.dtype = (torch.device("cpu"), torch.float32) if where is None else where
+        self._device, self.dtype = (torch.device("cpu"), torch.float32) if where is None else where[:2]
         # A GPU packs one weight at a time, so that the memory for what lies in between is that of one; threads read others meanwhile.
         self._packing: AbstractContextManager[object] = nullcontext() if where is None else threading.Lock()
 

@@ -31,7 +31,6 @@ DEFAULT_CONTEXT = 8192
 _SCRATCH = 320 << 20  # bytes of locks, workspaces and double buffers of kernels (`kernels/gpu/runtime/scratch.py`)
 _FEW = 512  # rows for which logits are computed at a time
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
-_LAYERS_MOVE = False
 _CROSSING = 30e-6  # seconds of a hidden state to the CPU and back
 
 
@@ -322,8 +321,6 @@ def sizes_of(spec: DecoderSpec, request: Request, dtype: torch.dtype) -> Sizes:
 
 def why_whole(spec: DecoderSpec) -> str | None:
     """Why no layer is computed on the CPU beside others on a GPU; None if it may be."""
-    if not _LAYERS_MOVE:
-        return "layers are computed on one device, but for routed experts"
     if spec.per_layer_inputs is not None:
         return "its layers have per-layer inputs"
     if any(layer.kv_source is not None for layer in spec.layers):
