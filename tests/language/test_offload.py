@@ -112,6 +112,22 @@ def test_mistakes(folder: Path, gpu: None, settings: dict[str, Any], match: str)
     assert "\n" not in str(told.value)
 
 
+def test_layers_of_a_model_without_experts(gpu: None, tmp_path: Path) -> None:
+    """The first layers go to the CPU, one by one, with their KV cache; the text is the same."""
+    folder = make_language_model(tmp_path / "float")
+    config = hb.Config("q8_0", compute="float")
+    expected = LanguageModel.open(folder, format=config).generate(TEXTS[0], max_new_tokens=12).ids
+    whole = opened(folder, format=config, memory="10 GB").plan
+    assert whole is not None
+    for layers in (1, 2):
+        memory = whole.sizes.on_gpu(Placement(0, layers))
+        by_memory, by_count = (opened(folder, format=config, **how) for how in ({"memory": memory}, {"device": {"gpu_layers": 2 - layers}}))
+        for model in (by_memory, by_count):
+            assert model.plan is not None
+            assert model.plan.placement == Placement(0, layers)
+            assert model.generate(TEXTS[0], max_new_tokens=12).ids == expected
+
+
 def test_a_model_without_experts(gpu: None, tmp_path: Path) -> None:
     folder = make_language_model(tmp_path / "float")
     with pytest.raises(ArgumentError, match="this model has no experts that could be on the CPU: leave cpu_experts out"):
