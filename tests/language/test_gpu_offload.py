@@ -1,4 +1,4 @@
-"""Routed experts on the CPU beside a GPU: logits are those of the GPU alone, a step is captured in pieces, memory is as planned."""
+"""Routed experts on the CPU next to a GPU: logits are those of the GPU alone, a step is captured in pieces, memory is as planned."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_greedy_text_and_memory(tmp_path: Path) -> None:
     assert model.generate(ids_of(20), max_new_tokens=30, ignore_eos=True).ids == expected
     assert torch.cuda.max_memory_allocated() - before <= model.plan.gpu_bytes
     assert model.notes == ()
-    held = model._model._host._buffers if isinstance(model._model, GpuModel) else {}
-    assert all(one.is_pinned() for buffers in held.values() for one in buffers)
-    del model, held
+    pinned = model._model._host._buffers if isinstance(model._model, GpuModel) else {}
+    assert all(one.is_pinned() for rows in pinned.values() for one in rows)
+    del model, pinned
     gc.collect()
     assert torch.cuda.memory_allocated() - before < 64 << 20  # scratch buffers of kernels stay

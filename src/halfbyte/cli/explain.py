@@ -133,7 +133,7 @@ def _run_model(args: argparse.Namespace) -> int:
 
 
 def _request(args: argparse.Namespace) -> Request | None:
-    """What is asked for of a part on the CPU beside a GPU, which need not be here."""
+    """What is asked for of a part on the CPU, the rest on a GPU, which need not be here."""
     if not offloads(args):
         return None
     from halfbyte.decoder.offload.placement import make_request

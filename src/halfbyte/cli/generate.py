@@ -95,7 +95,7 @@ def _check_native(args: argparse.Namespace) -> None:
     if offloads(args):
         how = "in several processes" if rank_and_count()[1] > 1 else "with transformers"
         options = "--gpu-memory, --cpu-experts, --gpu-layers and --gpu-context"
-        raise UnsupportedError(f"{args.model} runs {how}, where no part of it is on the CPU beside a GPU: leave out {options}")
+        raise UnsupportedError(f"{args.model} runs {how}, where a GPU and the CPU do not share a model: leave out {options}")
 
 
 @settling()
@@ -242,7 +242,7 @@ def _run_native(args: argparse.Namespace, model: LanguageModel, sampling: Sampli
         if not args.json:
             show(piece)
     sizes = {"weight_bytes": model.spec.nbytes, "peak_memory_bytes": _peak(args.device)}
-    facts: dict[str, Any] = {**native_measured(generation), **sizes, "processes": 1}
+    facts: dict[str, object] = {**native_measured(generation), **sizes, "processes": 1}
     facts |= {} if model.plan is None else {"plan": model.plan.to_json()}
     if args.json:
         print_json({"model": str(args.model), "prompt": args.prompt, "text": generation.text, **facts})

@@ -29,7 +29,7 @@ class DecoderExplanation:
         dtype: Of activations.
         program: The ops.
         kernels: What computes each of them, in the same order.
-        plan: What is on the CPU beside a GPU; None: nothing was asked for.
+        plan: What is on the CPU, the rest on a GPU; None: nothing was asked for.
         token_seconds: Estimated seconds of a step, where there is a plan: bytes read over bandwidths, that of the CPU measured.
     """
 
@@ -68,7 +68,7 @@ class DecoderExplanation:
             others = any(lowered.call is None for lowered in self.kernels)
             lines.append(f"one native call ({', '.join(self.native_calls)}){', in addition to what torch computes' if others else ''}")
         for layers, group in self.groups:
-            lines += lines_of(layers, kernel_columns(group))
+            lines += lines_of(layers, kernel_columns(group, shows_device=self.plan is not None))
         return "\n".join(lines)
 
 
@@ -86,7 +86,7 @@ def explain_decoder(
         device: "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"; None: where the weights are.
         rows: Number of sequences.
         dtype: Of activations; None: float32 on a CPU, the only one there, and bfloat16 on a GPU.
-        request: For a part of the model on the CPU beside a GPU.
+        request: For a part of the model on the CPU, the rest on a GPU.
 
     Raises:
         ArgumentError: The device decodes no such number of sequences at the same time.

@@ -41,7 +41,17 @@ def decode_kernels(program: Program, here: Gpu, rows: int = 1, dtype: torch.dtyp
     Raises:
         UnsupportedError: No kernel on this GPU multiplies the experts' weights, and torch's operations do not, either.
     """
-    return [lowered for _, ops in program.scopes() for lowered in layer_kernels(ops, here, rows, dtype)]
+    is_split = len({op.device for op in program.ops}) > 1
+    return [lowered for _, ops in program.scopes() for lowered in _layer_kernels(ops, here, rows, dtype, is_split)]
+
+
+def _layer_kernels(ops: Sequence[Op], here: Gpu, rows: int, dtype: torch.dtype, is_split: bool) -> Iterator[Lowered]:
+    """The kernels of a layer of a model, some of whose ops may be on the CPU."""
+    on_cpu = {op.name for op in ops if op.device == "cpu" and is_split}
+    first = [*lower_cpu.layer_kernels(ops)] if on_cpu else []
+    second = layer_kernels(ops, here, rows, dtype) if len(on_cpu) < len(ops) else first
+    for one, other in zip(first or second, second, strict=True):
+        yield replace(one, call=None) if one.op.name in on_cpu else other
 
 
 def layer_kernels(ops: Iterable[Op], here: Gpu, rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> list[Lowered]:
@@ -56,17 +66,10 @@ class _Scope:
         self._ops, self._here, self._rows, self._dtype = ops, here, rows, dtype
         self._by_name, self._readers = {op.name: op for op in ops}, readers_of(ops)
 
-    @property
-    def _has_cpu_ops(self) -> bool:
-        return any(op.device == "cpu" for op in self._ops)
-
     def kernels(self) -> Iterator[Lowered]:
         """Yield the kernel of each op, in order."""
-        on_cpu = {lowered.op.name: lowered for lowered in lower_cpu.layer_kernels(self._ops)} if self._has_cpu_ops else {}
         for op in self._ops:
-            if op.device == "cpu":
-                yield replace(on_cpu[op.name], call=None)
-            elif op.kind in ("linear", "experts"):
+            if op.kind in ("linear", "experts"):
                 yield Lowered(op, self._linear(op))
             elif op.kind in _NORMS:
                 yield self._norm(op)

@@ -395,12 +395,12 @@ def heading(layers: Sequence[int]) -> list[str]:
     return [f"layer{'s' if len(layers) > 1 else ''} {', '.join('-'.join(map(str, part)) for part in ranges)}"] if layers else []
 
 
-def kernel_columns(kernels: Sequence[Lowered]) -> list[tuple[str, ...]]:
-    """Ops in a table, with their kernels, and why a kernel is torch's, if it is."""
-    rows, is_split = [], len({lowered.op.device for lowered in kernels}) > 1
+def kernel_columns(kernels: Sequence[Lowered], *, shows_device: bool = False) -> list[tuple[str, ...]]:
+    """Ops in a table, with their kernels, and why a kernel is torch's, if it is; `shows_device`: and which are computed on the CPU."""
+    rows = []
     for (*first, settings), lowered in zip(columns_of([lowered.op for lowered in kernels]), kernels, strict=True):
         kernel = lowered.kernel if lowered.fused_into is None else f"in {lowered.fused_into}"
-        kernel += " on the CPU" if is_split and lowered.op.device == "cpu" else ""
+        kernel += " on the CPU" if shows_device and lowered.op.device == "cpu" else ""
         reason = "" if lowered.reason is None else f"({lowered.reason})"
         rows.append((*first, kernel, " ".join(filter(None, (settings, reason)))))
     return rows

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from halfbyte.nn.config import Config
 
 Message = Mapping[str, object]
+_Device = torch.device | str | Mapping[str, object]
 _GUESSES = 8  # of a draft model
 
 
@@ -45,7 +46,7 @@ class LanguageModel:
         spec: What is computed, with the weights.
         tokenizer: Its tokenizer.
         path: Where it was opened.
-        plan: What is on the CPU beside a GPU, and the bytes of both; None: all is on one device.
+        plan: What is on the CPU, the rest on a GPU, and the bytes of both; None: all is on one device.
 
     Example:
         model = LanguageModel.open("SmolLM2-135M-Instruct.gguf")
@@ -67,7 +68,7 @@ class LanguageModel:
         plan: Plan | None = None,
     ) -> None:
         """Make a model of a specification; `LanguageModel.open` reads one from a checkpoint. Its weights' device computes, a GPU with
-        activations of `dtype` and beside it, for what a plan leaves there, the CPU."""
+        activations of `dtype`, and for what a plan leaves there the CPU."""
         self.spec, self.tokenizer, self.path, self.plan = spec, tokenizer, path, plan
         self._model, self._int8 = _lowered(spec, dtype, plan), int8_cache
         self._set_speculation(speculate, draft)
@@ -82,7 +83,7 @@ class LanguageModel:
         speculate: int | None = None,
         draft: str | PathLike[str] | LanguageModel | None = None,
         sparse: bool | None = None,
-        device: torch.device | str | Mapping[str, object] = "cpu",
+        device: _Device = "cpu",
         dtype: torch.dtype | None = None,
         memory: int | str | None = None,
         context: int | None = None,
@@ -124,9 +125,9 @@ class LanguageModel:
         if request is not None and draft is not None:
             raise ArgumentError("a draft model takes GPU memory that is not planned for: leave out draft, or memory and what is on the CPU")
         opened = open_spec(source, format=format, sparse=sparse, device=place, dtype=dtype, request=request)
-        how: dict[str, Any] = {"int8_cache": cache == "int8", "dtype": opened.dtype, "plan": opened.plan}
+        tokenizer, is_int8 = Tokenizer.open(source, opened.header), cache == "int8"
         try:
-            model = cls(opened.spec, Tokenizer.open(source, opened.header), source, **how)
+            model = cls(opened.spec, tokenizer, source, int8_cache=is_int8, dtype=opened.dtype, plan=opened.plan)
         except ArgumentError as e:
             raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
         if draft is not None and not isinstance(draft, LanguageModel):
@@ -283,7 +284,7 @@ class Opened(NamedTuple):
         spec: The specification, with packed weights.
         dtype: Of activations.
         header: Of a GGUF file, or None.
-        plan: What is on the CPU beside a GPU, where that was asked for.
+        plan: What is on the CPU, the rest on a GPU, where that was asked for.
     """
 
     spec: DecoderSpec
@@ -363,15 +364,16 @@ def _lowered(spec: DecoderSpec, dtype: torch.dtype, plan: Plan | None) -> CpuMod
     return GpuModel(spec, spec.embedding.device, dtype, plan)
 
 
-def _request(device: object, memory: int | str | None, context: int | None, sequences: int, *, int8: bool) -> tuple[Any, Request | None]:
-    """The device, and what was asked for of a part on the CPU beside a GPU; None where nothing was."""
-    is_split = isinstance(device, Mapping)
-    if not is_split and memory is None:
+def _request(
+    device: _Device, memory: int | str | None, context: int | None, sequences: int, *, int8: bool
+) -> tuple[torch.device | str, Request | None]:
+    """The device, and what was asked for of a part on the CPU, the rest on a GPU; None where nothing was."""
+    if not isinstance(device, Mapping) and memory is None:
         if context is not None:
             raise ArgumentError(f"context bounds the KV cache of a model that is given GPU memory, got context={context} without memory")
         return device, None
     gpu, request = make_request(device, memory, context, sequences, int8=int8)
-    place: torch.device = find_gpu(gpu)  # type: ignore[arg-type]
+    place = find_gpu(gpu)
     free = free_memory(place)
     if free is not None and (request.memory or 0) > free:
         raise ArgumentError(f"{place} has {size_text(free)} of free memory, got memory={memory!r}: give it less, or 'auto' for all of it")

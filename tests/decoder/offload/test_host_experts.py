@@ -1,4 +1,4 @@
-"""Experts on the CPU beside a GPU, without a GPU: both devices are the CPU, hidden states cross through buffers all the same."""
+"""Experts on the CPU next to a GPU, without a GPU: both devices are the CPU, hidden states cross through buffers all the same."""
 
 from __future__ import annotations
 
@@ -220,6 +220,8 @@ def test_experts_elsewhere_than_placed(specs: Models) -> None:
     half = spec.layers[0].mlp
     assert isinstance(half, Experts)
     absent = half.gate_up.packed
-    away = replace(spec.layers[0], mlp=half._replace(gate_up=half.gate_up._replace(packed=replace(absent, data=absent.data.to("meta")))))
+    elsewhere = replace(
+        spec.layers[0], mlp=half._replace(gate_up=half.gate_up._replace(packed=replace(absent, data=absent.data.to("meta"))))
+    )
     with pytest.raises(ArgumentError, match=r"the experts of layer 0 are on meta, and .*experts=1.* needs them on cpu: pack them there"):
-        GpuModel(replace(spec, layers=(away, *spec.layers[1:])), "cpu", torch.float32, plan(1))
+        GpuModel(replace(spec, layers=(elsewhere, *spec.layers[1:])), "cpu", torch.float32, plan(1))

@@ -1,4 +1,4 @@
-"""The first layers on the CPU beside a GPU, without a GPU: hidden states cross, and each layer's KV cache is where the layer is."""
+"""The first layers on the CPU next to a GPU, without a GPU: hidden states cross, and each layer's KV cache is where the layer is."""
 
 from __future__ import annotations
 

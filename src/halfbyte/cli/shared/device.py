@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from halfbyte.cli.shared.output import settling
 from halfbyte.errors import ArgumentError
@@ -25,6 +25,15 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: float32 on a CPU, on a GPU the model's own)")
 
 
+class Placed(TypedDict, total=False):
+    """Arguments of `LanguageModel.open`."""
+
+    device: str | dict[str, object]
+    memory: str | None
+    context: int | None
+    sequences: int
+
+
 def add_offload(parser: argparse.ArgumentParser) -> None:
     """The arguments of what a GPU has no memory for."""
     group = parser.add_argument_group("a model larger than the GPU's memory")
@@ -39,7 +48,7 @@ def offloads(args: argparse.Namespace) -> bool:
     return any(value is not None for value in (args.gpu_memory, args.cpu_experts, args.gpu_layers, args.gpu_context))
 
 
-def placed(args: argparse.Namespace, sequences: int = 1) -> dict[str, Any]:
+def placed(args: argparse.Namespace, sequences: int = 1) -> Placed:
     """The arguments of `LanguageModel.open` that say where the model is. Raises ArgumentError for a part on the CPU without a GPU."""
     if not offloads(args):
         return {"device": args.device}

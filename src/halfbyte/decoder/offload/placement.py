@@ -214,7 +214,7 @@ def plan_for(sizes: Sizes, request: Request) -> Plan:
     """Choose what is on the CPU: as little as the memory allows, or what was asked for.
 
     Raises:
-        ArgumentError: Nothing fits the memory, or what was asked for does not, or is not there.
+        ArgumentError: Nothing fits the memory, or what was asked for does not, or is missing.
     """
     count, (memory, _, experts, gpu_layers, *_) = len(sizes.layers), request
     experts = count if experts == -1 else experts
@@ -283,8 +283,13 @@ def request_of(device: Mapping[str, object]) -> tuple[str, int | None, int | Non
 
 
 def make_request(
-    device: Mapping[str, object] | object, memory: int | str | None, context: int | None, sequences: int, *, int8: bool = False
-) -> tuple[object, Request]:
+    device: torch.device | str | Mapping[str, object],
+    memory: int | str | None,
+    context: int | None,
+    sequences: int,
+    *,
+    int8: bool = False,
+) -> tuple[torch.device | str, Request]:
     """Check what a user asks for, and return the GPU and the request, without a bound for memory="auto".
 
     Raises:
@@ -320,7 +325,7 @@ def sizes_of(spec: DecoderSpec, request: Request, dtype: torch.dtype) -> Sizes:
 
 
 def why_whole(spec: DecoderSpec) -> str | None:
-    """Why no layer is computed on the CPU beside others on a GPU; None if it may be."""
+    """Why no layer is computed on the CPU while others are on a GPU; None if it may be."""
     if spec.per_layer_inputs is not None:
         return "its layers have per-layer inputs"
     if any(layer.kv_source is not None for layer in spec.layers):
