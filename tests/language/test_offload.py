@@ -146,7 +146,7 @@ def test_more_memory_than_is_free(folder: Path, gpu: None, monkeypatch: pytest.M
         opened(folder, memory="1 GB")
     plan = opened(folder, memory="auto").plan
     assert plan is not None
-    assert plan.request.memory == 5 * 10**8
+    assert plan.request.memory == 475 * 10**6, "the rest is for CUDA"
     monkeypatch.setattr(opening, "free_memory", lambda device: 10**8)
     with pytest.raises(ArgumentError, match="needs at least"):
         opened(folder, device={"experts": "cpu"})

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, object]
 _Device = torch.device | str | Mapping[str, object]
 _GUESSES = 8  # of a draft model
+_RESERVE = 20  # a GPU's free memory over what memory="auto" leaves for CUDA: modules of kernels, fragmentation
 
 
 class LanguageModel:
@@ -377,7 +378,8 @@ def _request(
     free = free_memory(place)
     if free is not None and (request.memory or 0) > free:
         raise ArgumentError(f"{place} has {size_text(free)} of free memory, got memory={memory!r}: give it less, or 'auto' for all of it")
-    return place, request._replace(memory=request.memory or free)
+    automatic = None if free is None else free - free // _RESERVE
+    return place, request._replace(memory=request.memory or automatic)
 
 
 def _is_several(prompts: object) -> bool:
