@@ -67,6 +67,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens to read (default: %(default)s)")
     parser.add_argument("--new", type=int, default=64, help="tokens to write (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a step on a GPU (default: %(default)s)")
+    parser.add_argument("--cpu-experts", type=int, metavar="N", help="routed experts of the first N layers on the CPU (halfbyte-model)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["halfbyte", "halfbyte-compiled", "llama.cpp"])
     parser.add_argument("--llama-python", default=sys.executable, help="a Python that has xllamacpp (default: this one)")
@@ -135,6 +136,7 @@ def start(args: argparse.Namespace, name: str) -> Any:
     forwarded = ["--device", args.device, "--family", args.family, "--size", args.size, "--format", args.format, "--threads", args.threads]
     forwarded += ["--prompt", args.prompt, "--new", args.new, "--batch", args.batch, "--folder", args.folder]
     forwarded += ["--llama-bench", args.llama_bench, *([] if args.gguf is None else ["--gguf", args.gguf])]
+    forwarded += [] if args.cpu_experts is None else ["--cpu-experts", args.cpu_experts]
     forwarded += ["--rounds", args.rounds, *(["--where"] if args.where else [])]
     python = args.llama_python if name == "llama.cpp" else sys.executable
     command = [python, __file__, "--worker", name, *map(str, forwarded)]
@@ -413,29 +415,34 @@ class Model:
         torch.set_num_threads(args.threads)
         self.args, self.seed, self.on_gpu = args, 0, args.device != "cpu"
         begin = time.perf_counter()
+        self.plan: Any = None
         spec, dtype = self.opened()
         opening = {} if args.gguf is None else {"open_seconds": time.perf_counter() - begin}
         if self.on_gpu:
             from halfbyte.decoder.lower_gpu import GpuModel
 
-            self.model: Any = GpuModel(spec, "cuda", dtype)
+            self.model: Any = GpuModel(spec, "cuda", dtype, self.plan)
         else:
             from halfbyte.decoder.lower_cpu import CpuModel
 
             self.model = CpuModel(spec)
-        self.facts = {"weight_bytes": spec.nbytes, "torch": torch.__version__, "notes": [*self.model.notes], **opening}
+        placed = {} if self.plan is None else {"plan": str(self.plan), "gpu_bytes": torch.cuda.memory_allocated()}
+        self.facts = placed | {"weight_bytes": spec.nbytes, "torch": torch.__version__, "notes": [*self.model.notes], **opening}
         self.round()
 
     def opened(self) -> Any:
         import torch
-        from llm_models import make_spec
+        from llm_models import make_spec, make_split_spec
 
         from halfbyte.decoder.build import build_spec
         from halfbyte.language.checkpoint_tensors import open_checkpoint
 
         args = self.args
         if args.gguf is None:
-            return make_spec(config(args), args.device, args.format)
+            if args.cpu_experts is None:
+                return make_spec(config(args), args.device, args.format)
+            self.plan, *opened = make_split_spec(config(args), args.format, args.cpu_experts, args.prompt + args.new + 1)
+            return opened
         values, tensors = open_checkpoint(args.gguf, device=torch.device("cuda", 0) if self.on_gpu else None)
         return build_spec(values, tensors), tensors.dtype
 

@@ -267,16 +267,37 @@ def make_spec(config: Any, device: str, format: str) -> Any:
 
     from halfbyte.decoder.build import build_spec
     from halfbyte.decoder.cache import OnGpu
+
+    where = None if device == "cpu" else OnGpu(torch.device("cuda", 0), torch.bfloat16)
+    weights = _Synthetic(config, format, device)
+    tensors = _in_order(weights, where)
+    return build_spec(weights.values, tensors), tensors.dtype
+
+
+def _in_order(weights: _Synthetic, where: Any) -> Any:
+    """The weights packed one after the other, as memory for what lies in between is that of one."""
     from halfbyte.language.checkpoint_tensors import PackedTensors
 
     class InOrder(PackedTensors):
         def each(self, reads: Any) -> list[Any]:
             return [read() for read in reads]
 
-    where = None if device == "cpu" else OnGpu(torch.device("cuda", 0), torch.bfloat16)
-    weights = _Synthetic(config, format, device)
-    tensors = InOrder(weights, where=where)
-    return build_spec(weights.values, tensors), tensors.dtype
+    return InOrder(weights, where=where)
+
+
+def make_split_spec(config: Any, format: str, experts: int, context: int) -> tuple[Any, Any, Any]:
+    """A plan with the routed experts of the first layers on the CPU, and what `make_spec` returns, for the first GPU."""
+    import torch
+
+    from halfbyte.decoder.build import build_spec
+    from halfbyte.decoder.cache import OnGpu
+    from halfbyte.decoder.offload.placement import Request, plan_of
+
+    weights = _Synthetic(config, format, "cuda")
+    tensors = _in_order(weights, OnGpu(torch.device("cuda", 0), torch.bfloat16))
+    plan = plan_of(build_spec(weights.values, tensors.sized()), Request(None, context, experts=experts), tensors.dtype)
+    tensors.placement = plan.placement
+    return plan, build_spec(weights.values, tensors), tensors.dtype
 
 
 def make_tokenizer(size: int) -> Any:

@@ -272,6 +272,9 @@ class Imitated:
         for static, new in zip(self.found, self.run(), strict=True):
             static.copy_(new)
 
+    def host(self, function: Callable[[], None]) -> None:
+        function()
+
     def close(self) -> None:
         self.closed = True
 

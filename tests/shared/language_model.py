@@ -51,6 +51,21 @@ def make_language_model(folder: Path, *, tied: bool = True) -> Path:
     return folder
 
 
+def make_mixture(folder: Path) -> Path:
+    """Writes a quantized mixture of experts, both of whose layers have experts, and its tokenizer to `folder`, and returns it."""
+    import halfbyte as hb
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 96}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
+    config = transformers.Qwen3MoeConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=600)
+    hb.save(hb.quantize_(transformers.Qwen3MoeForCausalLM(config), hb.Config("q8_0", compute="float")), folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 class FloatTensors:
     """`decoder.build.Tensors` whose quantized weights compute in floating point, whatever their checkpoint says."""
 

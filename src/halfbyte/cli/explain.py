@@ -6,13 +6,14 @@ import argparse
 from typing import TYPE_CHECKING
 
 from halfbyte.cli.generate import writes_text
-from halfbyte.cli.shared.device import asked_dtype
+from halfbyte.cli.shared.device import add_offload, asked_dtype, offloads, placed
 from halfbyte.cli.shared.output import Commands, add_command, check_fits, path_argument, show
 from halfbyte.errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from halfbyte.decoder.offload.placement import Request
     from halfbyte.nn.config import Config
 
 
@@ -35,6 +36,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--compute", default="auto", help="auto, int8 or float (default: %(default)s)")
     parser.add_argument("--activation", default="block", help="scales of int8 activations (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … or the architecture of a GPU that is not here, such as sm_90")
+    add_offload(parser)
     parser.add_argument("--experts", type=int, help="number of experts of a mixture; M then counts (token, expert) pairs")
     parser.add_argument("--sparse", action="store_true", help="for a 2:4 sparse weight")
     shapes = parser.add_argument_group("shapes other than of linear layers, which are not timed")
@@ -122,10 +124,22 @@ def _run_model(args: argparse.Namespace) -> int:
 
     try:
         spec = open_spec(args.model, format=config).spec
-        explanation = explain_decoder(spec, args.device, args.m, asked_dtype(args))
+        explanation = explain_decoder(spec, args.device, args.m, asked_dtype(args), _request(args))
     except UnsupportedError as e:
+        if offloads(args):
+            raise
         return _run_modules(args, config, str(e))
     return show(args, explanation.to_json(), str(explanation))
+
+
+def _request(args: argparse.Namespace) -> Request | None:
+    """What is asked for of a part on the CPU, the rest on a GPU, which need not be here."""
+    if not offloads(args):
+        return None
+    from halfbyte.decoder.offload.placement import make_request
+
+    where = placed(args, args.m)
+    return make_request(where["device"], where["memory"], where["context"], args.m)[1]
 
 
 def _run_modules(args: argparse.Namespace, config: Config | None, reason: str) -> int:

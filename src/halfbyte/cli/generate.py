@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.shared.device import add_device, asked_dtype, settle_device, waking
+from halfbyte.cli.shared.device import add_device, add_offload, asked_dtype, offloads, placed, settle_device, waking
 from halfbyte.cli.shared.output import Commands, add_command, path_argument, print_json, settling
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
 from halfbyte.io.files import is_file, is_there
@@ -54,6 +54,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         help="maximum number of tokens to generate (default: 128, or what fits the model)",
     )
     add_device(parser)
+    add_offload(parser)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy, above 0: sampling (default: %(default)s)")
     parser.add_argument("--top-k", metavar="K", type=int, help="sample from the K most likely tokens (default: the model's own, or 50)")
     parser.add_argument("--top-p", metavar="P", type=float, help="sample from the most likely tokens with the total probability P")
@@ -91,6 +92,10 @@ def _check_native(args: argparse.Namespace) -> None:
     """Raise UnsupportedError for arguments that need a model without transformers."""
     if args.speculate or args.draft is not None:
         raise UnsupportedError(f"{args.model} runs with transformers, without speculative decoding: leave out --speculate and --draft")
+    if offloads(args):
+        how = "in several processes" if rank_and_count()[1] > 1 else "with transformers"
+        options = "--gpu-memory, --cpu-experts, --gpu-layers and --gpu-context"
+        raise UnsupportedError(f"{args.model} runs {how}, where a GPU and the CPU do not share a model: leave out {options}")
 
 
 @settling()
@@ -117,12 +122,14 @@ def open_native(args: argparse.Namespace) -> tuple[LanguageModel, Sampling] | No
             settings = {"repetition_penalty": settings["repetition_penalty"]}
         sampling = Sampling(temperature=args.temperature, seed=args.seed, max_new_tokens=args.max_new_tokens, **settings)
         config = None if args.format is None else Config(args.format)
-        how = {"cache": args.cache, "sparse": args.sparse, "device": args.device, "dtype": asked_dtype(args)}
+        how = {"cache": args.cache, "sparse": args.sparse, "dtype": asked_dtype(args), **placed(args)}
         model = LanguageModel.open(args.model, format=config, speculate=args.speculate, draft=args.draft, **how)
-        for note in () if args.quiet else model.notes:
+        for note in () if args.quiet else (*model.notes, *([] if model.plan is None else [model.plan])):
             print(note, file=sys.stderr)
         return model, sampling
     except UnsupportedError as e:
+        if offloads(args):
+            raise
         _check_native(args)
         if not args.quiet:
             print(f"transformers runs this model, as halfbyte's own decoder does not: {e}", file=sys.stderr)
@@ -235,7 +242,8 @@ def _run_native(args: argparse.Namespace, model: LanguageModel, sampling: Sampli
         if not args.json:
             show(piece)
     sizes = {"weight_bytes": model.spec.nbytes, "peak_memory_bytes": _peak(args.device)}
-    facts = {**native_measured(generation), **sizes, "processes": 1}
+    facts: dict[str, object] = {**native_measured(generation), **sizes, "processes": 1}
+    facts |= {} if model.plan is None else {"plan": model.plan.to_json()}
     if args.json:
         print_json({"model": str(args.model), "prompt": args.prompt, "text": generation.text, **facts})
         return 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from halfbyte import env
 from halfbyte.cli.generate import writes_text
-from halfbyte.cli.shared.device import add_device, asked_dtype, settle_device, waking
+from halfbyte.cli.shared.device import add_device, add_offload, asked_dtype, placed, settle_device, waking
 from halfbyte.cli.shared.output import Commands, add_command, path_argument, print_json, settling
 from halfbyte.errors import ArgumentError, UnsupportedError
 
@@ -79,6 +79,7 @@ def add(commands: Commands) -> None:
     )
     model.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="leave zeros of 2:4 sparse weights out (default: on a CPU)")
     add_device(parser)
+    add_offload(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -162,14 +163,14 @@ def _open_language(args: argparse.Namespace, path: Path) -> Language:
         from halfbyte.nn.config import Config
 
         config = Config(args.format)
-    how = {"cache": args.cache, "sparse": args.sparse, "device": args.device, "dtype": asked_dtype(args)}
+    how = {"cache": args.cache, "sparse": args.sparse, "dtype": asked_dtype(args), **placed(args, args.parallel)}
     try:
         with waking(args.device):
             model = LanguageModel.open(path, format=config, speculate=args.speculate, draft=args.draft, **how)
     except UnsupportedError as e:
         remedy = "quantize it, as --format q8_0 does" if config is None else "transformers can run it, as halfbyte generate does"
         raise UnsupportedError(f"{path} cannot be served ({e}): {remedy}") from e
-    for note in () if args.quiet else model.notes:
+    for note in () if args.quiet else (*model.notes, *([] if model.plan is None else [model.plan])):
         print(note, file=sys.stderr)
     return Language(args.name or _name(path), model, sampling_defaults(path))
 

@@ -8,4 +8,5 @@ program.py     the specification as a list of ops; explain.py: prints it, with t
 lower_cpu.py   computes a specification on a CPU; cache.py: its KV cache
 kernels_gpu.py says which kernels compute a program on a GPU
 lower_gpu.py   computes a specification on a GPU; gpu_layer.py: the launches of a layer; gpu_step.py: a decode step as a CUDA graph
+offload/       what of a model is on the CPU, where a GPU has no memory for all of it, and how that is computed
 """

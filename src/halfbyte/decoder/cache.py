@@ -32,10 +32,12 @@ class OnGpu(NamedTuple):
     Attributes:
         device: Of the buffers.
         dtype: Of activations, and of keys and values that are not in 8 bits.
+        cpu_layers: The first layers whose caches are on the CPU, as its kernels want them.
     """
 
     device: torch.device
     dtype: torch.dtype
+    cpu_layers: int = 0
 
 
 def _buffers(dim: int, int8: bool, where: OnGpu | None) -> list[tuple[int, torch.dtype]]:
@@ -43,6 +45,24 @@ def _buffers(dim: int, int8: bool, where: OnGpu | None) -> list[tuple[int, torch
     if where is None:
         return [(record_bytes(dim), torch.int8) if int8 else (dim, torch.float32)] * 2
     return [(dim, torch.int8)] * 2 + [(scales_of(dim), torch.bfloat16)] * 2 if int8 else [(dim, where.dtype)] * 2
+
+
+def most_bytes(spec: LayerSpec, tokens: int, chunk: int, sequences: int, *, int8: bool, where: OnGpu) -> int:
+    """Return the bytes that a layer's caches have on a GPU, at most.
+
+    Args:
+        spec: The layer.
+        tokens: Of a sequence, at most.
+        chunk: Tokens that are read at a time, at most.
+        sequences: That are decoded at the same time: of several, each is read in a cache of its own before it takes a slot.
+        int8, where: As for `LayerCache`.
+    """
+    window, heads = spec.sliding_window, spec.attention.heads
+    size = tokens if sequences == 1 else tokens + max(tokens // 4, _STEP_ON_GPU)
+    if window is not None:
+        size = min(size, window + min(chunk, tokens) + window // 4 + _STEP)
+    token = sum(width * dtype.itemsize for width, dtype in _buffers(heads.head_dim, int8, where)) * heads.num_kv_heads
+    return token * round_up(size, _STEP if window is not None else _STEP_ON_GPU) * (sequences if sequences == 1 else sequences + 1)
 
 
 class LayerCache:
@@ -184,6 +204,7 @@ class Cache:
         length: Tokens of each sequence so far.
         stamp: Unique number of its contents but for tokens that are appended: another one after tokens were cut off or have moved.
         place: Unique number of where the contents lie: another one after buffers, or tokens in them, have moved.
+        most: Tokens that each sequence will have at most; None: not known.
     """
 
     def __init__(
@@ -200,10 +221,15 @@ class Cache:
         """
         if batch < 1:
             raise ArgumentError(f"a cache is for at least one sequence, got {batch}")
-        caches = {i: LayerCache(layer, batch, int8=int8, where=where) for i, layer in enumerate(spec.layers) if layer.kv_source is None}
+        on_cpu = len(spec.layers) if where is None else where.cpu_layers
+        caches = {
+            i: LayerCache(layer, batch, int8=int8, where=None if i < on_cpu else where)
+            for i, layer in enumerate(spec.layers)
+            if layer.kv_source is None
+        }
         self.layers: Sequence[LayerCache] = [*caches.values()]
         self.by_layer = [caches[i if layer.kv_source is None else layer.kv_source] for i, layer in enumerate(spec.layers)]
-        self.batch, self.length, self._most = batch, 0, most
+        self.batch, self.length, self.most = batch, 0, most
         self._new = partial(Cache, spec, int8=int8, most=most, where=where)
         self._moved()
 
@@ -212,7 +238,7 @@ class Cache:
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many more tokens of each sequence."""
-        moved = [layer.reserve(tokens, self._most) for layer in self.layers]
+        moved = [layer.reserve(tokens, self.most) for layer in self.layers]
         if any(moved):
             self._moved()
 
@@ -415,6 +441,8 @@ class PrefixCache:
             if same_frequencies and same > longest and entry.cache.can_cut(same):
                 best, longest = entry, same
         if best is None:
+            if not self.limit:  # the cache that the caller makes replaces the newest sequence's: memory for both may not be there
+                self.clear()
             return None
         self.entries.remove(best)
         if longest < best.cache.length and self.nbytes + 2 * best.cache.nbytes <= self.limit:

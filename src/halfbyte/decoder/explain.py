@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.decoder import kernels_gpu, lower_cpu
+from halfbyte.decoder.offload.placement import ON_GPU, Plan, Request, plan_of
 from halfbyte.decoder.program import Lowered, Program, grouped, kernel_columns, lines_of, program_of
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.dispatch.explain_gpu import described_gpu
+from halfbyte.dispatch.roofline import gpu_ceilings
 from halfbyte.errors import ArgumentError, UnsupportedError
-from halfbyte.machine import named_device
+from halfbyte.machine import machine, named_device
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class DecoderExplanation:
         dtype: Of activations.
         program: The ops.
         kernels: What computes each of them, in the same order.
+        plan: What is on the CPU, the rest on a GPU; None: nothing was asked for.
+        token_seconds: Estimated seconds of a step, where there is a plan: bytes read over bandwidths, that of the CPU measured.
     """
 
     machine: str
@@ -34,6 +38,8 @@ class DecoderExplanation:
     dtype: torch.dtype
     program: Program
     kernels: tuple[Lowered, ...]
+    plan: Plan | None = None
+    token_seconds: float | None = None
 
     @property
     def groups(self) -> list[tuple[tuple[int, ...], tuple[Lowered, ...]]]:
@@ -45,7 +51,8 @@ class DecoderExplanation:
         """Return what is said as a document of JSON."""
         groups = [{"layers": [*layers], "ops": [lowered.to_json() for lowered in ops]} for layers, ops in self.groups]
         about = {"machine": self.machine, "encoder": False, "rows": self.rows, "dtype": str(self.dtype).removeprefix("torch.")}
-        return {**about, "native_calls": self.native_calls, "groups": groups}
+        placed = {} if self.plan is None else {"plan": {**self.plan.to_json(), "token_seconds": self.token_seconds}}
+        return {**about, **placed, "native_calls": self.native_calls, "groups": groups}
 
     @property
     def native_calls(self) -> list[str]:
@@ -55,16 +62,22 @@ class DecoderExplanation:
     def __str__(self) -> str:
         sequences = f"{self.rows} sequence{'s' if self.rows > 1 else ''}"
         lines = [f"one new token of {sequences} on {self.machine}, {str(self.dtype).removeprefix('torch.')} activations"]
-        if self.native_calls:
+        if self.plan is not None and self.token_seconds is not None:
+            lines += [str(self.plan), f"a token takes {1e3 * self.token_seconds:.2f} ms, estimated from bytes over bandwidths"]
+        elif self.native_calls:
             others = any(lowered.call is None for lowered in self.kernels)
             lines.append(f"one native call ({', '.join(self.native_calls)}){', in addition to what torch computes' if others else ''}")
         for layers, group in self.groups:
-            lines += lines_of(layers, kernel_columns(group))
+            lines += lines_of(layers, kernel_columns(group, shows_device=self.plan is not None))
         return "\n".join(lines)
 
 
 def explain_decoder(
-    spec: DecoderSpec, device: torch.device | str | None = None, rows: int = 1, dtype: torch.dtype | None = None
+    spec: DecoderSpec,
+    device: torch.device | str | None = None,
+    rows: int = 1,
+    dtype: torch.dtype | None = None,
+    request: Request | None = None,
 ) -> DecoderExplanation:
     """Say which kernels decode one new token of each of several sequences.
 
@@ -73,6 +86,7 @@ def explain_decoder(
         device: "cpu", "cuda", "cuda:1", … or the architecture of a GPU that is not here, such as "sm_90"; None: where the weights are.
         rows: Number of sequences.
         dtype: Of activations; None: float32 on a CPU, the only one there, and bfloat16 on a GPU.
+        request: For a part of the model on the CPU, the rest on a GPU.
 
     Raises:
         ArgumentError: The device decodes no such number of sequences at the same time.
@@ -82,7 +96,7 @@ def explain_decoder(
         raise ArgumentError(f"a step is for 1 or more sequences, got {rows}: pass how many there are")
     device = spec.embedding.device if device is None else device
     asked = named_device(device)
-    if asked is not None and asked.type == "cpu":
+    if asked is not None and asked.type == "cpu" and request is None:
         if dtype not in (None, torch.float32):
             raise UnsupportedError(f"it computes in float32, not in {str(dtype).removeprefix('torch.')}")
         program = program_of(spec)
@@ -90,6 +104,14 @@ def explain_decoder(
         if rows > (most := lower_cpu.most_decode(spec)):
             raise ArgumentError(f"this model decodes 1 to {most} sequences at a time on a CPU, got {rows}: ask for {most}, others wait")
         return DecoderExplanation("the CPU", rows, torch.float32, program, tuple(kernels))
+    from halfbyte.kernels.cpu.probe import read_bandwidth
+
     here, dtype = described_gpu(str(device)), dtype or torch.bfloat16
-    program = program_of(spec, "cuda" if asked is None else str(asked))  # a GPU that is not here is named by its architecture
-    return DecoderExplanation(here.name, rows, dtype, program, tuple(kernels_gpu.decode_kernels(program, here, rows, dtype)))
+    plan = None if request is None else plan_of(spec, request, dtype)
+    name = "cuda" if asked is None else str(asked)  # a GPU that is not here is named by its architecture
+    program = program_of(spec, name, ON_GPU if plan is None else plan.placement)
+    lowered = tuple(kernels_gpu.decode_kernels(program, here, rows, dtype))
+    if plan is None:
+        return DecoderExplanation(here.name, rows, dtype, program, lowered)
+    seconds = plan.token_seconds(gpu_ceilings(here).bandwidth, read_bandwidth(machine().cores))
+    return DecoderExplanation(f"{here.name} and the CPU", rows, dtype, program, lowered, plan, seconds)

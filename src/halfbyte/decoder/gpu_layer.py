@@ -223,8 +223,8 @@ def _decoded(layer: GpuLayer, x: Tensor, rotary: Rotary, cache: KeyValues, mask:
     how: dict[str, Any] = {"scales": cache.scales, "factor": first.residual_multiplier, "advance": advance, "ring": cache.ring}
     seen = attend(qkv, rotary, cache.keys, cache.values, cache.length, mask, first.heads, **how).unsqueeze(1)
     if not isinstance(second, MLP):
-        assert second is not None
-        return add_experts(added(first, layer.o_proj, seen, x)[0], second)
+        h, _ = added(first, layer.o_proj, seen, x)
+        return h if second is None else add_experts(h, second)
     assert layer.down_proj is not None
     h, z = added(first, layer.o_proj, seen, x, second.pre_norm)
     if not second.parallel_residual:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfbyte.decoder.offload.host_experts import HostCall, at_once
 from halfbyte.layouts.base import round_up
 from halfbyte.ops.graph_capture import CapturedGraph
 
@@ -102,12 +103,14 @@ class Inputs(NamedTuple):
         rotary: Cosines and sines of each rope, [B, R / 2].
         lengths: int64 [1] of each group: tokens in the buffers.
         masks: bool [B or 1, T] of each group: which of these may be seen; None: all.
+        host: Runs a function of the host between launches.
     """
 
     ids: Tensor
     rotary: Sequence[tuple[Tensor, Tensor]]
     lengths: Sequence[Tensor]
     masks: Sequence[Tensor | None]
+    host: HostCall = at_once
 
 
 Compute = Callable[[Inputs], Tensor]  # logits [B, N]; the new tokens enter the cache
@@ -152,7 +155,7 @@ class DecodeStep:
         self._columns = [torch.arange(group.size, device=device) for group in shape.groups]
         self._graph: CapturedGraph | None = None
         self._results: tuple[Tensor, Tensor] | None = None
-        self._runs = 0
+        self._runs, self._host = 0, at_once
         self._there: State | None = None  # what `_state` holds, where that is known
 
     @property
@@ -208,7 +211,8 @@ class DecodeStep:
 
     def _numbers(self, state: State) -> Tensor:
         numbers = [0] * len(self._state)
-        numbers[self._starts : self._starts + self._shape.batch] = [sum(state.groups[0])] * self._shape.batch
+        if len(state.ids) < self._shape.batch:
+            numbers[self._starts : self._starts + self._shape.batch] = [sum(state.groups[0])] * self._shape.batch
         for index, both in enumerate(state.groups):
             numbers[_GROUP * index : _GROUP * index + 2] = both
         for place, values in ((self._rows, state.rows), (self._ids, state.ids), (self._starts, state.starts)):
@@ -218,11 +222,14 @@ class DecodeStep:
     def _capture(self, compute: Compute) -> None:
         try:
             graph = CapturedGraph(self._device)
+            self._host = graph.host
             self._results = graph.capture(lambda: self._run(compute, None))
         except RuntimeError as error:
             self.refused = f"torch cannot capture a decode step ({' '.join(str(error).split())[:200]})"
         else:
             self._graph = graph
+        finally:
+            self._host = at_once
 
     def _run(self, compute: Compute, masks: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
         shape, state = self._shape, self._state
@@ -231,7 +238,7 @@ class DecodeStep:
         rotary = [(both[0], both[1]) for both in (table.index_select(1, rows) for table in shape.tables)]
         groups = [(state[_GROUP * i : _GROUP * i + 1], state[_GROUP * i + 1 : _GROUP * i + 2]) for i in range(len(shape.groups))]
         seen = [self._seen(index, *both, None if masks is None else masks[index]) for index, both in enumerate(groups)]
-        logits = compute(Inputs(ids, rotary, [length for length, _ in groups], seen))
+        logits = compute(Inputs(ids, rotary, [length for length, _ in groups], seen, self._host))
         chosen = likeliest(logits)
         best = logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
         chosen = chosen.where(best.isfinite(), -1)

@@ -7,9 +7,11 @@ it, and the reason says why.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from halfbyte.decoder import lower_cpu
 from halfbyte.decoder.program import TORCH, Lowered, Op, Program, readers_of
 from halfbyte.dispatch.candidate import Choice
 from halfbyte.dispatch.choose import choose
@@ -39,7 +41,17 @@ def decode_kernels(program: Program, here: Gpu, rows: int = 1, dtype: torch.dtyp
     Raises:
         UnsupportedError: No kernel on this GPU multiplies the experts' weights, and torch's operations do not, either.
     """
-    return [lowered for _, ops in program.scopes() for lowered in layer_kernels(ops, here, rows, dtype)]
+    is_split = len({op.device for op in program.ops}) > 1
+    return [lowered for _, ops in program.scopes() for lowered in _layer_kernels(ops, here, rows, dtype, is_split)]
+
+
+def _layer_kernels(ops: Sequence[Op], here: Gpu, rows: int, dtype: torch.dtype, is_split: bool) -> Iterator[Lowered]:
+    """The kernels of a layer of a model, some of whose ops may be on the CPU."""
+    on_cpu = {op.name for op in ops if op.device == "cpu" and is_split}
+    first = [*lower_cpu.layer_kernels(ops)] if on_cpu else []
+    second = layer_kernels(ops, here, rows, dtype) if len(on_cpu) < len(ops) else first
+    for one, other in zip(first or second, second, strict=True):
+        yield replace(one, call=None) if one.op.name in on_cpu else other
 
 
 def layer_kernels(ops: Iterable[Op], here: Gpu, rows: int = 1, dtype: torch.dtype = torch.bfloat16) -> list[Lowered]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, OnGpu
+from halfbyte.decoder.offload.placement import Plan
 from halfbyte.decoder.program import ALL_HEADS, TORCH, Lowered, Op, Program, readers_of
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
@@ -44,6 +45,7 @@ class CpuModel:
 
     where: OnGpu | None = None  # of its caches
     notes: tuple[str, ...] = ()
+    plan: Plan | None = None  # of what is on a GPU
 
     def __init__(self, spec: DecoderSpec) -> None:
         """Lower a specification.

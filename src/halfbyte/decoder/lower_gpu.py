@@ -21,6 +21,9 @@ from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
 from halfbyte.decoder.gpu_step import DecodeStep, Group, HostReader, Inputs, State, StepShape, batch_of_step
 from halfbyte.decoder.kernels_gpu import why_not_attend
+from halfbyte.decoder.offload.host_experts import HostExperts, at_once
+from halfbyte.decoder.offload.host_layers import HostLayers, HostStep
+from halfbyte.decoder.offload.placement import ON_GPU, Plan
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.dispatch.gpu import why_no_triton
@@ -31,6 +34,7 @@ from halfbyte.layouts.base import Packed, round_up
 from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.functions import embedding
+from halfbyte.ops.transformer.decoder import MOST_SEQUENCES as MOST_ON_CPU
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
@@ -56,6 +60,7 @@ class GpuModel:
         spec: What is computed, with the weights.
         device: Where.
         dtype: Of activations: float16, bfloat16 or float32.
+        plan: What is computed on the CPU; None: nothing.
         where: `device` and `dtype` for its caches.
         most_decode: Sequences that are decoded at the same time, at most.
         most_verify: Tokens of one sequence that are verified at the same time, at most.
@@ -63,8 +68,14 @@ class GpuModel:
         notes: Which ops have no kernel on this device and are computed by torch's operations, and why.
     """
 
-    def __init__(self, spec: DecoderSpec, device: torch.device | str = "cuda", dtype: torch.dtype = torch.float16) -> None:
-        """Lower a specification, whose weights are packed for the device.
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        device: torch.device | str = "cuda",
+        dtype: torch.dtype = torch.float16,
+        plan: Plan | None = None,
+    ) -> None:
+        """Lower a specification, whose weights are packed for the device, or for the CPU where the plan says so.
 
         Raises:
             UnsupportedError: A part of it is not computed on a GPU.
@@ -72,19 +83,25 @@ class GpuModel:
         """
         if dtype not in DTYPES:
             raise ArgumentError(f"activations on a GPU are {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got {dtype}")
-        place = spec.embedding.device
-        self.spec, self.dtype, self.most_decode, self.most_verify, self.least_prefill = spec, dtype, MOST_SEQUENCES, _MOST_VERIFY, 1
+        place, self.plan, self.placement = spec.embedding.device, plan, ON_GPU if plan is None else plan.placement
+        sequences = MOST_SEQUENCES if plan is None else min(MOST_SEQUENCES, plan.request.sequences)
+        self.spec, self.dtype, self.most_decode, self.most_verify, self.least_prefill = spec, dtype, sequences, _MOST_VERIFY, 1
         if place.type != torch.device(device).type or torch.device(device).index not in (None, place.index):
             raise ArgumentError(f"the weights of this model are on {place}, got device={str(device)!r}: pack them for that device")
-        self.device, self.where = place, OnGpu(place, dtype)
-        for index, layer in enumerate(spec.layers):
+        self._cpu_layers = self.placement.layers
+        self.device, self.where = place, OnGpu(place, dtype, self._cpu_layers)
+        for index, layer in enumerate(spec.layers[self._cpu_layers :], self._cpu_layers):
             if (reason := _why_not(layer)) is not None:
                 raise UnsupportedError(f"layer {index} is not computed on a GPU: {reason}")
-        self._layers = [self._lowered(layer) for layer in spec.layers]
+        self._host = HostExperts(self._host_experts(), place)
+        self._first = HostLayers(spec.layers[: self._cpu_layers], spec.ropes, place)
+        if self._first and self.most_decode > MOST_ON_CPU:
+            self.most_decode = MOST_ON_CPU
+        self._layers = [self._lowered(index, layer) for index, layer in self._on_gpu]
         self._norm = self._cast_norm(spec.norm)
         self._inputs_norm = None if spec.per_layer_inputs is None else self._norm_of_inputs(spec.per_layer_inputs)
-        windows = list(dict.fromkeys(layer.sliding_window for layer in spec.layers))
-        self._windows, self._group_of = windows, [windows.index(layer.sliding_window) for layer in spec.layers]
+        windows = list(dict.fromkeys(layer.sliding_window for _, layer in self._on_gpu))
+        self._windows, self._group_of = windows, [windows.index(layer.sliding_window) for _, layer in self._on_gpu]
         self._tables: list[Tensor] = []
         self._steps: dict[tuple[object, ...], DecodeStep] = {}
         self._caches: dict[DecodeStep, weakref.ref[Cache]] = {}  # that steps are for
@@ -93,8 +110,18 @@ class GpuModel:
         in_torch = any(layer.attention.heads.softcap is not None for layer in spec.layers) or dtype == torch.float32
         self._chunk = _FEW if in_torch else _CHUNK
         mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
-        self._compiles = place.type == "cuda" and not mixed and why_no_triton() is None and not env.tune()
+        self._compiles = place.type == "cuda" and not mixed and not self._first and why_no_triton() is None and not env.tune()
         self.notes = tuple(_notes(spec, dtype, gpu(place.index or 0))) if place.type == "cuda" else ()
+
+    @property
+    def _on_gpu(self) -> list[tuple[int, LayerSpec]]:
+        """The layers that are on the GPU, with their index."""
+        return [*enumerate(self.spec.layers)][self._cpu_layers :]
+
+    @property
+    def _has_host_parts(self) -> bool:
+        """Whether the CPU computes layers or experts."""
+        return bool(self._host or self._first)
 
     @property
     def _on(self) -> AbstractContextManager[object]:
@@ -102,9 +129,22 @@ class GpuModel:
 
     # Lowering
 
-    def _lowered(self, layer: LayerSpec) -> GpuLayer:
+    def _lowered(self, index: int, layer: LayerSpec) -> GpuLayer:
         layer.check()
-        return packed_layer(*(self._cast(half) for half in (layer.attention, layer.mlp, layer.per_layer_input))).linked()
+        mlp = None if index in self._host else layer.mlp
+        return packed_layer(*(self._cast(half) for half in (layer.attention, mlp, layer.per_layer_input))).linked()
+
+    def _host_experts(self) -> dict[int, Experts]:
+        """The mixtures whose routed experts are on the CPU, by the index of their layer."""
+        halves = {index: layer.mlp for index, layer in enumerate(self.spec.layers) if isinstance(layer.mlp, Experts)}
+        for index, half in halves.items():
+            wanted = torch.device("cpu") if self.placement.on_cpu(index, experts=True) else self.device
+            if (found := half.gate_up.packed.device) != wanted:
+                raise ArgumentError(
+                    f"the experts of layer {index} are on {found}, and {self.placement} needs them on {wanted}: pack them there"
+                )
+        on_cpu = range(self.placement.layers, self.placement.experts)
+        return {index: self._cast(half) for index, half in halves.items() if index in on_cpu}
 
     def _cast(self, part: Any) -> Any:
         """A part of a layer with norms, routers and factors of outputs in the type of activations."""
@@ -144,6 +184,8 @@ class GpuModel:
         with self._on:
             step, state = self._prepared(ids, cache, positions)
             given = None if mask is None or isinstance(cache, Slots) else self._masks(mask, cache)
+            if given is not None and self._first.step is not None:
+                self._first.step = self._first.step._replace(mask=mask)
             logits, _ = self._result(step, state, cache) if given is None else step(state, partial(self._compute, cache), given)
             self._ahead = None
             cache.append(1)
@@ -180,7 +222,8 @@ class GpuModel:
                 chosen = choose(self._scaled(logits))
                 step.put_ids(chosen)
             self._reader.ask(chosen)
-            launched = step.again(len(ids)) if goes_on and step.is_captured and self._has_room(cache, state) else None
+            launches_ahead = goes_on and step.is_captured and not self._has_host_parts  # a step with functions of the host waits for them
+            launched = step.again(len(ids)) if launches_ahead and self._has_room(cache, state) else None
             tokens: list[int] = self._reader.answer().tolist()
             if choose is None and min(tokens) < 0:
                 raise non_finite_logits(is_float16=self.dtype == torch.float16)
@@ -215,9 +258,13 @@ class GpuModel:
         switch, count = self.spec.rope_switch, self._positions
         rows = tuple(place if switch is None or place < switch else place + count for place in places)
         state = State(tuple((layer.length, layer.first) for layer in groups), rows, tuple(ids), starts)
-        batch = min(batch_of_step(len(ids)), cache.capacity) if isinstance(cache, Slots) else len(ids)
+        if self._first:
+            self._first.step = HostStep(cache, places, starts=starts)
+        batch = len(ids)
+        if isinstance(cache, Slots) and not self._has_host_parts:  # rows without a sequence would cost the CPU as much as others
+            batch = min(batch_of_step(batch), cache.capacity)
         padded = any(starts) or batch > len(ids)
-        key = batch, padded, count, tuple(layer.memory for layer in cache.layers)
+        key = batch, padded, count, tuple(cache.by_layer[index].memory for index, _ in self._on_gpu)
         step = self._steps.pop(key, None)
         if step is None:
             self._close_steps()
@@ -238,7 +285,7 @@ class GpuModel:
 
     def _groups(self, cache: Cache) -> list[LayerCache]:
         """The first layer of each group: its buffers have the same tokens as those of the others."""
-        return [cache.by_layer[self._group_of.index(group)] for group in range(len(self._windows))]
+        return [cache.by_layer[self._cpu_layers + self._group_of.index(group)] for group in range(len(self._windows))]
 
     def _has_room(self, cache: Cache, state: State) -> bool:
         """Whether the step after the one with these numbers, which are in the cache, needs no other buffers and tables."""
@@ -260,11 +307,14 @@ class GpuModel:
         of_layers = self._per_layer_inputs(inputs.ids[:, None], x)
         reuses = any(spec.kv_source is not None for spec in self.spec.layers)
         after = [length + 1 for length in inputs.lengths] if reuses else []  # lengths of caches that have the new token already
-        for index, (layer, spec, entry) in enumerate(zip(self._layers, self.spec.layers, cache.by_layer, strict=True)):
-            rotary, group = inputs.rotary[spec.rope] if layer.attention.heads.rotary_width else None, self._group_of[index]
+        x = self._first(x, inputs.host) if self._first else x
+        for layer, (index, spec), group in zip(self._layers, self._on_gpu, self._group_of, strict=True):
+            rotary, entry = inputs.rotary[spec.rope] if layer.attention.heads.rotary_width else None, cache.by_layer[index]
             per_layer_input = None if of_layers is None else of_layers[:, :, index]
             length = (inputs.lengths if spec.kv_source is None else after)[group]
             x = decode(layer, x, rotary, _key_values(entry, len(inputs.ids), length), inputs.masks[group], per_layer_input)
+            if index in self._host:
+                x = self._host.add(index, x, inputs.host)
         return self._head(normed(x[:, 0], self._norm))
 
     # Prompts
@@ -326,7 +376,10 @@ class GpuModel:
         Rows behind the tokens are computed, too, so that there are recorded launches for few numbers of tokens. What these rows write
         lies behind the sequence in the cache.
         """
-        tokens, before = _rows_of_prompt(len(ids)), cache.length
+        tokens, before = len(ids), cache.length
+        rows = _rows_of_prompt(tokens)
+        if not self._has_host_parts and (cache.most is None or before + rows <= cache.most):
+            tokens = rows
         cache.reserve(tokens)
         self._compute_positions(before + tokens)
         switch = self.spec.rope_switch
@@ -338,8 +391,11 @@ class GpuModel:
         given = torch.tensor([[*ids, *[0] * (tokens - len(ids))]], dtype=torch.int64, device="cpu").to(self.device)
         x = self._embedded(given[0])[None]
         of_layers = self._per_layer_inputs(given, x)
-        for index, (layer, spec, entry) in enumerate(zip(self._layers, self.spec.layers, cache.by_layer, strict=True)):
-            group = self._group_of[index]
+        if self._first:
+            self._first.step = HostStep(cache, range(before, before + tokens), total)
+            x = self._first(x, at_once)
+        for layer, (index, spec), group in zip(self._layers, self._on_gpu, self._group_of, strict=True):
+            entry = cache.by_layer[index]
             tables, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]
             per_layer_input = None if of_layers is None else of_layers[:, :, index]
             if len(entry.buffers) == 2:
@@ -351,6 +407,8 @@ class GpuModel:
                 )
             else:
                 x, _ = prefill_with(layer, x, tables, partial(self._encoded, entry), mask, per_layer_input, length)
+            if index in self._host:
+                x = self._host.add(index, x, at_once)
         cache.append(len(ids))
         return x[:, : len(ids)]
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from halfbyte.decoder.offload.placement import ON_GPU, Placement
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import unreachable
@@ -115,14 +116,16 @@ class Program:
         return "\n".join(chain.from_iterable(lines))
 
 
-def program_of(spec: DecoderSpec, device: str = "cpu") -> Program:
-    """Make the program of a specification, all of it on one device."""
+def program_of(spec: DecoderSpec, device: str = "cpu", placement: Placement = ON_GPU) -> Program:
+    """Make the program of a specification on a device, but for what is placed on the CPU."""
     table = spec.embedding
     settings = _settings(multiplier=None if spec.embedding_multiplier == 1 else spec.embedding_multiplier)
     ops = [Op("embedding", "embed_tokens", None, ("ids",), *_form(table), settings, device, table)]
     ops += (replace(op, device=device) for op in _per_layer_inputs(spec))
     for index, layer in enumerate(spec.layers):
-        ops += (replace(op, layer=index, device=device) for op in layer_ops(layer, spec.ropes))
+        for op in layer_ops(layer, spec.ropes):
+            on_cpu = placement.on_cpu(index, experts=op.name.startswith("experts."))
+            ops.append(replace(op, layer=index, device="cpu" if on_cpu else device))
     ops += (replace(op, device=device) for op in _end(spec))
     return Program(spec, tuple(ops))
 
@@ -392,11 +395,12 @@ def heading(layers: Sequence[int]) -> list[str]:
     return [f"layer{'s' if len(layers) > 1 else ''} {', '.join('-'.join(map(str, part)) for part in ranges)}"] if layers else []
 
 
-def kernel_columns(kernels: Sequence[Lowered]) -> list[tuple[str, ...]]:
-    """Ops in a table, with their kernels, and why a kernel is torch's, if it is."""
+def kernel_columns(kernels: Sequence[Lowered], *, shows_device: bool = False) -> list[tuple[str, ...]]:
+    """Ops in a table, with their kernels, and why a kernel is torch's, if it is; `shows_device`: and which are computed on the CPU."""
     rows = []
     for (*first, settings), lowered in zip(columns_of([lowered.op for lowered in kernels]), kernels, strict=True):
         kernel = lowered.kernel if lowered.fused_into is None else f"in {lowered.fused_into}"
+        kernel += " on the CPU" if shows_device and lowered.op.device == "cpu" else ""
         reason = "" if lowered.reason is None else f"({lowered.reason})"
         rows.append((*first, kernel, " ".join(filter(None, (settings, reason)))))
     return rows

@@ -5,6 +5,7 @@ Called by `model.py`. Names are those of transformers' modules, which all reader
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.decoder.cache import OnGpu
 from halfbyte.decoder.config import find_family
 from halfbyte.decoder.family import MoEFamily
+from halfbyte.decoder.offload.placement import ON_GPU
 from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from halfbyte.checkpoint.native.checkpoint_model import Checkpoint
     from halfbyte.nn.config import Config
 
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _STACKS = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
 _EMBEDDINGS = "model.embed_tokens.weight", "model.embed_tokens_per_layer.weight"
 # The last parts of the names of Linears, Embeddings and experts: routers and norms have others.
@@ -64,7 +67,7 @@ class Source(Protocol):
         """How a weight is quantized; None where it is not."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight's codes."""
+        """The shape of a weight's codes, or of a tensor in floating point."""
 
     def codes(self, name: str) -> Codes:
         """Read a quantized weight."""
@@ -92,7 +95,8 @@ class CheckpointSource:
         return None if weight is None else Form(weight.format, weight.compute, weight.activation)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._model.weights[self._stored(name)].shape
+        stored = self._stored(name)
+        return self._model.weights[stored].shape if stored in self._model.weights else tuple(self._model.plain[stored].shape)
 
     def codes(self, name: str) -> Codes:
         return self._model.codes(self._stored(name))
@@ -230,15 +234,26 @@ class PackedTensors:
 
     Attributes:
         dtype: Of activations.
+        placement: What is packed for a CPU, where others are packed for a GPU.
     """
 
     def __init__(self, source: Source, *, sparse: bool | None = None, where: OnGpu | None = None, cache: PackedCache | None = None) -> None:
         """Read from a source, or what is stored in a cache, for a CPU, in float32, or from a source for a GPU."""
-        self._cache = cache
+        self._cache, self.placement = cache, ON_GPU
         self._source, self._names, self._sparse = source, source.names(), sparse
-        self._device, self.dtype = (torch.device("cpu"), torch.float32) if where is None else where
+        self._device, self.dtype = (torch.device("cpu"), torch.float32) if where is None else where[:2]
         # A GPU packs one weight at a time, so that the memory for what lies in between is that of one; threads read others meanwhile.
         self._packing: AbstractContextManager[object] = nullcontext() if where is None else threading.Lock()
+
+    def sized(self) -> PackedTensors:
+        """Return the same tensors without the bytes of weights: a specification of these tells what a model takes."""
+        return _SizedTensors(self._source, sparse=self._sparse, where=OnGpu(self._device, self.dtype))
+
+    def _device_of(self, name: str) -> torch.device:
+        """The device for which a tensor is packed."""
+        layer = _LAYER.search(name)
+        is_on_cpu = layer is not None and self.placement.on_cpu(int(layer[1]), experts=".experts." in name)
+        return torch.device("cpu") if is_on_cpu else self._device
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -265,32 +280,29 @@ class PackedTensors:
         if joined is not None and joined.shape[-1] != rows:
             raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {rows} rows: not of one layer")
         shape = (*shapes[0][:-2], rows, shapes[0][-1])
-        whole = None if self._cache is None else self._cache.weight(names, first.format, shape, self._sparse)
+        cache = self._cache if self._device_of(names[0]).type == "cpu" else None
+        whole = None if cache is None else cache.weight(names, first.format, shape, self._sparse)
         if whole is None:
             whole = self._packed(names, first.format)
-            if self._cache is not None:
-                self._cache.add(names, whole)
+            if cache is not None:
+                cache.add(names, whole)
         return Weight(whole, joined, first.compute, first.activation)  # type: ignore[arg-type]
 
     def _packed(self, names: Sequence[str], fmt: Format) -> Packed:
+        device = self._device_of(names[0])
         try:
             parts = [self._source.codes(name) for name in names]
-            if not self._is_packed_in_parts(parts):
+            if device.type != "cpu" or not _fill_panels(parts):
                 parts = [_joined(parts, _ROWS)]
         except FormatError as e:
             raise UnsupportedError(f"{names[0]} cannot be {fmt}: {e}") from e
-        with self._packing:
-            packed = [ops.pack(part, self._device, sparse=self._sparse) for part in parts]
+        with self._packing if device == self._device else nullcontext():
+            packed = [ops.pack(part, device, sparse=self._sparse) for part in parts]
         return packed[0] if len(packed) == 1 else ops.join(packed)
-
-    def _is_packed_in_parts(self, parts: Sequence[Codes]) -> bool:
-        """Whether weights are packed one by one into memory side by side, which takes no copy of their codes: on a CPU, where each fills
-        whole panels."""
-        return self._device.type == "cpu" and all(len(part.shape) == 2 and part.shape[0] % PANEL == 0 for part in parts)
 
     def tensor(self, name: str) -> Tensor:
         self._check(name)
-        return self._source.floats(name).to(self._device).contiguous()
+        return self._source.floats(name).to(self._device_of(name)).contiguous()
 
     def _check(self, name: str) -> None:
         if name not in self._names:
@@ -303,11 +315,12 @@ class PackedTensors:
     def _matrix(self, name: str) -> Tensor:
         """A weight in floating point, in the type of activations."""
         self._check(name)
-        matrix = None if self._cache is None else self._cache.table(name, self.dtype)
+        cache = self._cache if self._device.type == "cpu" else None
+        matrix = None if cache is None else cache.table(name, self.dtype)
         if matrix is None:
             matrix = self._source.floats(name).to(self.dtype).to(self._device).contiguous()
-            if self._cache is not None:
-                self._cache.add([name], matrix)
+            if cache is not None:
+                cache.add([name], matrix)
         return matrix
 
     def store(self) -> None:
@@ -324,6 +337,25 @@ class PackedTensors:
         return runtime.each(call, reads)
 
 
+def _fill_panels(parts: Sequence[Codes]) -> bool:
+    """Whether weights are packed one by one for a CPU into memory side by side, which takes no copy of their codes: each fills whole
+    panels."""
+    return all(len(part.shape) == 2 and part.shape[0] % PANEL == 0 for part in parts)
+
+
+class _SizedTensors(PackedTensors):
+    """Weights without their bytes."""
+
+    def _packed(self, names: Sequence[str], fmt: Format) -> Packed:
+        shapes = [self._source.shape(name) for name in names]
+        shape = (*shapes[0][:-2], sum(shape[-2] for shape in shapes), shapes[0][-1])
+        return Packed(fmt, shape, "", torch.empty(0, dtype=torch.uint8, device="meta"))
+
+    def _matrix(self, name: str) -> Tensor:
+        self._check(name)
+        return torch.empty(self._source.shape(name), dtype=self.dtype, device="meta")
+
+
 def open_checkpoint(
     path: Path,
     quantize: Config | None = None,
@@ -332,6 +364,7 @@ def open_checkpoint(
     sparse: bool | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
+    offloads: bool = False,
 ) -> tuple[dict[str, object], PackedTensors]:
     """Open a checkpoint of any kind.
 
@@ -342,6 +375,7 @@ def open_checkpoint(
         sparse: As for `ops.pack`.
         device: For which weights are packed; None: the CPU.
         dtype: Of activations on a GPU; None: what the checkpoint names.
+        offloads: Whether the device is a GPU, and a part of the weights may be packed for the CPU, as `PackedTensors.placement` says.
 
     Returns:
         Its config.json and its tensors. Scales of a GGUF file that would be float32 are rounded to float16.
@@ -349,9 +383,9 @@ def open_checkpoint(
     if header is None and is_file(path) and is_gguf(path):
         header = read_header(path)
     config, source = _opened(path, quantize, header, device)
-    on_cpu = device is None or device.type == "cpu"
+    on_cpu = (device is None or device.type == "cpu") and not offloads
     where = None if on_cpu or device is None else OnGpu(device, dtype or dtype_on_gpu(config))
-    cache = _cache_of(path, quantize, header, sparse) if on_cpu else None
+    cache = _cache_of(path, quantize, header, sparse) if on_cpu or offloads else None
     return config, PackedTensors(source, sparse=sparse, where=where, cache=cache)
 
 

@@ -31,6 +31,28 @@ def best_device() -> tuple[str, str]:
     return "cuda", ""
 
 
+def find_gpu(name: torch.device | str) -> torch.device:
+    """Resolve a name to a GPU, as `find_device` does.
+
+    Raises:
+        ArgumentError: It is a CPU, or there is no such GPU.
+    """
+    device = find_device(name)
+    if device.type != "cuda":
+        raise ArgumentError(
+            f"memory and a part of the model on the CPU are for a GPU, got device={str(name)!r}: leave them out, or pass device='cuda'"
+        )
+    return device
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory that tensors can take, now; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
 def find_device(name: torch.device | str) -> torch.device:
     """Resolve a name to a device that exists.
 

@@ -185,13 +185,13 @@ class Batch:
             raise ArgumentError(f"the prompt has token {worst}, the model {spec.vocabulary} tokens: its tokenizer is another model's")
         asked, wanted = sampling.max_new_tokens, sampling.max_new_tokens or DEFAULT_NEW_TOKENS
         left = wanted if spec.max_positions is None else spec.max_positions - len(ids)
+        longest, more = f"the model has {spec.max_positions} positions", ""
+        if self._model.plan is not None:
+            longest, more = f"its memory is planned for {spec.max_positions} tokens of a sequence", ", or open it with a larger context"
         if left < 1:
-            raise ArgumentError(f"the prompt has {len(ids)} tokens, and the model {spec.max_positions} positions: use a shorter text")
+            raise ArgumentError(f"the prompt has {len(ids)} tokens, and {longest}: use a shorter text{more}")
         if asked is not None and asked > left:
-            raise ArgumentError(
-                f"max_new_tokens is at most {left} after {len(ids)} tokens, as the model has {spec.max_positions} positions, got {asked}: "
-                "use less"
-            )
+            raise ArgumentError(f"max_new_tokens is at most {left} after {len(ids)} tokens, as {longest}, got {asked}: use less{more}")
         generation = Generation(ids, sampling, min(wanted, left), processors=processors)
         self._waiting.append(generation)
         return generation

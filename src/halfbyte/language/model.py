@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,7 @@ from halfbyte.checkpoint.files import has_adapter
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache
 from halfbyte.decoder.lower_cpu import CpuModel
+from halfbyte.decoder.offload.placement import Plan, Request, make_request, plan_of
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, model_path, not_there
 from halfbyte.formats.spec import Format
@@ -21,10 +23,11 @@ from halfbyte.io.files import is_file, is_there
 from halfbyte.io.gguf import File, is_gguf, read_header
 from halfbyte.language.chat_template import render
 from halfbyte.language.checkpoint_tensors import open_checkpoint
-from halfbyte.language.device import find_device
+from halfbyte.language.device import find_device, find_gpu, free_memory
 from halfbyte.language.generate import MOST_GUESSES, Batch, Generation, run
 from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
+from halfbyte.memory import size_text
 
 if TYPE_CHECKING:
     from halfbyte.decoder.explain import DecoderExplanation
@@ -32,7 +35,9 @@ if TYPE_CHECKING:
     from halfbyte.nn.config import Config
 
 Message = Mapping[str, object]
+_Device = torch.device | str | Mapping[str, object]
 _GUESSES = 8  # of a draft model
+_RESERVE = 20  # a GPU's free memory over what memory="auto" leaves for CUDA: modules of kernels, fragmentation
 
 
 class LanguageModel:
@@ -42,6 +47,7 @@ class LanguageModel:
         spec: What is computed, with the weights.
         tokenizer: Its tokenizer.
         path: Where it was opened.
+        plan: What is on the CPU, the rest on a GPU, and the bytes of both; None: all is on one device.
 
     Example:
         model = LanguageModel.open("SmolLM2-135M-Instruct.gguf")
@@ -60,11 +66,12 @@ class LanguageModel:
         speculate: int | None = None,
         draft: LanguageModel | None = None,
         dtype: torch.dtype = torch.float16,
+        plan: Plan | None = None,
     ) -> None:
         """Make a model of a specification; `LanguageModel.open` reads one from a checkpoint. Its weights' device computes, a GPU with
-        activations of `dtype`."""
-        self.spec, self.tokenizer, self.path = spec, tokenizer, path
-        self._model, self._int8 = _lowered(spec, dtype), int8_cache
+        activations of `dtype`, and for what a plan leaves there the CPU."""
+        self.spec, self.tokenizer, self.path, self.plan = spec, tokenizer, path, plan
+        self._model, self._int8 = _lowered(spec, dtype, plan), int8_cache
         self._set_speculation(speculate, draft)
 
     @classmethod
@@ -77,8 +84,11 @@ class LanguageModel:
         speculate: int | None = None,
         draft: str | PathLike[str] | LanguageModel | None = None,
         sparse: bool | None = None,
-        device: torch.device | str = "cpu",
+        device: _Device = "cpu",
         dtype: torch.dtype | None = None,
+        memory: int | str | None = None,
+        context: int | None = None,
+        sequences: int = 1,
     ) -> LanguageModel:
         """Open a model.
 
@@ -93,9 +103,15 @@ class LanguageModel:
             draft: A smaller model with the same vocabulary, which guesses: an open one, or the path of one, which is opened with the same
                 `format`, `cache`, `sparse`, `device` and `dtype`.
             sparse: Whether zeros of 2:4 sparse weights are left out; None: on a CPU, where there are kernels for that.
-            device: "cpu", "cuda", "cuda:1", …, or "auto": a GPU where there is one that the kernels are for.
+            device: "cpu", "cuda", "cuda:1", …, or "auto": a GPU where there is one that the kernels are for. Or a GPU with a part of the
+                model on the CPU: {"experts": "cpu"} for all routed experts, {"cpu_experts": 12} for those of the first 12 layers, and
+                "gpu" for which GPU.
             dtype: Of activations on a GPU, torch.float16, torch.bfloat16 or torch.float32; None: the 16-bit type that the checkpoint
                 names, or else bfloat16. A CPU computes in float32.
+            memory: Of the GPU: bytes, a text such as "12 GB", or "auto" for what is free. As much of the model as fits is there, with a
+                cache for `context` tokens, and the rest on the CPU; see `plan`.
+            context: Tokens of a sequence, at most, where `memory` is given; None: 8192, or what the model has positions for.
+            sequences: That are decoded at the same time, at most, where `memory` is given.
 
         Raises:
             UnsupportedError: Its architecture, or a part of it, is not supported without transformers: `halfbyte.load` may read it.
@@ -106,13 +122,17 @@ class LanguageModel:
         if cache not in (None, "int8"):
             raise ArgumentError(f"the KV cache is 'int8' or None, for the type of activations, got cache={cache!r}")
         _check_speculation(speculate, draft)
-        opened = open_spec(source, format=format, sparse=sparse, device=device, dtype=dtype)
+        place, request = _request(device, memory, context, sequences, int8=cache == "int8")
+        if request is not None and draft is not None:
+            raise ArgumentError("a draft model takes GPU memory that is not planned for: leave out draft, or memory and what is on the CPU")
+        opened = open_spec(source, format=format, sparse=sparse, device=place, dtype=dtype, request=request)
+        tokenizer, is_int8 = Tokenizer.open(source, opened.header), cache == "int8"
         try:
-            model = cls(opened.spec, Tokenizer.open(source, opened.header), source, int8_cache=cache == "int8", dtype=opened.dtype)
+            model = cls(opened.spec, tokenizer, source, int8_cache=is_int8, dtype=opened.dtype, plan=opened.plan)
         except ArgumentError as e:
             raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
         if draft is not None and not isinstance(draft, LanguageModel):
-            draft = cls.open(draft, format=format, cache=cache, sparse=sparse, device=device, dtype=dtype)
+            draft = cls.open(draft, format=format, cache=cache, sparse=sparse, device=place, dtype=dtype)
         model._set_speculation(speculate, draft)
         return model
 
@@ -232,7 +252,7 @@ class LanguageModel:
         """
         from halfbyte.decoder.explain import explain_decoder
 
-        return explain_decoder(self.spec, device, rows, dtype)
+        return explain_decoder(self.spec, device, rows, dtype, None if self.plan is None or device == "cpu" else self.plan.request)
 
     def chat_prompt(self, messages: Sequence[Message], **variables: object) -> str:
         """Render the messages of a chat with the model's chat template.
@@ -265,11 +285,13 @@ class Opened(NamedTuple):
         spec: The specification, with packed weights.
         dtype: Of activations.
         header: Of a GGUF file, or None.
+        plan: What is on the CPU, the rest on a GPU, where that was asked for.
     """
 
     spec: DecoderSpec
     dtype: torch.dtype
     header: File | None
+    plan: Plan | None = None
 
 
 def open_spec(
@@ -279,11 +301,13 @@ def open_spec(
     sparse: bool | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    request: Request | None = None,
 ) -> Opened:
     """Open the specification of a model.
 
     Args:
         path, format, sparse, device, dtype: As for `LanguageModel.open`.
+        request: For the part of it that is packed for the CPU, where the device is a GPU.
 
     Raises:
         UnsupportedError: Its architecture, or a part of it, is not supported without transformers.
@@ -291,7 +315,9 @@ def open_spec(
         ArgumentError: The device does not have this dtype.
     """
     source, place = model_path(path), find_device(device)
-    if dtype not in ((None, torch.float32) if place.type == "cpu" else (None, torch.float16, torch.bfloat16, torch.float32)):
+    if request is None and dtype not in (
+        (None, torch.float32) if place.type == "cpu" else (None, torch.float16, torch.bfloat16, torch.float32)
+    ):
         allowed = "float32" if place.type == "cpu" else "float16, bfloat16 or float32"
         raise ArgumentError(f"activations on {place} are {allowed}, got dtype={dtype}: leave it out")
     if not is_there(source):
@@ -304,15 +330,24 @@ def open_spec(
 
         quantize = as_config(format)
     header = read_header(source) if is_file(source) and is_gguf(source) else None
-    config, tensors = open_checkpoint(source, quantize, header, sparse=sparse, device=place, dtype=dtype)
+    offloads, plan = request is not None, None
+    config, tensors = open_checkpoint(source, quantize, header, sparse=sparse, device=place, dtype=dtype, offloads=offloads)
+    if request is not None:
+        plan = plan_of(build_spec(config, tensors.sized()), request, tensors.dtype)
+        tensors.placement = plan.placement
+    free = free_memory(place)
     try:
         spec = build_spec(config, tensors)
         for layer in spec.layers:
             layer.check()
     except ArgumentError as e:
         raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
+    except torch.OutOfMemoryError as e:
+        remedy = "give memory='auto', which leaves a part of it on the CPU" if plan is None else "give it less memory"
+        raise ArgumentError(f"{source} does not fit into the {size_text(free or 0)} that were free on {place}: {remedy}") from e
     tensors.store()
-    return Opened(spec, tensors.dtype, header)
+    spec = spec if plan is None else replace(spec, max_positions=plan.request.context)
+    return Opened(spec, tensors.dtype, header, plan)
 
 
 def _check_speculation(speculate: int | None, draft: object) -> None:
@@ -322,12 +357,29 @@ def _check_speculation(speculate: int | None, draft: object) -> None:
         raise ArgumentError("a draft model guesses at least one token at a time, got speculate=0: pass speculate=8, or no draft")
 
 
-def _lowered(spec: DecoderSpec, dtype: torch.dtype) -> CpuModel | GpuModel:
-    if spec.embedding.device.type == "cpu":
+def _lowered(spec: DecoderSpec, dtype: torch.dtype, plan: Plan | None) -> CpuModel | GpuModel:
+    if spec.embedding.device.type == "cpu" and plan is None:
         return CpuModel(spec)
     from halfbyte.decoder.lower_gpu import GpuModel
 
-    return GpuModel(spec, spec.embedding.device, dtype)
+    return GpuModel(spec, spec.embedding.device, dtype, plan)
+
+
+def _request(
+    device: _Device, memory: int | str | None, context: int | None, sequences: int, *, int8: bool
+) -> tuple[torch.device | str, Request | None]:
+    """The device, and what was asked for of a part on the CPU, the rest on a GPU; None where nothing was."""
+    if not isinstance(device, Mapping) and memory is None:
+        if context is not None:
+            raise ArgumentError(f"context bounds the KV cache of a model that is given GPU memory, got context={context} without memory")
+        return device, None
+    gpu, request = make_request(device, memory, context, sequences, int8=int8)
+    place = find_gpu(gpu)
+    free = free_memory(place)
+    if free is not None and (request.memory or 0) > free:
+        raise ArgumentError(f"{place} has {size_text(free)} of free memory, got memory={memory!r}: give it less, or 'auto' for all of it")
+    automatic = None if free is None else free - free // _RESERVE
+    return place, request._replace(memory=request.memory or automatic)
 
 
 def _is_several(prompts: object) -> bool:

@@ -39,7 +39,7 @@ _MODE = "thread_local"  # other threads may go on using the GPU
 
 
 class CapturedGraph:
-    """A CUDA graph in the memory of those before it.
+    """A CUDA graph in the memory of those before it; or several, between which functions of the host run.
 
     Example:
         graph = CapturedGraph(device)
@@ -48,8 +48,9 @@ class CapturedGraph:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._graph = device, torch.cuda.CUDAGraph()
-        self._owner: tuple[int, int, int] | None = None
+        self._device, self._graphs = device, list[torch.cuda.CUDAGraph]()
+        self._steps: list[Callable[[], None]] = []  # replays of the graphs, and functions of the host between them
+        self._owners: list[tuple[int, int, int]] = []
         here = torch.cuda.current_stream(device)
         self._replayed_on = here.cuda_stream
         self._shared = _devices.get(here.device_index) or _devices.setdefault(here.device_index, _DeviceGraphs(device))
@@ -66,38 +67,55 @@ class CapturedGraph:
             if self._replayed_on not in shared.pools:
                 shared.pools[self._replayed_on] = _trivial(self._device)
             try:
-                self._graph.capture_begin(pool=shared.pools[self._replayed_on].pool(), capture_error_mode=_MODE)
-                if why_no_triton() is None:
-                    from halfbyte.kernels.gpu.runtime import scratch
-
-                    self._owner = scratch.owner(self._device)
+                self._begin()
                 result = run()
+                self._end()
             except BaseException:
                 self._abandon()
                 raise
-            self._graph.capture_end()
         return result
+
+    def host(self, function: Callable[[], None]) -> None:
+        """While launches are captured: let each replay call a function of the host between those before and those after it."""
+        self._end()
+        self._steps.append(function)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._graphs.append(torch.cuda.CUDAGraph())
+        self._graphs[-1].capture_begin(pool=self._shared.pools[self._replayed_on].pool(), capture_error_mode=_MODE)
+        if why_no_triton() is None:
+            from halfbyte.kernels.gpu.runtime import scratch
+
+            self._owners.append(scratch.owner(self._device))
+
+    def _end(self) -> None:
+        self._graphs[-1].capture_end()
+        self._steps.append(self._graphs[-1].replay)
 
     def _abandon(self) -> None:
         """Ends a capture that failed. torch leaves its random numbers as they were within: another capture brings them back."""
         with suppress(RuntimeError):
-            self._graph.capture_end()
+            self._graphs[-1].capture_end()
         self._shared.lost.append(self._shared.pools.pop(self._replayed_on))
         _trivial(self._device)
         self.close()
 
     def replay(self) -> None:
         """Run what was captured, on the current stream."""
-        self._graph.replay()
+        for step in self._steps:
+            step()
 
     def close(self) -> None:
         """Free it."""
         torch.cuda.current_stream(self._device).synchronize()
-        self._graph.reset()
-        if self._owner is not None:
+        self._steps.clear()
+        for graph in self._graphs:
+            graph.reset()
+        for owner in self._owners:
             from halfbyte.kernels.gpu.runtime import scratch
 
-            scratch.release(self._owner)
+            scratch.release(owner)
 
 
 def _trivial(device: torch.device) -> torch.cuda.CUDAGraph:

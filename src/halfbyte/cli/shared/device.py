@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from halfbyte.cli.shared.output import settling
 from halfbyte.errors import ArgumentError
@@ -23,6 +23,41 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     """The arguments of the device and dtype of the computation."""
     parser.add_argument("--device", help="cpu or cuda (default: the GPU where there is one that the kernels are for, else the CPU)")
     parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: float32 on a CPU, on a GPU the model's own)")
+
+
+class Placed(TypedDict, total=False):
+    """Arguments of `LanguageModel.open`."""
+
+    device: str | dict[str, object]
+    memory: str | None
+    context: int | None
+    sequences: int
+
+
+def add_offload(parser: argparse.ArgumentParser) -> None:
+    """The arguments of what a GPU has no memory for."""
+    group = parser.add_argument_group("a model larger than the GPU's memory")
+    group.add_argument("--gpu-memory", metavar="SIZE", help="of the GPU: 12GB, or auto for what is free; what does not fit is on the CPU")
+    group.add_argument("--cpu-experts", metavar="N", type=int, help="routed experts of the first N layers on the CPU; -1: of all")
+    group.add_argument("--gpu-layers", metavar="N", type=int, help="only the last N layers on the GPU")
+    group.add_argument("--gpu-context", metavar="N", type=int, help="tokens of a sequence that memory is planned for (default: 8192)")
+
+
+def offloads(args: argparse.Namespace) -> bool:
+    """Whether a part of the model may be on the CPU."""
+    return any(value is not None for value in (args.gpu_memory, args.cpu_experts, args.gpu_layers, args.gpu_context))
+
+
+def placed(args: argparse.Namespace, sequences: int = 1) -> Placed:
+    """The arguments of `LanguageModel.open` that say where the model is. Raises ArgumentError for a part on the CPU without a GPU."""
+    if not offloads(args):
+        return {"device": args.device}
+    if args.device == "cpu":
+        raise ArgumentError("--gpu-memory, --cpu-experts, --gpu-layers and --gpu-context are for a GPU, got --device cpu: leave them out")
+    counts: dict[str, object] = {"gpu_layers": args.gpu_layers}
+    counts |= {"experts": "cpu"} if args.cpu_experts == -1 else {"cpu_experts": args.cpu_experts}
+    device = {"gpu": args.device} | {name: value for name, value in counts.items() if value is not None}
+    return {"device": device, "memory": args.gpu_memory, "context": args.gpu_context, "sequences": sequences}
 
 
 def asked_dtype(args: argparse.Namespace) -> torch.dtype | None:

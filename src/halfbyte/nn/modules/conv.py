@@ -81,9 +81,7 @@ class QuantConv2d(QuantModule):
         y = self._convolve(x, channels_last) + added
         return y if clamp is None else y.clamp(*clamp)
 
-    def _convolve(
-        self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None
-    ) -> Tensor:
+    def _convolve(self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None) -> Tensor:
         convolve, window = conv.conv2d_channels_last if channels_last else conv.conv2d, (self.stride, self.padding, self.dilation)
         settings = self.bias, *window
         return convolve(x, self.packed, *settings, residual=residual, compute=self.compute, activation=self.activation, clamp=clamp)
@@ -126,9 +124,7 @@ class QuantConv1d(QuantConv2d):
         out, channels, _, width = self.packed.shape
         return out, channels, width
 
-    def _convolve(
-        self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None
-    ) -> Tensor:
+    def _convolve(self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None) -> Tensor:
         padding = self.padding if isinstance(self.padding, str) else self.padding[0]
         convolve, window = conv.conv1d_channels_last if channels_last else conv.conv1d, (self.stride[0], padding, self.dilation[0])
         settings = self.bias, *window

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from halfbyte.dispatch.choose import choose
+from halfbyte.dispatch.layers import why_not_router
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
@@ -43,6 +44,59 @@ def add_experts(x: Tensor, half: Experts) -> Tensor:
     All products compute as `half.gate_up` says, on a GPU in floating point unless it says int8. No gradients. Raises ArgumentError for
     shapes and dtypes that do not fit.
     """
+    return OPS.add_experts.default(x, *_given(half))  # type: ignore[no-any-return]
+
+
+class Routed(NamedTuple):
+    """Rows and their experts, as `route` chooses them and `mixed` and `add_mixed` take them.
+
+    Attributes:
+        z: The normed rows [M, K].
+        ids, weights: Experts of each row and their weights, float32, [M, T].
+        shared_logits: float32 [M], of the shared expert's gate; None: it has none.
+    """
+
+    z: Tensor
+    ids: Tensor
+    weights: Tensor
+    shared_logits: Tensor | None
+
+
+def route(x: Tensor, half: Experts) -> Routed:
+    """Choose the experts of rows x [..., K]. The routed experts themselves may be on another device."""
+    a = _arguments(x, half)
+    a.check()
+    if x.is_cuda and x.numel():
+        here, (experts, k) = gpu(x.get_device()), a.router.shape
+        if why_not_router(experts, k, here) is None:
+            return _routed_cuda(a, here)
+    return _routed(a)
+
+
+def mixed(z: Tensor, ids: Tensor, weights: Tensor, half: Experts) -> Tensor:
+    """The sum of the routed experts of normed rows by their weights, float32 [M, K], on the device of all of these."""
+    return _arguments(z, half).mixed(z, ids, weights)
+
+
+def shared_output(routed: Routed, half: Experts) -> Tensor | None:
+    """What the shared expert adds to rows, float32 [M, K]; None where there is none."""
+    return _of_shared(_arguments(routed.z, half), routed)
+
+
+def _of_shared(a: _Arguments, routed: Routed) -> Tensor | None:
+    if a.shared_up is None:
+        return None
+    y = a.of_shared(routed.z).float()
+    return y if routed.shared_logits is None else torch.sigmoid(routed.shared_logits).unsqueeze(-1) * y
+
+
+def _arguments(x: Tensor, half: Experts) -> _Arguments:
+    a = _Arguments(x, *_given(half))  # type: ignore[arg-type]
+    return a._replace(compute="float") if a.compute == "auto" and x.is_cuda else a
+
+
+def _given(half: Experts) -> tuple[object, ...]:
+    """The arguments of `halfbyte::add_experts` after x."""
     router = half.router, half.router_bias, half.top_k, half.norm_topk, half.scores, half.correction_bias, half.scaling_factor
     stacks = *_parts(half.gate_up), *_parts(half.down_proj)
     inner, clamped = half.down_proj.packed.shape[2], None if half.clamped is None else [*half.clamped]
@@ -51,7 +105,7 @@ def add_experts(x: Tensor, half: Experts) -> Tensor:
     if shared is not None:
         shared_gate = (shared.gate, *_parts(shared.gate_up), *_parts(shared.down_proj), shared.down_proj.packed.shape[1])
     how = half.gate_up.compute, half.gate_up.activation
-    return OPS.add_experts.default(x, *half.pre_norm[:3], *router, *stacks, inner, clamped, *shared_gate, *how)  # type: ignore[no-any-return]
+    return *half.pre_norm[:3], *router, *stacks, inner, clamped, *shared_gate, *how
 
 
 def _parts(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
@@ -154,6 +208,11 @@ class _Arguments(NamedTuple):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum may be 0
         return ids, weights * self.factor
 
+    def mixed(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The sum of the routed experts by their weights, float32 [M, K]."""
+        y = self.product(self.gated(self.product(z, ids, down=False)).to(z.dtype), ids, down=True)
+        return (y.float() * weights.unsqueeze(-1)).sum(1)
+
     def of_shared(self, z: Tensor) -> Tensor:
         """What the expert that all tokens share gives, before its gate, z [M, K] -> [M, K]."""
         k = z.shape[1]
@@ -173,17 +232,42 @@ def _add_experts(*args: *_Arguments) -> Tensor:
     """In torch's operations: the norm in float32, rounded once, and what follows from the products in float32."""
     a = _Arguments(*args)
     a.check()
+    routed = _routed(a)
+    total = a.mixed(routed.z, routed.ids, routed.weights)
+    shared = _of_shared(a, routed)
+    return add_mixed(a.x, total if shared is None else total.add_(shared))
+
+
+def add_mixed(x: Tensor, y: Tensor) -> Tensor:
+    """x [..., K] + y float32 [M, K], in x's dtype."""
+    return (x + y.view(x.shape)).to(x.dtype)
+
+
+def _routed(a: _Arguments) -> Routed:
     z = norm_in_torch(a.x, a.before).view(-1, a.x.shape[-1])
     logits = z.float() @ a.router.float().T
     if a.bias is not None:
         logits += a.bias.float()
-    ids, weights = a.chosen_of(logits)
-    y = a.product(a.gated(a.product(z, ids, down=False)).to(z.dtype), ids, down=True)
-    total = (y.float() * weights.unsqueeze(-1)).sum(1)
-    if a.shared_up is not None:
-        gate = 1.0 if a.shared_gate is None else torch.sigmoid(z.float() @ a.shared_gate.float()).unsqueeze(-1)
-        total += gate * a.of_shared(z).float()
-    return (a.x + total.view(a.x.shape)).to(a.x.dtype)
+    return Routed(z, *a.chosen_of(logits), None if a.shared_gate is None else z.float() @ a.shared_gate.float())
+
+
+def _routed_cuda(a: _Arguments, here: Gpu) -> Routed:
+    from halfbyte.kernels.gpu.experts import routing
+
+    experts, k = a.router.shape
+    x = a.x.contiguous().view(-1, k)
+    m, z = len(x), output(torch.empty_like(x))
+    logits, weights = (output(torch.empty(m, n, dtype=torch.float32, device=x.device)) for n in (experts, a.chosen))
+    ids = output(torch.empty(m, a.chosen, dtype=torch.int32, device=x.device))
+    with on(x):
+        shared_gate = (
+            None if a.shared_gate is None else (a.shared_gate.contiguous(), output(torch.empty(m, dtype=torch.float32, device=x.device)))
+        )
+        router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), shared_gate)
+        routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.unit_offset), router, z, logits)
+        correction = None if a.correction is None else a.correction.contiguous()
+        routing.launch_choice(here, logits, ids, weights, routing.Choice(a.normalized, a.scores, correction, a.factor))
+    return Routed(z, ids, weights, None if shared_gate is None else shared_gate[1])
 
 
 def _add_experts_cuda(*args: *_Arguments) -> Tensor:
@@ -199,17 +283,9 @@ def _add_experts_cuda(*args: *_Arguments) -> Tensor:
 
     x = a.x.contiguous().view(-1, k)
     m, routed_rows = len(x), len(x) * a.chosen
-    z, out, inner = output(torch.empty_like(x)), output(torch.empty_like(x)), output(x.new_empty(routed_rows, a.inner))
-    logits, weights = (output(torch.empty(m, n, dtype=torch.float32, device=x.device)) for n in (experts, a.chosen))
-    ids = output(torch.empty(m, a.chosen, dtype=torch.int32, device=x.device))
+    z, ids, weights, shared_logits = _routed_cuda(a, here)
+    out, inner = output(torch.empty_like(x)), output(x.new_empty(routed_rows, a.inner))
     with on(x):
-        shared_gate = (
-            None if a.shared_gate is None else (a.shared_gate.contiguous(), output(torch.empty(m, dtype=torch.float32, device=x.device)))
-        )
-        router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), shared_gate)
-        routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.unit_offset), router, z, logits)
-        correction = None if a.correction is None else a.correction.contiguous()
-        routing.launch_choice(here, logits, ids, weights, routing.Choice(a.normalized, a.scores, correction, a.factor))
         if (config := choice.taken.config) is not None:
             nbytes = experts * packed_bytes(a.gate_up_format, 2 * a.inner, k, "cuda")
             check_bytes(a.gate_up, nbytes, x.device, f"{a.gate_up_format} of shape [{experts}, {2 * a.inner}, {k}]")
@@ -219,7 +295,7 @@ def _add_experts_cuda(*args: *_Arguments) -> Tensor:
         else:
             gates.launch_clamped(here, a.product(z, ids, down=False).view(routed_rows, -1), inner, *a.clamped)
         y = a.product(inner.view(m, a.chosen, -1), ids, down=True)
-        shared = None if a.shared_up is None else (None if shared_gate is None else shared_gate[1], a.of_shared(z))
+        shared = None if a.shared_up is None else (shared_logits, a.of_shared(z))
         routing.launch_sum(here, y.view(routed_rows, k), weights, x, out, shared)
     return out.view(a.x.shape)
 

@@ -1,0 +1,108 @@
+"""Computes routed experts on the CPU for a model whose other ops run on a GPU.
+
+    GPU   … attention, norm, router, top-k ─ z, ids, weights → pinned memory ─ shared expert ─ … ─ y → GPU, residual …
+    CPU                                            routed experts: z → y, from the time that z is there
+
+Called by `lower_gpu.py` for each layer. A captured decode step is one CUDA graph for each stretch between host functions; the host waits
+for an event, not for the GPU. Without a GPU the same code runs on a CPU, as tests do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.ops.transformer.experts import Experts, Mixture, why_not
+from halfbyte.ops.transformer.routing import Routed, add_mixed, mixed, route, shared_output
+
+HostCall = Callable[[Callable[[], None]], None]  # runs a function on the host, after what was launched before and before what comes next
+_FEW = 256  # rows for which each number has buffers of its own, whose addresses graphs keep
+
+
+def at_once(function: Callable[[], None]) -> None:
+    """Run a function of the host where nothing is captured."""
+    function()
+
+
+class _Buffers(NamedTuple):
+    """Pinned memory of M rows: what the CPU reads, and float32 y [M, K], which it writes."""
+
+    z: Tensor
+    ids: Tensor
+    weights: Tensor
+    y: Tensor
+
+
+class HostExperts:
+    """The routed experts of some layers."""
+
+    def __init__(self, halves: Mapping[int, Experts], device: torch.device) -> None:
+        """Prepare the experts of layers, by their index, packed for a CPU; what is not routed is on the device."""
+        self._halves, self._device = halves, device
+        self._mixtures = {
+            index: Mixture(half.gate_up, half.down_proj, half.clamped) if why_not(half.gate_up, half.down_proj) is None else None
+            for index, half in halves.items()
+        }
+        self._buffers: dict[tuple[int, int], _Buffers] = {}
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return len(self._halves)
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._halves
+
+    def add(self, layer: int, x: Tensor, host: HostCall) -> Tensor:
+        """Compute x + experts(norm(x)) of a layer, x [..., K] on the device."""
+        half = self._halves[layer]
+        routed = route(x, half)
+        buffers = self._buffers_for(routed)
+        for there, here in zip(buffers[:3], (routed.z, routed.ids, routed.weights), strict=True):
+            there.copy_(here, non_blocking=True)
+        compute = partial(self._compute, layer, buffers)
+        if half.shared_expert is None:
+            host(partial(self._marked, compute))
+            total = self._on_device(buffers.y)
+        else:
+            host(self._mark)
+            shared = shared_output(routed, half)
+            host(compute)
+            total = self._on_device(buffers.y)
+            total = total if shared is None else total.add_(shared)
+        return add_mixed(x, total)
+
+    def _marked(self, compute: Callable[[], None]) -> None:
+        self._mark()
+        compute()
+
+    def _mark(self) -> None:
+        """Note that the rows are on their way."""
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    def _compute(self, layer: int, buffers: _Buffers) -> None:
+        """Compute y of the rows in pinned memory, as soon as they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        half, mixture, (z, ids, weights, y) = self._halves[layer], self._mixtures[layer], buffers
+        few = mixture is not None and len(z) <= half.most_rows
+        y.copy_(mixture(z.float(), ids, weights) if few and mixture is not None else mixed(z.float(), ids.long(), weights, half))
+
+    def _on_device(self, y: Tensor) -> Tensor:
+        return torch.empty_like(y, device=self._device).copy_(y, non_blocking=True)
+
+    def _buffers_for(self, routed: Routed) -> _Buffers:
+        rows, top_k = routed.ids.shape
+        key = min(rows, _FEW + 1), top_k
+        found = self._buffers.get(key)
+        if found is None or len(found.z) < rows:
+            wanted = routed.z, routed.ids, routed.weights, routed.z.float()
+            pinned = self._device.type == "cuda"
+            found = _Buffers(*(torch.empty(one.shape, dtype=one.dtype, device="cpu", pin_memory=pinned) for one in wanted))
+            self._buffers[key] = found
+        return _Buffers(*(one[:rows] for one in found))

@@ -1,0 +1,140 @@
+"""Computes the first layers of a model on the CPU, with their KV cache there, before the others run on a GPU.
+
+Called by `lower_gpu.py` with hidden states, which cross through pinned memory as those of `host_experts.py` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfbyte.decoder.cache import Cache, LayerCache
+from halfbyte.decoder.offload.host_experts import HostCall
+from halfbyte.decoder.rope import Rope
+from halfbyte.decoder.spec import LayerSpec
+from halfbyte.errors import UnsupportedError
+from halfbyte.ops.transformer.decoder import DecoderLayer, run_layers, why_not
+from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.routing import add_experts
+
+_CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small
+
+
+class HostStep(NamedTuple):
+    """The tokens that are computed next, as the host knows them.
+
+    Attributes:
+        cache: Of the tokens before, without the new ones.
+        positions: Of the token of each sequence; or of all tokens of one sequence.
+        total: Length of the whole sequence of a prompt, which decides between short and long frequencies; None: one token of each.
+        starts: Index of the first token of each sequence.
+        mask: bool [B, length + 1]: which tokens may be seen, in addition; None: all.
+    """
+
+    cache: Cache
+    positions: Sequence[int]
+    total: int | None = None
+    starts: Sequence[int] = ()
+    mask: Tensor | None = None
+
+
+class HostLayers:
+    """The first layers of a model.
+
+    Attributes:
+        step: What is computed next; the caller sets it before launches, also of those that were captured.
+    """
+
+    step: HostStep | None = None
+
+    def __init__(self, specs: Sequence[LayerSpec], ropes: Sequence[Rope], device: torch.device) -> None:
+        """Prepare layers, which are packed for a CPU.
+
+        Raises:
+            UnsupportedError: A part of a layer has no kernel on a CPU.
+        """
+        for index, spec in enumerate(specs):
+            if (reason := why_not(spec.attention, spec.mlp)) is not None:
+                raise UnsupportedError(f"layer {index} has no kernel on a CPU: {reason}")
+        self._specs, self._ropes, self._device = specs, ropes, device
+        self._layers = [DecoderLayer(spec.attention, spec.mlp) for spec in specs]
+        self._attention = [DecoderLayer(spec.attention, None) if isinstance(spec.mlp, Experts) else None for spec in specs]
+        self._buffers: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return len(self._specs)
+
+    def __call__(self, x: Tensor, host: HostCall) -> Tensor:
+        """Compute hidden states [B, t, K] on the device after these layers."""
+        given, found = self._buffers_for(x)
+        given.copy_(x, non_blocking=True)
+
+        def compute() -> None:
+            if self._event is not None:
+                self._event.record(torch.cuda.current_stream(self._device))
+                self._event.synchronize()
+            found.copy_(self._computed(given.float()))
+
+        host(compute)
+        return torch.empty_like(x).copy_(found, non_blocking=True)
+
+    def _buffers_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        key = (*x.shape[:2],)
+        if key not in self._buffers:
+            if x.shape[1] > 1:  # prompts of other lengths
+                self._buffers = {other: both for other, both in self._buffers.items() if other[1] == 1}
+            pinned = self._device.type == "cuda"
+            both = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=pinned) for _ in range(2)]
+            self._buffers[key] = both[0], both[1]
+        return self._buffers[key]
+
+    def _computed(self, x: Tensor) -> Tensor:
+        """The hidden states, float32, after all layers; new keys and values enter the cache."""
+        step = self.step
+        assert step is not None
+        if step.total is None:
+            tables = [[rope.tables(place, place + 1, place + 1) for place in step.positions] for rope in self._ropes]
+            rotary = [(torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])) for rows in tables]
+            return self._through(x, rotary, step, 0)
+        parts = []
+        for start in range(0, x.shape[1], _CHUNK):
+            some = x[:, start : start + _CHUNK]
+            places = step.positions[start], step.positions[start] + some.shape[1]
+            parts.append(self._through(some, [rope.tables(*places, step.total) for rope in self._ropes], step, start))
+        return torch.cat(parts, 1)
+
+    def _through(self, x: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], step: HostStep, done: int) -> Tensor:
+        """All layers for tokens [B, t] behind the `done` ones that the caches have not counted."""
+        batch, tokens = x.shape[:2]
+        for index, (spec, layer) in enumerate(zip(self._specs, self._layers, strict=True)):
+            entry, before = step.cache.by_layer[index], step.cache.by_layer[index].length + done
+            place = (entry.keys[:batch], entry.values[:batch], before)
+            mask = _mask(spec, entry, before, tokens, step)
+            attention = self._attention[index]
+            if attention is not None and batch * tokens > (layer.most_rows or 0):
+                (h,) = run_layers((attention,), x, rotary[spec.rope], [place], mask)
+                assert isinstance(spec.mlp, Experts)
+                x = add_experts(h, spec.mlp)
+            else:
+                (x,) = run_layers((layer,), x, rotary[spec.rope], [place], mask)
+        return x
+
+
+def _mask(spec: LayerSpec, entry: LayerCache, before: int, tokens: int, step: HostStep) -> Tensor | None:
+    """bool [B or 1, 1, t or 1, T]: which of a buffer's tokens each new one may see; None: all before it."""
+    columns, found = torch.arange(before + tokens, device="cpu"), None
+    if spec.sliding_window is not None and before + tokens > spec.sliding_window:
+        rows = torch.arange(before, before + tokens, device="cpu")[:, None]
+        found = (columns > rows - spec.sliding_window)[None, None]
+    if any(step.starts):
+        begun = (columns >= (torch.tensor(step.starts, device="cpu") - entry.first)[:, None])[:, None, None]
+        found = begun if found is None else found & begun
+    if step.mask is not None:
+        seen = step.mask[:, entry.first :][:, None, None]
+        found = seen if found is None else found & seen
+    return None if found is None else found.contiguous()

@@ -1,0 +1,137 @@
+"""The first layers on the CPU next to a GPU, without a GPU: hidden states cross, and each layer's KV cache is where the layer is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from tiny_decoders import CASES, vary_
+
+import halfbyte as hb
+from halfbyte.decoder.build import build_spec
+from halfbyte.decoder.cache import Cache, Slots
+from halfbyte.decoder.lower_cpu import CpuModel
+from halfbyte.decoder.lower_gpu import GpuModel
+from halfbyte.decoder.offload.host_layers import HostLayers
+from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
+from halfbyte.decoder.spec import DecoderSpec
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.language.checkpoint_tensors import open_checkpoint
+
+# Windows, soft caps, parallel residuals, residual multipliers, sinks, layer norms, longrope, no gates, experts.
+KINDS = [
+    *("LlamaDecoderLayer", "Gemma2DecoderLayer", "Gemma3DecoderLayer", "Cohere2DecoderLayer", "GraniteDecoderLayer", "GptOssDecoderLayer"),
+    *("Phi3DecoderLayer, longrope", "Starcoder2DecoderLayer", "Glm4MoeDecoderLayer", "Qwen2MoeDecoderLayer"),
+]
+# Relative to the largest logit: float32 sums in another order, in two to four layers; in 8 bits a key may get the next code.
+TOLERANCE = {False: 1e-5, True: 2e-2}
+Models = Callable[[str], DecoderSpec]
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    instances: dict[str, DecoderSpec] = {}
+
+    def find(kind: str) -> DecoderSpec:
+        if kind not in instances:
+            torch.manual_seed(7)
+            model = CASES[kind]().eval()
+            vary_(model)
+            folder = tmp_path_factory.mktemp("model") / "model"
+            hb.save(hb.quantize_(model, hb.Config("q8_0", compute="float")), folder)
+            instances[kind] = build_spec(*open_checkpoint(folder))
+        return instances[kind]
+
+    return find
+
+
+def split(spec: DecoderSpec, layers: int) -> GpuModel:
+    plan = Plan(Request(None, sequences=8), Placement(len(spec.layers), layers), Sizes((), 0, 0))
+    return GpuModel(spec, "cpu", torch.float32, plan)
+
+
+def ids_of(count: int, seed: int = 1) -> list[int]:
+    found: list[int] = torch.randint(3, 90, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return found
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert found.shape == expected.shape
+    assert torch.isfinite(found).all()
+    assert float((found - expected).abs().max() / expected.abs().max()) <= tolerance
+
+
+def read(model: GpuModel | CpuModel, ids: list[int], *, int8: bool = False) -> Cache:
+    cache = Cache(model.spec, int8=int8, where=model.where)
+    model.prefill(ids, cache)
+    return cache
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_a_cpu(kind: str, specs: Models) -> None:
+    """Whatever the split, also beyond sliding windows and the length at which rope switches frequencies."""
+    spec = specs(kind)
+    one = CpuModel(spec)
+    ids = ids_of(78)
+    here = Cache(spec)
+    expected = one.prefill(ids, here, every=True)
+    tokens = [one.decode([token], here) for token in ids[:4]]
+    for layers in range(1, len(spec.layers) + 1):
+        model = split(spec, layers)
+        cache = Cache(spec, where=model.where)
+        assert_close(model.prefill(ids, cache, every=True), expected, TOLERANCE[False])
+        for token, logits in zip(ids[:4], tokens, strict=True):
+            assert_close(model.decode([token], cache), logits, TOLERANCE[False])
+        assert model.decode_tokens([5], cache, goes_on=True) == [int(one.decode([5], read(one, ids + ids[:4]))[0].argmax())]
+        assert model._ahead is None
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("kind", ["LlamaDecoderLayer", "Gemma3DecoderLayer", "GptOssDecoderLayer"])
+def test_batches_of_sequences_that_come_and_go(kind: str, int8: bool, specs: Models) -> None:
+    spec = specs(kind)
+    one, model = CpuModel(spec), split(spec, 1)
+    slots = [Slots(spec, 4, int8=int8, where=each.where) for each in (one, model)]
+    chance = torch.Generator().manual_seed(3)
+    for step in range(20):
+        if step in (0, 1, 5, 9):
+            for each, some in zip((one, model), slots, strict=True):
+                some.join(read(each, ids_of(3 + 7 * step, step), int8=int8))
+        elif step in (8, 12):
+            for some in slots:
+                some.leave(0)
+        tokens: list[int] = torch.randint(3, 90, (slots[0].batch,), generator=chance).tolist()
+        expected = one.decode(tokens, slots[0], slots[0].mask(), slots[0].positions())
+        assert_close(model.decode(tokens, slots[1], None, slots[1].positions()), expected, TOLERANCE[int8])
+
+
+def test_a_prompt_in_chunks_and_a_mask(specs: Models) -> None:
+    spec = specs("Gemma3DecoderLayer")
+    one, model = CpuModel(spec), split(spec, 2)
+    ids = ids_of(1100)
+    caches = read(one, ids), read(model, ids)
+    mask = torch.ones(1, 1101, dtype=torch.bool)
+    mask[:, 1090:1095] = False
+    assert_close(model.decode([5], caches[1], mask, [1000]), one.decode([5], caches[0], mask, [1000]), TOLERANCE[False])
+
+
+def test_prompts_leave_no_buffers(specs: Models) -> None:
+    model = split(specs("LlamaDecoderLayer"), 1)
+    for count in (5, 9, 20):
+        model.decode([5], read(model, ids_of(count)))
+    assert {*model._first._buffers} == {(1, 1), (1, 20)}
+
+
+def test_layers_without_a_kernel(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfbyte.decoder.offload.host_layers.why_not", lambda *parts: "its heads are odd")
+    with pytest.raises(UnsupportedError, match="layer 0 has no kernel on a CPU: its heads are odd"):
+        HostLayers(specs("LlamaDecoderLayer").layers, (), torch.device("cpu"))
+    model = split(specs("LlamaDecoderLayer"), 0)
+    assert len(model._first) == 0
+    with pytest.raises(ArgumentError, match="8 at most, got 9"):
+        model.decode([5] * 9, Cache(model.spec, 9, where=model.where))
