@@ -230,7 +230,7 @@ def _fit(checkpoint: StoredModel, model: nn.Module) -> dict[str, str]:
         if reason := reasons.get(prefix):
             raise CheckpointError(f"{dot}weight of {folder} cannot be loaded into the model's {type(module).__name__}: {reason}")
         fits = (weight.kind,) if owner == f"{dot}weight" else ("Linear", "Embedding")
-        if kind_of(module) not in fits or codes_shape(kind_of(module), module.weight.shape, weight.format) != weight.shape:
+        if kind_of(module) not in fits or codes_shape(module, module.weight.shape, weight.format) != weight.shape:
             raise CheckpointError(
                 f"{dot}weight is a {weight.kind} {list(weight.shape)} in {folder}, "
                 f"in the model {type(module).__name__} {list(module.weight.shape)}: pass the model that was saved"

@@ -88,7 +88,7 @@ class OtherModel(StoredModel):
         (step, target), weight = self._steps[name], self.weights[name]
         if self._quantize is not None:
             try:
-                return quantize_weight(weight.kind, self._floats(name, weight.dtype), weight.format, self._quantize.method, name)
+                return quantize_weight(weight.kind, self._floats(name, weight.dtype), weight.format, self._quantize.method, name, weight.fold)
             except FormatError as e:
                 if self._quantize.strict:
                     raise

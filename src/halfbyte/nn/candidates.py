@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from inspect import getattr_static
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from halfbyte.layouts.convolution import PackedConv
-from halfbyte.nn.described import CONVOLUTIONS, NOT_A_KIND, Candidate
+from halfbyte.nn.described import NOT_A_KIND, Candidate
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of
+from halfbyte.nn.modules.conv import FloatConv, fold_of
 from halfbyte.nn.modules.experts import MixtureOfExperts, StackedExperts, stacks
 from halfbyte.nn.modules.experts import why_not as why_not_experts
 from halfbyte.nn.modules.quantized import QuantModule, why_not_hooks
@@ -44,7 +46,7 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
             reason = reason or (ROUTER if name in routers else None)
             if reason is None and (other := elsewhere.get(id(module.weight))):
                 reason = f"its weight is also {other}, which is not a module that can be quantized"
-            narrow = kind_of(module) in CONVOLUTIONS and module.weight.shape[1] < _NARROW
+            narrow = reason is None and 0 < _channels(module) < _NARROW
             found.append(Candidate(name, kind_of(module), id(module.weight), reason, narrow))
         elif not isinstance(module, QuantModule) and any(True for _ in direct_tensors(module)):
             reason = why_not_experts(module) if stacks(module) else STACKED if _stacked(module) else NOT_A_KIND
@@ -118,7 +120,13 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
             yield f"{prefix}.{name}" if prefix else name, module, tensor
 
 
-def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn.Conv2d | StackedExperts, without_data: bool) -> str | None:
+def _channels(module: nn.Module) -> int:
+    """Channels of one tap of the convolution that is computed for this one; 0 where it is none."""
+    fold = fold_of(module)
+    return 0 if fold is None else fold.fold(torch.empty(module.get_parameter("weight").shape, device="meta")).shape[1]
+
+
+def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | FloatConv | StackedExperts, without_data: bool) -> str | None:
     """Why a module cannot be replaced by its quantized form, or None."""
     if isinstance(module, FakeQuantized):
         return f"in training for {module.target.format}, to which convert_qat_ converts it"
@@ -132,7 +140,6 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn
         str(why_not_hooks(module)): why_not_hooks(module) is not None,
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
         "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None,
-        "its padding is not with zeros": isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode != "zeros",
         f"its weight is {weight.dtype}: kernels take {', '.join(map(str, FLOATS))}": weight.dtype not in FLOATS,
         "its weight has no data (meta device)": weight.is_meta and not without_data,
     }
@@ -140,8 +147,11 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn
 
 
 # What torch's classes call and read on the way from a call of a module to its result, besides `forward`.
-_METHODS = ("_conv_forward", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
-_READ = ("weight", "bias", "stride", "padding", "dilation", "groups", "padding_mode", "padding_idx", "mode", "include_last_offset")
+_METHODS = ("_conv_forward", "_output_padding", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
+_READ = (
+    *("weight", "bias", "stride", "padding", "output_padding", "dilation", "groups", "padding_mode", "padding_idx", "mode"),
+    "include_last_offset",
+)
 
 
 def _overridden_method(module: nn.Module, base: type[nn.Module]) -> str | None:
