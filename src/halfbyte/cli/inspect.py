@@ -183,8 +183,8 @@ def _compare(model: StoredModel, source: Reader, rows: list[TensorRow], advance:
         if list(spec.shape) != row["shape"]:
             shapes = f"{row['shape']}, but {original} of the original is {list(spec.shape)}"
             raise CheckpointError(f"{row['name']} is {shapes}: is it the same model?")
-        codes = model.codes(row["name"])
-        row["error"] = relative_error(_columns(source.read(original), model, row["name"]), codes)
+        codes, weight = model.codes(row["name"]), model.weights[row["name"]]
+        row["error"] = relative_error(_columns(source.read(original), model, row["name"]), codes, weight.kind, weight.fold)
 
 
 def _name_in(source: Reader, name: str) -> str:

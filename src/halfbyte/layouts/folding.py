@@ -8,6 +8,7 @@ phases lack are 0. Of a 3-D kernel the taps along time become input channels; of
 
     transposed   [Ci, Co/groups, *kernel]    -> [groups * phases * Co/groups, Ci/groups, *ceil(kernel / phases)]
     3-D          [Co, Ci/groups, Kt, Kh, Kw] -> [Co, Kt * Ci/groups, Kh, Kw] or [Co, Kt * Kh * Kw * Ci/groups, 1, 1]
+    depthwise    phases and taps become channels of their own, each with one kernel: [taps * phases * C, 1, Kh, Kw]
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ class Fold:
     kernel   sizes of the kernel, as the float layer has them
     phases   of a transposed convolution, along each dimension: min(stride / gcd(stride, dilation), kernel); () for any other
     folded   leading dimensions of the kernel whose taps become input channels
-    groups   of a transposed convolution
+    groups   of a transposed or depthwise convolution
+    depthwise   whether each channel has one kernel of its own, and phases or taps become channels
     """
 
     kernel: tuple[int, ...]
     phases: tuple[int, ...] = ()
     folded: int = 0
     groups: int = 1
+    depthwise: bool = False
 
     def __post_init__(self) -> None:
         sizes = (*self.kernel, *self.phases, self.groups)
@@ -59,6 +62,16 @@ class Fold:
         return height, width
 
     @property
+    def channels(self) -> int:
+        """How many channels of the convolution of images one input becomes."""
+        return math.prod(self.steps[: self.folded]) * (math.prod(self.phases) if self.depthwise else 1)
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs of the convolution of images one output becomes."""
+        return self.channels if self.depthwise else math.prod(self.phases)
+
+    @property
     def zeros(self) -> float:
         """The share of the weight's taps that are 0, as phases lack them."""
         return 1 - math.prod(self.kernel) / (math.prod(self.steps) * math.prod(self.phases)) if self.phases else 0.0
@@ -69,6 +82,10 @@ class Fold:
             raise ArgumentError(f"the weight of a convolution with a kernel {self.kernel} ends with these sizes, got {list(weight.shape)}")
         if self.phases:
             weight = self._ordinary(weight)
+        if self.depthwise:
+            kernels = weight.reshape(self.groups, -1, *self.steps).transpose(0, 1).flatten(0, 1)
+            taps = kernels.movedim(0, self.folded).reshape(-1, 1, *self.steps[self.folded :])
+            return taps if taps.dim() > 2 else taps[..., None, None]
         if not self.folded:
             return weight
         taps_last = weight.permute(0, *range(2, 2 + self.folded), 1, *range(2 + self.folded, weight.dim()))
@@ -78,7 +95,10 @@ class Fold:
     def unfold(self, weight: Tensor) -> Tensor:
         """The inverse of `fold`; the kernel may have a height of 1 before it."""
         weight = weight.reshape(*weight.shape[:2], *self.steps[self.folded :])
-        if self.folded:
+        if self.depthwise:
+            kernels = weight.reshape(*self.steps[: self.folded], -1, *self.steps[self.folded :]).movedim(self.folded, 0)
+            weight = kernels.reshape(-1, self.groups, *self.steps).transpose(0, 1).reshape(-1, 1, *self.steps)
+        elif self.folded:
             taps = weight.unflatten(1, (*self.steps[: self.folded], -1))
             weight = taps.movedim(1 + self.folded, 1)
         return self._transposed(weight).contiguous() if self.phases else weight.contiguous()
@@ -97,7 +117,9 @@ class Fold:
         parts = weight.reshape(self.groups, *self.phases, -1, *weight.shape[1:]).flip(tuple(range(n + 3, 2 * n + 3)))
         order = (0, n + 2, n + 1, *chain.from_iterable((n + 3 + i, 1 + i) for i in range(n)))
         whole = parts.permute(order).reshape(self.groups * weight.shape[1], -1, *map(math.prod, zip(self.steps, self.phases, strict=True)))
-        return whole[(..., *(slice(taps) for taps in self.kernel))]
+        for i, taps in enumerate(self.kernel):
+            whole = whole.narrow(2 + i, 0, taps)
+        return whole
 
     def _split(self) -> Sequence[int]:
         return tuple(chain.from_iterable(zip(self.steps, self.phases, strict=True)))

@@ -117,8 +117,9 @@ def _with_sums(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
             continue
         first, second = sorted(node.args, key=place.__getitem__)
         read_later = [user for user in first.users if place[user] > place[second] and user is not node]
-        transposed = isinstance(module_of(second, modules), QuantConvTranspose2d)  # which does not add
-        if first is second or not _alone(second, modules) or transposed or len(second.args) > 1 or read_later:  # or what is read is written to
+        if first is second or not _alone(second, modules) or len(second.args) > 1 or read_later:  # or what is read is written to
+            continue
+        if isinstance(module_of(second, modules), QuantConvTranspose2d):  # which does not add
             continue
         if node.target is operator.iadd and node.args[0] is first:  # which something else may show, such as a view
             continue

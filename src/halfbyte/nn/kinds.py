@@ -17,7 +17,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.layouts.convolution import Filter, PackedConv, channels_last
 from halfbyte.layouts.folding import Fold
 from halfbyte.nn.described import CONVOLUTIONS, KINDS
-from halfbyte.nn.modules.conv import QUANT_CONVOLUTIONS, FloatConv, QuantConv2d, fold_of
+from halfbyte.nn.modules.conv import QUANT_CONVOLUTIONS, FloatConv, QuantConv2d, fold_of, image_groups
 from halfbyte.nn.modules.experts import QuantExperts, StackedExperts
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
 from halfbyte.nn.modules.scaled import factor_of
@@ -72,7 +72,7 @@ def pack_weight(module: nn.Module, codes: Codes, device: torch.device | str) -> 
     if isinstance(module, FloatConv | QuantConv2d):
         fold = fold_of(module)
         assert fold is not None
-        return pack_conv(codes, fold.image_kernel, module.groups, device)
+        return pack_conv(codes, fold.image_kernel, image_groups(module, fold), device)
     return ops.pack(codes, device)
 
 

@@ -95,7 +95,9 @@ class Weight:
             if self.fold.folded:
                 entry["folded"] = self.fold.folded
             if self.fold.phases:
-                entry |= {"phases": list(self.fold.phases), "groups": self.fold.groups}
+                entry["phases"] = list(self.fold.phases)
+            if self.fold.phases or self.fold.depthwise:
+                entry |= {"groups": self.fold.groups, "depthwise": self.fold.depthwise}
         if self.transposed:
             entry["transposed"] = True
         return entry if self.error is None else entry | {"error": self.error}
@@ -223,9 +225,7 @@ def _parse_weight(name: str, entry: object) -> Weight:
     transposed = entry.get("transposed", False)
     if not isinstance(transposed, bool) or (transposed and kind not in ("Linear", "Experts")):
         raise ValueError(f"a Linear or experts may be transposed, true or false, got {short(transposed)} for {short(name)}")
-    weight = Weight(
-        kind, fmt, tuple(shape), DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"), fold, transposed
-    )
+    weight = Weight(kind, fmt, tuple(shape), DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"), fold, transposed)
     if weight.crc32.keys() != dense_tensors(fmt, weight.shape).keys():
         raise ValueError(f"{fmt} is not stored as {', '.join(weight.crc32)}, as {short(name)} is")
     return weight
@@ -238,20 +238,20 @@ def _parse_fold(name: str, kind: str, entry: Mapping[str, Any], shape: Sequence[
         return None
     given = is_shape(kernel) and len(kernel) == CONVOLUTIONS.get(kind) and is_shape(phases) and bool(phases) == ("Transpose" in kind)
     try:
-        fold = Fold(tuple(kernel), tuple(phases), entry.get("folded", 0), entry.get("groups", 1)) if given else None
+        fold = Fold(tuple(kernel), tuple(phases), entry.get("folded", 0), entry.get("groups", 1), entry.get("depthwise") is True) if given else None
     except (ArgumentError, TypeError):
         fold = None
     if fold is None or bool(fold.folded) != (len(kernel) == 3) or not _fits(fold, shape, fmt):
-        got = {key: entry[key] for key in ("kernel", "folded", "phases", "groups") if key in entry}
+        got = {key: entry[key] for key in ("kernel", "folded", "phases", "groups", "depthwise") if key in entry}
         raise ValueError(f"the kernel of {short(name)} is the sizes of a {kind}'s, got {short(got)}")
     return fold
 
 
 def _fits(fold: Fold, shape: Sequence[int], fmt: Format) -> bool:
     """Whether codes of `shape` can be arranged so."""
-    taps, channels = math.prod(fold.image_kernel), math.prod(fold.steps[: fold.folded])
+    taps, channels = math.prod(fold.image_kernel), 1 if fold.depthwise else fold.channels
     divides = shape[1] == taps and shape[2] % channels == 0 if isinstance(fmt.block, int) else shape[1] % (taps * channels) == 0
-    return divides and shape[0] % (math.prod(fold.phases) * fold.groups) == 0
+    return divides and shape[0] % (fold.outputs * fold.groups) == 0
 
 
 def _parse_static(entry: Mapping[str, object]) -> Calibrated:

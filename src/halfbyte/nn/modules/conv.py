@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -66,9 +65,9 @@ class QuantConv2d(QuantModule):
         super().__init__(packed, dtype, error)
         sizes, fold = packed.sizes, fold_of(like)
         assert fold is not None
-        inputs, outputs = like.in_channels * math.prod(fold.steps[: fold.folded]), like.out_channels * math.prod(fold.phases)
         wanted = (sizes.out, sizes.channels * sizes.groups, sizes.kernel, sizes.groups)
-        if (got := (outputs, inputs, fold.image_kernel, like.groups)) != wanted:
+        got = (like.out_channels * fold.outputs, like.in_channels * fold.channels, fold.image_kernel, image_groups(like, fold))
+        if got != wanted:
             raise ArgumentError(f"a weight of (outputs, inputs, kernel, groups) {wanted} does not fit a {type(like).__name__} of {got}")
         check_compute(compute, activation)
         self.fold = fold
@@ -92,9 +91,7 @@ class QuantConv2d(QuantModule):
         y = self._convolve(x, channels_last) + added
         return y if clamp is None else y.clamp(*clamp)
 
-    def _convolve(
-        self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None
-    ) -> Tensor:
+    def _convolve(self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None) -> Tensor:
         convolve, window = conv.conv2d_channels_last if channels_last else conv.conv2d, (self.stride, self._zeros, self.dilation)
         settings = self.bias, *window
         return convolve(x, self.packed, *settings, residual=residual, compute=self.compute, activation=self.activation, clamp=clamp)
@@ -139,9 +136,7 @@ class QuantConv1d(QuantConv2d):
         out, channels, _, width = self.packed.shape
         return out, channels, width
 
-    def _convolve(
-        self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None
-    ) -> Tensor:
+    def _convolve(self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None) -> Tensor:
         padding = self._zeros if isinstance(self._zeros, str) else self._zeros[0]
         convolve, window = conv.conv1d_channels_last if channels_last else conv.conv1d, (self.stride[0], padding, self.dilation[0])
         settings = self.bias, *window
@@ -158,6 +153,11 @@ def fold_of(module: nn.Module) -> Fold | None:
     return folded.fold_of(module, transposed=module.transposed) if isinstance(module, FloatConv) else None
 
 
+def image_groups(module: FloatConv | QuantConv2d, fold: Fold) -> int:
+    """Groups of the convolution of images that is computed."""
+    return module.groups * fold.channels if fold.depthwise else module.groups
+
+
 class _FoldedConv(QuantConv2d):
     """Base of those whose packed weight is not that of the float layer, but `fold` of it."""
 
@@ -172,7 +172,8 @@ class _FoldedConv(QuantConv2d):
         if torch.compiler.is_dynamo_compiling():
             return traced(self.fold.unfold(ops.dequantize(self.packed, self.dtype)), self)
         steps = (Step(self.fold.unfold, (), {}, None),)
-        return WeightView(self.packed, self.dtype, self.weight_shape, None, self._buffers.get("packed_check"), steps, base=self.packed.shape)
+        check = self._buffers.get("packed_check")
+        return WeightView(self.packed, self.dtype, self.weight_shape, check=check, steps=steps, base=self.packed.shape)
 
 
 class QuantConv3d(_FoldedConv):
@@ -198,9 +199,7 @@ class QuantConv3d(_FoldedConv):
 
     kind = "Conv3d"
 
-    def _convolve(
-        self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None
-    ) -> Tensor:
+    def _convolve(self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None) -> Tensor:
         if x.dim() == 4:
             return self._convolve(x[None], channels_last, None if residual is None else residual[None], clamp)[0]
         epilogue = folded.Epilogue(self.bias, self.compute, self.activation, clamp, residual)
@@ -229,6 +228,7 @@ class QuantConvTranspose2d(_FoldedConv):
     """
 
     kind = "ConvTranspose2d"
+    output_padding: tuple[int, ...]
 
     def __init__(self, packed: PackedConv, like: FloatConv | QuantConv2d, *settings: str, dtype: torch.dtype, error: float | None = None):
         super().__init__(packed, like, *settings, dtype=dtype, error=error)
@@ -293,6 +293,5 @@ class QuantConvTranspose3d(QuantConvTranspose2d):
 
 
 QUANT_CONVOLUTIONS: dict[str, type[QuantConv2d]] = {
-    form.kind: form
-    for form in (QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d)
+    form.kind: form for form in (QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose1d, QuantConvTranspose2d, QuantConvTranspose3d)
 }

@@ -31,8 +31,8 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
     The float weights remain, under their names, and are what an optimizer updates. Gradients pass the rounding unchanged (the
     straight-through estimator), except for weights beyond the ends of their grid, which get none (`ops/fake_quantize.py`).
 
-    Fold batch norms before (`fold_batch_norms_`). Experts and EmbeddingBags stay in floating point, which `report(model)` notes; so does a
-    module whose weight its format cannot hold, unless the config is strict or it is the only one.
+    Fold batch norms before (`fold_batch_norms_`). Experts, EmbeddingBags, Conv3d and transposed convolutions stay in floating point, which
+    `report(model)` notes; so does a module whose weight its format cannot hold, unless the config is strict or it is the only one.
 
     Args:
         model: The float model.

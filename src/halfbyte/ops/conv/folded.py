@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -32,8 +33,12 @@ class Layer(Protocol):
     stride: tuple[int, ...]
     padding: str | tuple[int, ...]
     dilation: tuple[int, ...]
-    padding_mode: str
     groups: int
+    in_channels: int
+    out_channels: int
+
+    @property
+    def padding_mode(self) -> str: ...
 
 
 def sides_of(layer: Layer, padding: str | tuple[int, ...]) -> tuple[Sides, ...]:
@@ -49,7 +54,7 @@ def sides_of(layer: Layer, padding: str | tuple[int, ...]) -> tuple[Sides, ...]:
 def fold_of(layer: Layer, *, transposed: bool = False) -> Fold:
     """How a layer's weight becomes one of images."""
     kernel = tuple(layer.kernel_size)
-    phases = ()
+    phases: tuple[int, ...] = ()
     if transposed:
         steps = zip(layer.stride, layer.dilation, kernel, strict=True)
         phases = tuple(min(stride // math.gcd(stride, dilation), taps) for stride, dilation, taps in steps)
@@ -59,7 +64,8 @@ def fold_of(layer: Layer, *, transposed: bool = False) -> Fold:
         patches = not transposed and tuple(layer.stride) == kernel and not any(map(any, sides_of(layer, layer.padding)))
         dense = all(step == 1 or taps == 1 for step, taps in zip(layer.dilation, kernel, strict=True))
         folded = 3 if patches and dense else 1
-    return Fold(kernel, phases, folded, layer.groups if transposed else 1)
+    depthwise = 1 < layer.groups == layer.in_channels == layer.out_channels and math.prod(phases) * math.prod(kernel[:folded]) > 1
+    return Fold(kernel, phases, folded, layer.groups if transposed or depthwise else 1, depthwise)
 
 
 class Movement(NamedTuple):
@@ -117,9 +123,8 @@ def out_size(size: Sequence[int], fold: Fold, move: Movement) -> tuple[int, ...]
 def convolve(x: Tensor, packed: PackedConv, fold: Fold, move: Movement, epilogue: Epilogue) -> Tensor:
     """The ordinary convolution of x [B, C, *size] with a folded weight -> [B, Co, *size], channels together in memory."""
     n, folded = len(fold.kernel), fold.folded
-    channels = packed.sizes.groups * packed.sizes.channels
-    if x.dim() != n + 2 or x.shape[1] * math.prod(fold.steps[:folded]) != channels:
-        own = channels // math.prod(fold.steps[:folded])
+    own = packed.sizes.groups * packed.sizes.channels // fold.channels
+    if x.dim() != n + 2 or x.shape[1] != own:
         raise ArgumentError(
             f"a convolution with a weight of {own} input channels takes [B, {own}{', D' * (n > 2)}{', H' * (n > 1)}, "
             f"{'W' if n > 1 else 'L'}], got {list(x.shape)}"
@@ -135,6 +140,8 @@ def convolve(x: Tensor, packed: PackedConv, fold: Fold, move: Movement, epilogue
     for i in range(folded):
         x = x.unfold(2 + i, (fold.steps[i] - 1) * move.dilation[i] + 1, move.stride[i])[..., :: move.dilation[i]]
     window = _two(move.stride[folded:], 1), _two(sides[folded:], (0, 0)), _two(move.dilation[folded:], 1)
+    if fold.depthwise and fold.phases:
+        x = x.repeat(1, math.prod(fold.phases), *(1,) * (x.dim() - 2))
     if n < 3:
         flat: Callable[[Tensor], Tensor] = (lambda images: images.unsqueeze(-2)) if n == 1 else lambda images: images
         residual = None if epilogue.residual is None else flat(epilogue.residual)
@@ -142,9 +149,12 @@ def convolve(x: Tensor, packed: PackedConv, fold: Fold, move: Movement, epilogue
         return y.squeeze(-2) if n == 1 else y
 
     def run(frames: Tensor, residual: Tensor | None) -> Tensor:
-        more = None if residual is None else _images(residual, 1)
-        y = epilogue._replace(residual=more).convolve(_images(frames, packed.sizes.groups), packed, window)
-        return y.unflatten(0, (frames.shape[0], frames.shape[2])).movedim(1, 2)
+        more, groups = None if residual is None else _images(residual, 1), 1 if fold.depthwise else packed.sizes.groups
+        taps = math.prod(fold.steps[:folded]) if fold.depthwise else 1
+        multiply = epilogue._replace(residual=more).convolve if taps == 1 else partial(_sum_of_taps, epilogue, more, taps)
+        y = multiply(_images(frames, groups), packed, window)
+        videos: Tensor = y.unflatten(0, (frames.shape[0], frames.shape[2]))  # type: ignore[no-untyped-call]
+        return videos.movedim(1, 2)
 
     gathered, pieces = x.numel() * x.element_size(), 1
     if not torch.compiler.is_compiling() and x.numel() > numbers:
@@ -153,6 +163,17 @@ def convolve(x: Tensor, packed: PackedConv, fold: Fold, move: Movement, epilogue
         return run(x, epilogue.residual)
     residuals = [None] * pieces if epilogue.residual is None else epilogue.residual.tensor_split(pieces, 2)
     return torch.cat([run(*pair) for pair in zip(x.tensor_split(pieces, 2), residuals, strict=True)], 2)
+
+
+def _sum_of_taps(
+    epilogue: Epilogue, residual: Tensor | None, taps: int, images: Tensor, packed: PackedConv, window: tuple[Sides, tuple[Sides, Sides], Sides]
+) -> Tensor:
+    """A depthwise convolution whose channels are taps of the same ones: sums in float32."""
+    each = epilogue._replace(bias=None, clamp=None).convolve(images.float(), packed, window)
+    y: Tensor = each.unflatten(1, (taps, -1)).sum(1)  # type: ignore[no-untyped-call]
+    for term in (None if epilogue.bias is None else epilogue.bias.float().view(-1, 1, 1), residual):
+        y = y if term is None else y + term
+    return (y if epilogue.clamp is None else y.clamp(*epilogue.clamp)).to(images.dtype)
 
 
 def _with_sides(x: Tensor, dim: int, sides: Sides, *, padded: bool) -> tuple[Tensor, Sides]:
@@ -177,7 +198,7 @@ def _two(values: Sequence[_Value], default: _Value) -> tuple[_Value, _Value]:
 def _images(x: Tensor, groups: int) -> Tensor:
     """[B, C, T, H, W, *taps] -> [B * T, groups * taps * C / groups, H, W], channels_last"""
     b, c, t, h, w, *taps = x.shape
-    parts = x.unflatten(1, (groups, c // groups))
+    parts: Tensor = x.unflatten(1, (groups, c // groups))  # type: ignore[no-untyped-call]
     rows = parts.permute(0, 3, 4, 5, 1, *range(6, parts.dim()), 2).reshape(b * t, h, w, math.prod(taps) * c)
     return rows.permute(0, 3, 1, 2)
 
@@ -190,25 +211,26 @@ class _Axis(NamedTuple):
     convolution, (shift, residue) = divmod(m * dilation, stride).
 
     before  zeros before the input
-    first, count  the least q, and how many of them
-    skip, out  outputs before the first, and after these
+    rows    how many q there are
+    skip, out  outputs before the first, and how many there are then
     """
 
     stride: int
     dilation: int
     phases: int
     sides: Sides
-    count: int
+    rows: int
     skip: int
     out: int
 
     @classmethod
-    def of(cls, size: int, steps: int, phases: int, stride: int, dilation: int, padding: int, out: int) -> _Axis:
-        first, last = padding // stride, (padding + out - 1) // stride
+    def of(cls, size: int, steps: int, phases: int, stride: int, dilation: int, padding: Sides, out: int) -> _Axis:
+        skip = padding[0]
+        first, last = skip // stride, (skip + out - 1) // stride
         most = (phases - 1) * dilation // stride
         reach = (steps - 1) * (dilation // math.gcd(stride, dilation))
         sides = reach + most - first, last - (size - 1)
-        return cls(stride, dilation, phases, sides, last - first + 1, padding - first * stride, out)
+        return cls(stride, dilation, phases, sides, last - first + 1, skip - first * stride, out)
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
@@ -231,17 +253,16 @@ def convolve_transposed(
     x: Tensor, packed: PackedConv, fold: Fold, layer: Layer, more: Sequence[int], epilogue: Epilogue, *, channels_last: bool
 ) -> Tensor:
     """The transposed convolution of x [B, C, *size] with a folded weight -> [B, Co, *size]. more: output_padding."""
-    groups, bias = fold.groups, epilogue.bias
+    groups, bias = 1 if fold.depthwise else fold.groups, epilogue.bias
     out = transposed_size(x.shape[2:], layer, more)
-    outputs = packed.sizes.out // math.prod(fold.phases)
     numbers = zip(x.shape[2:], fold.steps, fold.phases, layer.stride, layer.dilation, sides_of(layer, layer.padding), out, strict=True)
-    axes = [_Axis.of(*sizes, sides[0], length) for *sizes, sides, length in numbers]
+    axes = [_Axis.of(*sizes) for sizes in numbers]
     if bias is not None:
         epilogue = epilogue._replace(bias=bias.view(groups, 1, -1).expand(-1, math.prod(fold.phases), -1).reshape(-1))
     dilation = tuple(axis.dilation // math.gcd(axis.stride, axis.dilation) for axis in axes)
     move = Movement((1,) * len(axes), dilation, tuple(axis.sides for axis in axes))
     y = convolve(x, packed, fold, move, epilogue)
-    empty = y.new_zeros(outputs) if bias is None else bias.to(y.dtype)
+    empty = y.new_zeros(packed.sizes.out // fold.outputs) if bias is None else bias.to(y.dtype)
     if epilogue.clamp is not None:
         empty = empty.clamp(*epilogue.clamp)
     return _interleaved(y, axes, empty.view(groups, -1), channels_last=channels_last)
@@ -252,18 +273,20 @@ def _interleaved(y: Tensor, axes: Sequence[_Axis], empty: Tensor, *, channels_la
     no tap reaches."""
     n, (groups, outputs) = len(axes), empty.shape
     y = y.unflatten(1, (groups, *(axis.phases for axis in axes), outputs))
-    for i, axis in enumerate(axes):  # y: [B, groups, *phases from this axis on, Co / groups, *(count, stride) before it, size, …]
+    for i, axis in enumerate(axes):  # y: [B, groups, *phases from this axis on, Co / groups, *(rows, stride) before it, size, …]
         dim, places = 2 + n + i, axis.places
         if axis.phases == axis.stride and axis.dilation == 1:
             y = y.movedim(2, dim + 1)
             continue
         blank = empty.view(1, groups, *(1,) * (n - 1 - i), outputs, *(1,) * (n + i))
-        rows = [None if r not in places else y.select(2, places[r][0]).narrow(dim, places[r][1], axis.count) for r in range(axis.stride)]
-        shape = next(row for row in rows if row is not None).shape
-        y = torch.stack([blank.expand(shape) if row is None else row for row in rows], dim + 1)
-    sizes = [axis.count * axis.stride for axis in axes]
+        results = [None if r not in places else y.select(2, places[r][0]).narrow(dim, places[r][1], axis.rows) for r in range(axis.stride)]
+        shape = next(row for row in results if row is not None).shape
+        y = torch.stack([blank.expand(shape) if row is None else row for row in results], dim + 1)
+    sizes = [axis.rows * axis.stride for axis in axes]
     if channels_last:
         y = y.permute(0, *range(3, y.dim()), 1, 2).reshape(y.shape[0], *sizes, groups * outputs).movedim(-1, 1)
     else:
         y = y.reshape(y.shape[0], groups * outputs, *sizes)
-    return y[(..., *(slice(axis.skip, axis.skip + axis.out) for axis in axes))]
+    for i, axis in enumerate(axes):
+        y = y.narrow(2 + i, axis.skip, axis.out)
+    return y

@@ -353,7 +353,9 @@ class _Convolution(Protocol):
     stride: tuple[int, ...]
     padding: str | tuple[int, ...]
     dilation: tuple[int, ...]
-    padding_mode: str
+
+    @property
+    def padding_mode(self) -> str: ...
 
 
 def module_window(module: _Convolution) -> Window:
