@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from inspect import getattr_static
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,8 @@ from torch.nn.utils import parametrize
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.described import NOT_A_KIND, Candidate
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of
-from halfbyte.nn.modules.conv import FloatConv, fold_of
-from halfbyte.nn.modules.experts import MixtureOfExperts, StackedExperts, stacks
+from halfbyte.nn.modules.conv import fold_of
+from halfbyte.nn.modules.experts import MixtureOfExperts, stacks
 from halfbyte.nn.modules.experts import why_not as why_not_experts
 from halfbyte.nn.modules.quantized import QuantModule, why_not_hooks
 from halfbyte.nn.modules.scaled import factor_of
@@ -126,11 +127,11 @@ def _channels(module: nn.Module) -> int:
     return 0 if fold is None else fold.fold(torch.empty(module.get_parameter("weight").shape, device="meta")).shape[1]
 
 
-def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | FloatConv | StackedExperts, without_data: bool) -> str | None:
+def _why_not(module: nn.Module, without_data: bool) -> str | None:
     """Why a module cannot be replaced by its quantized form, or None."""
     if isinstance(module, FakeQuantized):
         return f"in training for {module.target.format}, to which convert_qat_ converts it"
-    weight: Tensor = module.weight
+    weight = cast("Tensor", module.weight)
     name, base = type(module).__name__, next(base for base in FLOAT_MODULES if isinstance(module, base))
     reasons = {
         "its weight is parametrized": parametrize.is_parametrized(module),

@@ -238,7 +238,11 @@ def _parse_fold(name: str, kind: str, entry: Mapping[str, Any], shape: Sequence[
         return None
     given = is_shape(kernel) and len(kernel) == CONVOLUTIONS.get(kind) and is_shape(phases) and bool(phases) == ("Transpose" in kind)
     try:
-        fold = Fold(tuple(kernel), tuple(phases), entry.get("folded", 0), entry.get("groups", 1), entry.get("depthwise") is True) if given else None
+        fold = (
+            Fold(tuple(kernel), tuple(phases), entry.get("folded", 0), entry.get("groups", 1), entry.get("depthwise") is True)
+            if given
+            else None
+        )
     except (ArgumentError, TypeError):
         fold = None
     if fold is None or bool(fold.folded) != (len(kernel) == 3) or not _fits(fold, shape, fmt):

@@ -153,7 +153,7 @@ def convolve(x: Tensor, packed: PackedConv, fold: Fold, move: Movement, epilogue
         taps = math.prod(fold.steps[:folded]) if fold.depthwise else 1
         multiply = epilogue._replace(residual=more).convolve if taps == 1 else partial(_sum_of_taps, epilogue, more, taps)
         y = multiply(_images(frames, groups), packed, window)
-        videos: Tensor = y.unflatten(0, (frames.shape[0], frames.shape[2]))  # type: ignore[no-untyped-call]
+        videos: Tensor = y.unflatten(0, (frames.shape[0], frames.shape[2]))
         return videos.movedim(1, 2)
 
     gathered, pieces = x.numel() * x.element_size(), 1
@@ -166,11 +166,16 @@ def convolve(x: Tensor, packed: PackedConv, fold: Fold, move: Movement, epilogue
 
 
 def _sum_of_taps(
-    epilogue: Epilogue, residual: Tensor | None, taps: int, images: Tensor, packed: PackedConv, window: tuple[Sides, tuple[Sides, Sides], Sides]
+    epilogue: Epilogue,
+    residual: Tensor | None,
+    taps: int,
+    images: Tensor,
+    packed: PackedConv,
+    window: tuple[Sides, tuple[Sides, Sides], Sides],
 ) -> Tensor:
     """A depthwise convolution whose channels are taps of the same ones: sums in float32."""
-    each = epilogue._replace(bias=None, clamp=None).convolve(images.float(), packed, window)
-    y: Tensor = each.unflatten(1, (taps, -1)).sum(1)  # type: ignore[no-untyped-call]
+    each = epilogue._replace(bias=None, clamp=None, residual=None).convolve(images.float(), packed, window)
+    y = each.permute(0, 2, 3, 1).unflatten(-1, (taps, -1)).sum(-2).permute(0, 3, 1, 2)
     for term in (None if epilogue.bias is None else epilogue.bias.float().view(-1, 1, 1), residual):
         y = y if term is None else y + term
     return (y if epilogue.clamp is None else y.clamp(*epilogue.clamp)).to(images.dtype)
@@ -198,7 +203,7 @@ def _two(values: Sequence[_Value], default: _Value) -> tuple[_Value, _Value]:
 def _images(x: Tensor, groups: int) -> Tensor:
     """[B, C, T, H, W, *taps] -> [B * T, groups * taps * C / groups, H, W], channels_last"""
     b, c, t, h, w, *taps = x.shape
-    parts: Tensor = x.unflatten(1, (groups, c // groups))  # type: ignore[no-untyped-call]
+    parts: Tensor = x.unflatten(1, (groups, c // groups))
     rows = parts.permute(0, 3, 4, 5, 1, *range(6, parts.dim()), 2).reshape(b * t, h, w, math.prod(taps) * c)
     return rows.permute(0, 3, 1, 2)
 
