@@ -27,7 +27,8 @@ ATTENTION = "MultiheadAttention is quantized only with inputs of one width, with
 CUSTOM_LOADER = "it is in a module with its own save and load, which do not read codes"
 ROUTER = "it is a router, whose rounded scores would choose other experts"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
-_PLAIN_LINEAR = (".FalconLinear", "timm.layers.linear.Linear")
+# Subclasses that compute the same as their base class; those of diffusers split large videos, as QuantConv3d does.
+_PLAIN = (".FalconLinear", "timm.layers.linear.Linear", "_cogvideox.CogVideoXSafeConv3d", "_kandinsky6_sr.Kandinsky6SRSafeConv3d")
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
 
 
@@ -173,4 +174,4 @@ def _known(module: nn.Module) -> bool:
     if "forward" in vars(module):
         return False
     name = f"{type(module).__module__}.{type(module).__name__}"
-    return name.endswith(_PLAIN_LINEAR) or (isinstance(module, nn.Embedding) and factor_of(module) is not None)
+    return name.endswith(_PLAIN) or (isinstance(module, nn.Embedding) and factor_of(module) is not None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.checkpoint import export
-from halfbyte.errors import CheckpointError, FormatError
+from halfbyte.errors import CheckpointError, FormatError, HalfbyteError
 from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.kinds import FLOAT_MODULES
 from halfbyte.nn.modules.quantized import QuantModule
@@ -49,7 +49,7 @@ MODELS = {"video": (VideoBlock, (1, 4, 3, 8, 6)), "unet": (SmallUNet, (2, 3, 16,
 models = pytest.mark.parametrize("name", MODELS)
 
 
-def made(name: str) -> tuple[nn.Module, Tensor]:
+def example(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     kind, shape = MODELS[name]
     return kind().eval(), torch.randn(shape)
@@ -67,7 +67,7 @@ def floats_of(quantized: nn.Module, like: nn.Module) -> nn.Module:
 @models
 @torch.no_grad()
 def test_networks(name: str) -> None:
-    model, x = made(name)
+    model, x = example(name)
     quantized = hb.quantize_(copy.deepcopy(model), hb.Config("q8_0", compute="float"))
     assert {type(m) for m in quantized.modules() if next(m.parameters(False), None) is not None}.isdisjoint(FLOAT_MODULES)
     torch.testing.assert_close(quantized(x), floats_of(quantized, model)(x), rtol=1e-4, atol=1e-4)
@@ -88,7 +88,7 @@ def test_networks(name: str) -> None:
 @pytest.mark.parametrize("format", ["int8_channel", "q8_0", "int4_g32_zp"])
 @torch.no_grad()
 def test_saved_and_loaded(name: str, format: str, tmp_path: Path) -> None:
-    model, x = made(name)
+    model, x = example(name)
     quantized = hb.quantize_(copy.deepcopy(model), format)
     wanted = quantized(x)
     hb.save(quantized, tmp_path / "a")
@@ -104,7 +104,7 @@ def test_saved_and_loaded(name: str, format: str, tmp_path: Path) -> None:
 @models
 @torch.no_grad()
 def test_exported_and_dequantized_weights_are_arranged_as_the_float_models(name: str, tmp_path: Path) -> None:
-    model, x = made(name)
+    model, x = example(name)
     model = nn.ModuleDict({"net": model, "linear": nn.Linear(64, 64)})
     quantized = hb.quantize_(copy.deepcopy(model), "int4_g32")
     hb.save(quantized, tmp_path / "a")
@@ -204,3 +204,15 @@ def test_networks_on_codes_leave_them_in_floating_point_and_say_so() -> None:
     network = hb.quantize_(model, hb.Config("int8_channel", activations="static"), [x])
     assert "2 (ConvTranspose2d) runs in floating point" in hb.report(network).notes
     assert float((network(x) - wanted).norm() / wanted.norm()) < 0.1
+
+
+def test_the_subclass_of_diffusers_that_splits_videos() -> None:
+    class CogVideoXSafeConv3d(nn.Conv3d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input)
+
+    model = nn.Sequential(CogVideoXSafeConv3d(16, 4, 3))
+    with pytest.raises(HalfbyteError, match="has a forward of its own"):
+        hb.quantize_(model, "int8_channel")
+    CogVideoXSafeConv3d.__module__ = "diffusers.models.autoencoders.autoencoder_kl_cogvideox"
+    assert type(hb.quantize_(model, "int8_channel")[0]) is hb.QuantConv3d

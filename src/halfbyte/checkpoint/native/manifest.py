@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -231,18 +231,15 @@ def _parse_weight(name: str, entry: object) -> Weight:
     return weight
 
 
-def _parse_fold(name: str, kind: str, entry: Mapping[str, Any], shape: Sequence[int], fmt: Format) -> Fold | None:
+def _parse_fold(name: str, kind: str, entry: Mapping[str, object], shape: Sequence[int], fmt: Format) -> Fold | None:
     """How the codes of a convolution are arranged. Raises ValueError where codes of `shape` cannot be."""
-    kernel, phases = entry.get("kernel", []), entry.get("phases", [])
+    kernel, phases = (cast("list[int]", entry.get(key, [])) for key in ("kernel", "phases"))
     if kernel == []:
         return None
     given = is_shape(kernel) and len(kernel) == CONVOLUTIONS.get(kind) and is_shape(phases) and bool(phases) == ("Transpose" in kind)
     try:
-        fold = (
-            Fold(tuple(kernel), tuple(phases), entry.get("folded", 0), entry.get("groups", 1), entry.get("depthwise") is True)
-            if given
-            else None
-        )
+        folded, groups = (cast("int", entry.get(key, default)) for key, default in (("folded", 0), ("groups", 1)))
+        fold = Fold(tuple(kernel), tuple(phases), folded, groups, entry.get("depthwise") is True) if given else None
     except (ArgumentError, TypeError):
         fold = None
     if fold is None or bool(fold.folded) != (len(kernel) == 3) or not _fits(fold, shape, fmt):

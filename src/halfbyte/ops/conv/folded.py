@@ -60,7 +60,7 @@ def fold_of(layer: Layer, *, transposed: bool = False) -> Fold:
         phases = tuple(min(stride // math.gcd(stride, dilation), taps) for stride, dilation, taps in steps)
     folded = 0
     if len(kernel) == 3:
-        # A kernel that moves by its own size over what is not padded reads each number once: it is a linear layer of patches.
+        # A kernel that moves by its inputs size over what is not padded reads each number once: it is a linear layer of patches.
         patches = not transposed and tuple(layer.stride) == kernel and not any(map(any, sides_of(layer, layer.padding)))
         dense = all(step == 1 or taps == 1 for step, taps in zip(layer.dilation, kernel, strict=True))
         folded = 3 if patches and dense else 1
@@ -83,7 +83,7 @@ def movement_of(layer: Layer, *, zeros: str | tuple[int, ...]) -> Movement:
 
 
 def repeated(x: Tensor, layer: Layer) -> Tensor:
-    """x [B, C, *size] or [C, *size], padded with its own values, as the layer's padding_mode says."""
+    """x [B, C, *size] or [C, *size], padded with its inputs values, as the layer's padding_mode says."""
     sides, mode = sides_of(layer, layer.padding), layer.padding_mode
     if x.dim() == len(sides) + 1:
         return repeated(x[None], layer)[0]
@@ -123,10 +123,10 @@ def out_size(size: Sequence[int], fold: Fold, move: Movement) -> tuple[int, ...]
 def convolve(x: Tensor, packed: PackedConv, fold: Fold, move: Movement, epilogue: Epilogue) -> Tensor:
     """The ordinary convolution of x [B, C, *size] with a folded weight -> [B, Co, *size], channels together in memory."""
     n, folded = len(fold.kernel), fold.folded
-    own = packed.sizes.groups * packed.sizes.channels // fold.channels
-    if x.dim() != n + 2 or x.shape[1] != own:
+    inputs = packed.sizes.groups * packed.sizes.channels // fold.channels
+    if x.dim() != n + 2 or x.shape[1] != inputs:
         raise ArgumentError(
-            f"a convolution with a weight of {own} input channels takes [B, {own}{', D' * (n > 2)}{', H' * (n > 1)}, "
+            f"a convolution with a weight of {inputs} input channels takes [B, {inputs}{', D' * (n > 2)}{', H' * (n > 1)}, "
             f"{'W' if n > 1 else 'L'}], got {list(x.shape)}"
         )
     out_size(x.shape[2:], fold, move)  # refuses a kernel that is too large
@@ -195,7 +195,7 @@ def _with_sides(x: Tensor, dim: int, sides: Sides, *, padded: bool) -> tuple[Ten
 
 
 def _two(values: Sequence[_Value], default: _Value) -> tuple[_Value, _Value]:
-    """Of images, from those of one or two dimensions, or none."""
+    """Values for the height and width of images, from those of one or two dimensions, or none."""
     height, width = (default, default, *values)[-2:]
     return height, width
 
