@@ -60,7 +60,7 @@ def fold_of(layer: Layer, *, transposed: bool = False) -> Fold:
         phases = tuple(min(stride // math.gcd(stride, dilation), taps) for stride, dilation, taps in steps)
     folded = 0
     if len(kernel) == 3:
-        # A kernel that moves by its inputs size over what is not padded reads each number once: it is a linear layer of patches.
+        # A kernel that moves by its own size over what is not padded reads each number once: it is a linear layer of patches.
         patches = not transposed and tuple(layer.stride) == kernel and not any(map(any, sides_of(layer, layer.padding)))
         dense = all(step == 1 or taps == 1 for step, taps in zip(layer.dilation, kernel, strict=True))
         folded = 3 if patches and dense else 1
@@ -83,7 +83,7 @@ def movement_of(layer: Layer, *, zeros: str | tuple[int, ...]) -> Movement:
 
 
 def repeated(x: Tensor, layer: Layer) -> Tensor:
-    """x [B, C, *size] or [C, *size], padded with its inputs values, as the layer's padding_mode says."""
+    """x [B, C, *size] or [C, *size], padded with its own values, as the layer's padding_mode says."""
     sides, mode = sides_of(layer, layer.padding), layer.padding_mode
     if x.dim() == len(sides) + 1:
         return repeated(x[None], layer)[0]
@@ -175,7 +175,7 @@ def _sum_of_taps(
 ) -> Tensor:
     """A depthwise convolution whose channels are taps of the same ones: sums in float32."""
     each = epilogue._replace(bias=None, clamp=None, residual=None).convolve(images.float(), packed, window)
-    y = each.permute(0, 2, 3, 1).unflatten(-1, (taps, -1)).sum(-2).permute(0, 3, 1, 2)
+    y: Tensor = each.permute(0, 2, 3, 1).unflatten(-1, (taps, -1)).sum(-2).permute(0, 3, 1, 2)
     for term in (None if epilogue.bias is None else epilogue.bias.float().view(-1, 1, 1), residual):
         y = y if term is None else y + term
     return (y if epilogue.clamp is None else y.clamp(*epilogue.clamp)).to(images.dtype)
