@@ -39,8 +39,9 @@ def quantize_(
     calibration: Calibration | Tensor | Iterable[object] | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Quantize the Linear, Embedding, EmbeddingBag, Conv1d to Conv3d and ConvTranspose1d to 3d modules of a model, and its stacks of
-    experts, in place.
+    """Quantize the linear layers, embeddings, convolutions and stacks of experts of a model, in place.
+
+    These are Linear, Embedding, EmbeddingBag, Conv1d to Conv3d and ConvTranspose1d to ConvTranspose3d.
 
     An nn.MultiheadAttention becomes one with quantized linear layers (`nn/modules/attention.py`), except in models of transformers.
 

@@ -280,14 +280,43 @@ class QuantConvTranspose2d(_FoldedConv):
 
 
 class QuantConvTranspose1d(QuantConvTranspose2d):
-    """A transposed convolution like nn.ConvTranspose1d: [B, C, L] or [C, L] -> [B, Co, Lo] or [Co, Lo]; see QuantConvTranspose2d."""
+    """A transposed convolution like nn.ConvTranspose1d: [B, C, L] or [C, L] -> [B, Co, Lo] or [Co, Lo]; see QuantConvTranspose2d.
+
+    Args:
+        packed: As for QuantConvTranspose2d.
+        like: The layer whose settings and bias it takes.
+        compute: See `conv2d`.
+        activation: See `conv2d`.
+        dtype: Of the float weight that it replaces.
+        error: As in QuantModule.
+
+    Example:
+        >>> layer = hb.quantize_(nn.Sequential(nn.ConvTranspose1d(32, 8, 2, 2)), "int8_channel")[0]
+        >>> type(layer).__name__, layer(torch.randn(1, 32, 5)).shape
+        ('QuantConvTranspose1d', torch.Size([1, 8, 10]))
+    """
 
     kind = "ConvTranspose1d"
 
 
 class QuantConvTranspose3d(QuantConvTranspose2d):
-    """A transposed convolution like nn.ConvTranspose3d: [B, C, D, H, W] or [C, D, H, W] -> [B, Co, Do, Ho, Wo] or [Co, Do, Ho, Wo]; see
-    QuantConvTranspose2d, and QuantConv3d for its taps along D."""
+    """A transposed convolution like nn.ConvTranspose3d: [B, C, D, H, W] -> [B, Co, Do, Ho, Wo], or both without B.
+
+    See QuantConvTranspose2d, and QuantConv3d for its taps along D.
+
+    Args:
+        packed: As for QuantConvTranspose2d.
+        like: The layer whose settings and bias it takes.
+        compute: See `conv2d`.
+        activation: See `conv2d`.
+        dtype: Of the float weight that it replaces.
+        error: As in QuantModule.
+
+    Example:
+        >>> layer = hb.quantize_(nn.Sequential(nn.ConvTranspose3d(32, 8, 2, 2)), "int8_channel")[0]
+        >>> type(layer).__name__, layer(torch.randn(1, 32, 2, 5, 5)).shape
+        ('QuantConvTranspose3d', torch.Size([1, 8, 4, 10, 10]))
+    """
 
     kind = "ConvTranspose3d"
 
