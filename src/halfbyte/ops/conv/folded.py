@@ -23,6 +23,7 @@ from halfbyte.ops.conv.functions import conv2d_channels_last
 
 _Value = TypeVar("_Value")
 Sides = tuple[int, int]
+_Window = tuple[Sides, tuple[Sides, Sides], Sides]  # stride, padding and dilation of images
 GATHERED_BYTES = 1 << 28  # the most memory of frames with their taps as channels at a time
 
 
@@ -103,8 +104,8 @@ class Epilogue(NamedTuple):
     clamp: tuple[float, float] | None = None
     residual: Tensor | None = None
 
-    def convolve(self, images: Tensor, packed: PackedConv, window: tuple[Sides, tuple[Sides, Sides], Sides]) -> Tensor:
-        settings = {"residual": self.residual, "compute": self.compute, "activation": self.activation, "clamp": self.clamp}
+    def convolve(self, images: Tensor, packed: PackedConv, window: _Window, residual: Tensor | None) -> Tensor:
+        settings = {"residual": residual, "compute": self.compute, "activation": self.activation, "clamp": self.clamp}
         return conv2d_channels_last(images, packed, self.bias, *window, **settings)  # type: ignore[arg-type]
 
 
@@ -145,14 +146,14 @@ def convolve(x: Tensor, packed: PackedConv, fold: Fold, move: Movement, epilogue
     if n < 3:
         flat: Callable[[Tensor], Tensor] = (lambda images: images.unsqueeze(-2)) if n == 1 else lambda images: images
         residual = None if epilogue.residual is None else flat(epilogue.residual)
-        y = epilogue._replace(residual=residual).convolve(flat(x), packed, window)
+        y = epilogue.convolve(flat(x), packed, window, residual)
         return y.squeeze(-2) if n == 1 else y
 
     def run(frames: Tensor, residual: Tensor | None) -> Tensor:
         more, groups = None if residual is None else _images(residual, 1), 1 if fold.depthwise else packed.sizes.groups
         taps = math.prod(fold.steps[:folded]) if fold.depthwise else 1
-        multiply = epilogue._replace(residual=more).convolve if taps == 1 else partial(_sum_of_taps, epilogue, more, taps)
-        y = multiply(_images(frames, groups), packed, window)
+        multiply = epilogue.convolve if taps == 1 else partial(_sum_of_taps, epilogue, taps)
+        y = multiply(_images(frames, groups), packed, window, more)
         videos: Tensor = y.unflatten(0, (frames.shape[0], frames.shape[2]))
         return videos.movedim(1, 2)
 
@@ -165,16 +166,9 @@ def convolve(x: Tensor, packed: PackedConv, fold: Fold, move: Movement, epilogue
     return torch.cat([run(*pair) for pair in zip(x.tensor_split(pieces, 2), residuals, strict=True)], 2)
 
 
-def _sum_of_taps(
-    epilogue: Epilogue,
-    residual: Tensor | None,
-    taps: int,
-    images: Tensor,
-    packed: PackedConv,
-    window: tuple[Sides, tuple[Sides, Sides], Sides],
-) -> Tensor:
+def _sum_of_taps(epilogue: Epilogue, taps: int, images: Tensor, packed: PackedConv, window: _Window, residual: Tensor | None) -> Tensor:
     """A depthwise convolution whose channels are taps of the same ones: sums in float32."""
-    each = epilogue._replace(bias=None, clamp=None, residual=None).convolve(images.float(), packed, window)
+    each = Epilogue(None, epilogue.compute, epilogue.activation).convolve(images.float(), packed, window, None)
     y: Tensor = each.permute(0, 2, 3, 1).unflatten(-1, (taps, -1)).sum(-2).permute(0, 3, 1, 2)
     for term in (None if epilogue.bias is None else epilogue.bias.float().view(-1, 1, 1), residual):
         y = y if term is None else y + term
@@ -263,7 +257,8 @@ def convolve_transposed(
     numbers = zip(x.shape[2:], fold.steps, fold.phases, layer.stride, layer.dilation, sides_of(layer, layer.padding), out, strict=True)
     axes = [_Axis.of(*sizes) for sizes in numbers]
     if bias is not None:
-        epilogue = epilogue._replace(bias=bias.view(groups, 1, -1).expand(-1, math.prod(fold.phases), -1).reshape(-1))
+        each = bias.view(groups, 1, -1).expand(-1, math.prod(fold.phases), -1).reshape(-1)
+        epilogue = Epilogue(each, epilogue.compute, epilogue.activation, epilogue.clamp)
     dilation = tuple(axis.dilation // math.gcd(axis.stride, axis.dilation) for axis in axes)
     move = Movement((1,) * len(axes), dilation, tuple(axis.sides for axis in axes))
     y = convolve(x, packed, fold, move, epilogue)
