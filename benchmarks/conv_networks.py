@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 from conv_contenders import Ready
-from networks import images, network
+from networks import FOLDED, images, memory_format, network
 from onnx_network import onnx_model
 from torch import Tensor, fx, nn
 
@@ -34,14 +34,16 @@ class Inference:
         """With its batch norms folded."""
         model = network(self.name)
         fold_batch_norms_(model)
-        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+        return model.to(memory_format=memory_format(self.name))  # type: ignore[call-overload,no-any-return]
 
     @cached_property
     def images(self) -> Tensor:
-        return images(self.batch)
+        return images(self.batch, name=self.name)
 
     @cached_property
     def on_codes(self) -> fx.GraphModule:
+        if self.name in FOLDED:
+            raise ValueError("3-D and transposed convolutions stay in floating point in a network on codes")
         config = Config("int8_channel", activations="static")
         built = quantize_(copy.deepcopy(self.model), config, [images(CALIBRATION, seed=2)])
         assert isinstance(built, fx.GraphModule)

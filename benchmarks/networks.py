@@ -1,7 +1,8 @@
 """Convolutional networks of well-known architectures with random weights, to time whole models.
 
 ResNet (He et al., Deep residual learning for image recognition, CVPR 2016), with its strides in the 3 x 3 convolutions, and MobileNetV2
-(Sandler et al., MobileNetV2: inverted residuals and linear bottlenecks, CVPR 2018).
+(Sandler et al., MobileNetV2: inverted residuals and linear bottlenecks, CVPR 2018). Besides, two parts of networks: the causal 3-D
+convolutions of a video VAE's block, and the transposed convolutions of a UNet's upsampling.
 """
 
 from __future__ import annotations
@@ -70,10 +71,21 @@ def _mobilenet_v2() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
+def _video_block() -> nn.Module:
+    past = nn.ConstantPad3d((0, 0, 0, 0, 2, 0), 0.0)
+    return nn.Sequential(*(m for _ in range(2) for m in (past, nn.Conv3d(64, 64, 3, padding=(0, 1, 1)), nn.SiLU())))
+
+
+def _upsampling() -> nn.Module:
+    return nn.Sequential(nn.ConvTranspose2d(128, 64, 2, 2), nn.ReLU(), nn.ConvTranspose2d(64, 32, 4, 2, 1), nn.ReLU())
+
+
+FOLDED = {"video_block": (_video_block, (64, 5, 60, 104)), "upsampling": (_upsampling, (128, 64, 64))}  # and an image's shape
 NETWORKS = {
     "resnet18": lambda: _resnet((2, 2, 2, 2), bottleneck=False),
     "resnet50": lambda: _resnet((3, 4, 6, 3), bottleneck=True),
     "mobilenet_v2": _mobilenet_v2,
+    **{name: build for name, (build, _) in FOLDED.items()},
 }
 
 
@@ -83,7 +95,7 @@ def network(name: str) -> nn.Module:
         torch.manual_seed(0)
         model = NETWORKS[name]()
         for module in model.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, nn.Conv2d | nn.Conv3d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
             elif isinstance(module, _Residual):
                 norm = next(m for m in reversed(list(module.body)) if isinstance(m, nn.BatchNorm2d))
@@ -91,7 +103,13 @@ def network(name: str) -> nn.Module:
     return model.eval()
 
 
-def images(batch: int, seed: int = 1) -> Tensor:
-    """float32 [batch, 3, 224, 224], channels_last."""
-    rng = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, 3, SIDE, SIDE, generator=rng).contiguous(memory_format=torch.channels_last)
+def images(batch: int, seed: int = 1, name: str = "resnet18") -> Tensor:
+    """float32 [batch, 3, 224, 224], or what the network called `name` takes, channels_last."""
+    shape = FOLDED[name][1] if name in FOLDED else (3, SIDE, SIDE)
+    x = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(seed))
+    return x.contiguous(memory_format=memory_format(name))
+
+
+def memory_format(name: str) -> torch.memory_format:
+    """That of the images of a network."""
+    return torch.channels_last_3d if name in FOLDED and len(FOLDED[name][1]) == 4 else torch.channels_last

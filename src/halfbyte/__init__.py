@@ -59,6 +59,10 @@ if TYPE_CHECKING:
     from halfbyte.nn.fused import fuse_ as fuse_
     from halfbyte.nn.modules.conv import QuantConv1d as QuantConv1d
     from halfbyte.nn.modules.conv import QuantConv2d as QuantConv2d
+    from halfbyte.nn.modules.conv import QuantConv3d as QuantConv3d
+    from halfbyte.nn.modules.conv import QuantConvTranspose1d as QuantConvTranspose1d
+    from halfbyte.nn.modules.conv import QuantConvTranspose2d as QuantConvTranspose2d
+    from halfbyte.nn.modules.conv import QuantConvTranspose3d as QuantConvTranspose3d
     from halfbyte.nn.modules.experts import QuantExperts as QuantExperts
     from halfbyte.nn.modules.quantized import QuantEmbedding as QuantEmbedding
     from halfbyte.nn.modules.quantized import QuantEmbeddingBag as QuantEmbeddingBag
@@ -106,7 +110,10 @@ _HOMES = {
     "halfbyte.nn.convert": ("quantize_",),
     "halfbyte.nn.report": ("report",),
     "halfbyte.nn.modules.quantized": ("QuantModule", "QuantLinear", "QuantEmbedding", "QuantEmbeddingBag"),
-    "halfbyte.nn.modules.conv": ("QuantConv1d", "QuantConv2d"),
+    "halfbyte.nn.modules.conv": (
+        *("QuantConv1d", "QuantConv2d", "QuantConv3d"),
+        *("QuantConvTranspose1d", "QuantConvTranspose2d", "QuantConvTranspose3d"),
+    ),
     "halfbyte.nn.modules.experts": ("QuantExperts",),
     "halfbyte.nn.fused": ("fuse_",),
     "halfbyte.nn.parallel.parallelize": ("parallelize_", "parallel_report"),

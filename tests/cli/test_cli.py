@@ -346,6 +346,19 @@ def test_inspect_computes_the_error(run: Run, quantized: Path, bert: Path) -> No
     assert rows["pooler.dense.bias"]["error"] is None
 
 
+def test_inspect_computes_the_error_of_convolutions(run: Run, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(16, 4, 3), torch.nn.Conv3d(16, 4, 3), torch.nn.ConvTranspose2d(16, 4, 4, 2))
+    tensors = {f"net.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    safetensors.torch.save_file(tensors, tmp_path / "float.safetensors")
+    halfbyte.save(halfbyte.quantize_(torch.nn.ModuleDict({"net": model}), "int8_channel"), tmp_path / "a")
+    rows = {row["name"]: row for row in run("inspect", tmp_path / "a", "--against", tmp_path / "float.safetensors", "--json").json["rows"]}
+    for i, module in enumerate(model):
+        weight = tensors[f"net.{i}.weight"].double()
+        expected = float((weight - module.weight.clone().double()).norm() / weight.norm())
+        assert rows[f"net.{i}.weight"]["error"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_inspect_plain_tensors(run: Run, llama: Path) -> None:
     rows = {row["name"]: row for row in run("inspect", llama, "--json").json["rows"]}
     assert rows["model.norm.weight"] == {

@@ -319,7 +319,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
             "holder": holder,
             "norm": nn.LayerNorm(8),
             "batch": nn.BatchNorm1d(8, affine=False),
-            "volume": nn.Conv3d(3, 4, 1),
+            "prelu": nn.PReLU(),
             "mirrored": nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"),
             "experts": Holding(2, 4, 8),
             "factors": Holding(8, 1, 1),
@@ -328,7 +328,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
         }
     )
     result = report(quantize_(model, "q8_0"))
-    assert [row.name for row in result.quantized] == ["plain"]
+    assert [row.name for row in result.quantized] == ["plain", "mirrored"]
     reasons = {row.name: row.reason for row in result.kept}
     assert reasons == {
         "own": "Subclass has a forward of its own",
@@ -346,8 +346,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
         "holder": NOT_A_KIND,
         "norm": NOT_A_KIND,
         "batch": NOT_A_KIND,
-        "volume": NOT_A_KIND,
-        "mirrored": "its padding is not with zeros",
+        "prelu": NOT_A_KIND,
         "experts": "it has stacked weights, and is not a module of experts as transformers builds them",
         "factors": NOT_A_KIND,
         "lazy": "its weight is a UninitializedParameter",

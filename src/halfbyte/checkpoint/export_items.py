@@ -51,7 +51,7 @@ def dequantized(
     """A weight that is written in floating point: as in the float model, or split by `cut` (outputs first) into tensors of one dtype."""
     weight = model.weights[name]
     convolves = weight.kind in CONVOLUTIONS
-    if convolves and not weight.kernel:
+    if convolves and weight.fold is None:
         raise CheckpointError(f"{model.path} does not give the kernel size of {name}: save the model with this version first")
     # In floating point, experts are parameters, not modules.
     specs = specs or {name.removesuffix(".weight") if weight.kind == "Experts" else name: TensorSpec(weight.dtype, weight.float_shape)}
@@ -59,8 +59,8 @@ def dequantized(
 
     def make() -> Mapping[str, Tensor]:
         tensor = floats(model.codes(name), dtype, order_of(model, name))
-        if convolves:
-            tensor = channels_first(tensor, weight.kernel).contiguous()
+        if weight.fold is not None:
+            tensor = weight.fold.unfold(channels_first(tensor, weight.fold.image_kernel))
         elif weight.transposed and cut is None:
             tensor = tensor.mT.contiguous()
         return cut(tensor) if cut else dict.fromkeys(specs, tensor)

@@ -28,6 +28,7 @@ from halfbyte.nn.config import NO_REASONS, Config, as_config
 from halfbyte.nn.convert import after_quantizing
 from halfbyte.nn.described import ORDER, Calibrated
 from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_module
+from halfbyte.nn.modules.conv import fold_of
 from halfbyte.nn.modules.expanded import expanded
 from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.modules.quantized import QuantLinear, QuantModule
@@ -230,7 +231,8 @@ def _fit(checkpoint: StoredModel, model: nn.Module) -> dict[str, str]:
         if reason := reasons.get(prefix):
             raise CheckpointError(f"{dot}weight of {folder} cannot be loaded into the model's {type(module).__name__}: {reason}")
         fits = (weight.kind,) if owner == f"{dot}weight" else ("Linear", "Embedding")
-        if kind_of(module) not in fits or codes_shape(kind_of(module), module.weight.shape, weight.format) != weight.shape:
+        other = kind_of(module) not in fits or (weight.fold is not None and weight.fold != fold_of(module))
+        if other or codes_shape(module, module.weight.shape, weight.format) != weight.shape:
             raise CheckpointError(
                 f"{dot}weight is a {weight.kind} {list(weight.shape)} in {folder}, "
                 f"in the model {type(module).__name__} {list(module.weight.shape)}: pass the model that was saved"

@@ -88,7 +88,8 @@ class OtherModel(StoredModel):
         (step, target), weight = self._steps[name], self.weights[name]
         if self._quantize is not None:
             try:
-                return quantize_weight(weight.kind, self._floats(name, weight.dtype), weight.format, self._quantize.method, name)
+                tensor = self._floats(name, weight.dtype)
+                return quantize_weight(weight.kind, tensor, weight.format, self._quantize.method, name, weight.fold)
             except FormatError as e:
                 if self._quantize.strict:
                     raise

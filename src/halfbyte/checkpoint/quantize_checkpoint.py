@@ -201,14 +201,14 @@ def _run(
             writer.write(name, checked_finite(tensor, name, path, parameter=plan.is_parameter(name)))
             continue
         try:
-            codes = quantize_weight(weight.kind, tensor, weight.format, method, name)
+            codes = quantize_weight(weight.kind, tensor, weight.format, method, name, weight.fold)
         except FormatError as e:
             if misfits is None:
                 raise
             misfits[name.removesuffix(".weight")] = str(e)
             continue
         _write_codes(writer, name, codes)
-        plan.weights[name] = replace(weight, error=relative_error(tensor, codes, weight.kind))
+        plan.weights[name] = replace(weight, error=relative_error(tensor, codes, weight.kind, weight.fold))
 
 
 def _write_codes(writer: Writer, name: str, codes: Codes) -> None:

@@ -180,11 +180,13 @@ def _compare(model: StoredModel, source: Reader, rows: list[TensorRow], advance:
         advance(i, len(quantized), row["name"])
         original = _name_in(source, row["name"])
         spec = source.spec(original)
-        if list(spec.shape) != row["shape"]:
-            shapes = f"{row['shape']}, but {original} of the original is {list(spec.shape)}"
+        weight = model.weights[row["name"]]
+        if spec.shape != weight.float_shape:
+            shapes = f"{list(weight.float_shape)}, but {original} of the original is {list(spec.shape)}"
             raise CheckpointError(f"{row['name']} is {shapes}: is it the same model?")
+        rows_first = source.read(original).mT if weight.transposed else source.read(original)
         codes = model.codes(row["name"])
-        row["error"] = relative_error(_columns(source.read(original), model, row["name"]), codes)
+        row["error"] = relative_error(_columns(rows_first, model, row["name"]), codes, weight.kind, weight.fold)
 
 
 def _name_in(source: Reader, name: str) -> str:

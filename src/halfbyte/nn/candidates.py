@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from inspect import getattr_static
+from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from halfbyte.layouts.convolution import PackedConv
-from halfbyte.nn.described import CONVOLUTIONS, NOT_A_KIND, Candidate
+from halfbyte.nn.described import NOT_A_KIND, Candidate
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of
-from halfbyte.nn.modules.experts import MixtureOfExperts, StackedExperts, stacks
+from halfbyte.nn.modules.conv import fold_of
+from halfbyte.nn.modules.experts import MixtureOfExperts, stacks
 from halfbyte.nn.modules.experts import why_not as why_not_experts
 from halfbyte.nn.modules.quantized import QuantModule, why_not_hooks
 from halfbyte.nn.modules.scaled import factor_of
@@ -24,7 +27,8 @@ ATTENTION = "MultiheadAttention is quantized only with inputs of one width, with
 CUSTOM_LOADER = "it is in a module with its own save and load, which do not read codes"
 ROUTER = "it is a router, whose rounded scores would choose other experts"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
-_PLAIN_LINEAR = (".FalconLinear", "timm.layers.linear.Linear")
+# Subclasses that compute the same as their base class; those of diffusers split large videos, as QuantConv3d does.
+_PLAIN = (".FalconLinear", "timm.layers.linear.Linear", "_cogvideox.CogVideoXSafeConv3d", "_kandinsky6_sr.Kandinsky6SRSafeConv3d")
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
 
 
@@ -44,7 +48,7 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
             reason = reason or (ROUTER if name in routers else None)
             if reason is None and (other := elsewhere.get(id(module.weight))):
                 reason = f"its weight is also {other}, which is not a module that can be quantized"
-            narrow = kind_of(module) in CONVOLUTIONS and module.weight.shape[1] < _NARROW
+            narrow = reason is None and 0 < _channels(module) < _NARROW
             found.append(Candidate(name, kind_of(module), id(module.weight), reason, narrow))
         elif not isinstance(module, QuantModule) and any(True for _ in direct_tensors(module)):
             reason = why_not_experts(module) if stacks(module) else STACKED if _stacked(module) else NOT_A_KIND
@@ -118,11 +122,17 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
             yield f"{prefix}.{name}" if prefix else name, module, tensor
 
 
-def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn.Conv2d | StackedExperts, without_data: bool) -> str | None:
+def _channels(module: nn.Module) -> int:
+    """Channels of one tap of the convolution that is computed for this one; 0 where it is none."""
+    fold = fold_of(module)
+    return 0 if fold is None else fold.fold(torch.empty(module.get_parameter("weight").shape, device="meta")).shape[1]
+
+
+def _why_not(module: nn.Module, without_data: bool) -> str | None:
     """Why a module cannot be replaced by its quantized form, or None."""
     if isinstance(module, FakeQuantized):
         return f"in training for {module.target.format}, to which convert_qat_ converts it"
-    weight: Tensor = module.weight
+    weight = cast("Tensor", module.weight)
     name, base = type(module).__name__, next(base for base in FLOAT_MODULES if isinstance(module, base))
     reasons = {
         "its weight is parametrized": parametrize.is_parametrized(module),
@@ -132,7 +142,6 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn
         str(why_not_hooks(module)): why_not_hooks(module) is not None,
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
         "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None,
-        "its padding is not with zeros": isinstance(module, nn.Conv1d | nn.Conv2d) and module.padding_mode != "zeros",
         f"its weight is {weight.dtype}: kernels take {', '.join(map(str, FLOATS))}": weight.dtype not in FLOATS,
         "its weight has no data (meta device)": weight.is_meta and not without_data,
     }
@@ -140,8 +149,11 @@ def _why_not(module: nn.Linear | nn.Embedding | nn.EmbeddingBag | nn.Conv1d | nn
 
 
 # What torch's classes call and read on the way from a call of a module to its result, besides `forward`.
-_METHODS = ("_conv_forward", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
-_READ = ("weight", "bias", "stride", "padding", "dilation", "groups", "padding_mode", "padding_idx", "mode", "include_last_offset")
+_METHODS = ("_conv_forward", "_output_padding", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
+_READ = (
+    *("weight", "bias", "stride", "padding", "output_padding", "dilation", "groups", "padding_mode", "padding_idx", "mode"),
+    "include_last_offset",
+)
 
 
 def _overridden_method(module: nn.Module, base: type[nn.Module]) -> str | None:
@@ -162,4 +174,4 @@ def _known(module: nn.Module) -> bool:
     if "forward" in vars(module):
         return False
     name = f"{type(module).__module__}.{type(module).__name__}"
-    return name.endswith(_PLAIN_LINEAR) or (isinstance(module, nn.Embedding) and factor_of(module) is not None)
+    return name.endswith(_PLAIN) or (isinstance(module, nn.Embedding) and factor_of(module) is not None)

@@ -18,6 +18,7 @@ from halfbyte.nn.candidates import CUSTOM_LOADER, candidates, quantized
 from halfbyte.nn.config import Config, Decisions, as_config, check_patterns, decide, formats_of, take_calibration
 from halfbyte.nn.described import NOT_A_KIND, Candidate
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
+from halfbyte.nn.modules.conv import fold_of
 from halfbyte.nn.modules.expanded import expanded
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, NOTES, add_kept, add_notes
@@ -38,7 +39,9 @@ def quantize_(
     calibration: Calibration | Tensor | Iterable[object] | None = None,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Quantize the Linear, Embedding, EmbeddingBag, Conv1d and Conv2d modules of a model, and its stacks of experts, in place.
+    """Quantize the linear layers, embeddings, convolutions and stacks of experts of a model, in place.
+
+    These are Linear, Embedding, EmbeddingBag, Conv1d to Conv3d and ConvTranspose1d to ConvTranspose3d.
 
     An nn.MultiheadAttention becomes one with quantized linear layers (`nn/modules/attention.py`), except in models of transformers.
 
@@ -119,8 +122,8 @@ def _quantize_expanded_(
             return result.value, result.error
         if result is not None and result.reason is not None:
             raise FormatError(result.reason)
-        codes = quantize_weight(kind_of(module), weight, fmt, method, name=f"{name}.weight")
-        return codes, relative_error(weight, codes, kind_of(module))
+        codes = quantize_weight(kind_of(module), weight, fmt, method, f"{name}.weight", fold_of(module))
+        return codes, relative_error(weight, codes, kind_of(module), fold_of(module))
 
     add_kept(model, put_quantized_(model, formats, config, codes_of))
     with torch.no_grad():

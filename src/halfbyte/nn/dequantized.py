@@ -9,7 +9,7 @@ from torch import nn
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.nn.fused import FusedLinear
-from halfbyte.nn.modules.conv import QuantConv1d, QuantConv2d
+from halfbyte.nn.modules.conv import QUANT_CONVOLUTIONS, QuantConv2d, QuantConvTranspose2d
 from halfbyte.nn.modules.expanded import collapse_
 from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts, StackedExperts
 from halfbyte.nn.modules.permuted import PermutedLinear
@@ -18,7 +18,7 @@ from halfbyte.nn.modules.scaled import ScaledEmbedding, set_factor
 from halfbyte.nn.modules.transposed import conv1d
 
 # Classes that compute what their float form computes. Others also apply an activation, or are part of an integer network.
-_CONVERTIBLE = (QuantLinear, PermutedLinear, QuantEmbedding, QuantEmbeddingBag, QuantConv1d, QuantConv2d, QuantExperts)
+_CONVERTIBLE = (QuantLinear, PermutedLinear, QuantEmbedding, QuantEmbeddingBag, *QUANT_CONVOLUTIONS.values(), QuantExperts)
 
 
 def dequantize_(
@@ -119,6 +119,18 @@ def _skeleton(module: QuantModule, weight: nn.Parameter) -> nn.Module:
             device="meta",
         )
     assert isinstance(module, QuantConv2d)
-    kind: Callable[..., nn.Module] = nn.Conv1d if isinstance(module, QuantConv1d) else nn.Conv2d
-    sizes = (module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding, module.dilation)
-    return kind(*sizes, module.groups, bias=False, device="meta")
+    kind: Callable[..., nn.Module] = getattr(nn, module.kind)
+    more = {"output_padding": module.output_padding} if isinstance(module, QuantConvTranspose2d) else {}
+    return kind(
+        module.in_channels,
+        module.out_channels,
+        module.kernel_size,
+        module.stride,
+        module.padding,
+        dilation=module.dilation,
+        groups=module.groups,
+        bias=False,
+        padding_mode=module.padding_mode,
+        device="meta",
+        **more,
+    )

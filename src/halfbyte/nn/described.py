@@ -9,9 +9,10 @@ from halfbyte.errors import ArgumentError
 from halfbyte.kernels.problem import COMPUTES
 from halfbyte.ops.conv.images import ACTIVATIONS
 
-KINDS = ("Linear", "Embedding", "EmbeddingBag", "Conv1d", "Conv2d", "Experts")
-CONVOLUTIONS = {"Conv1d": 1, "Conv2d": 2}  # kind -> dimensions of the kernel
-NOT_A_KIND = "only Linear, Embedding, EmbeddingBag, Conv1d, Conv2d and experts are quantized"
+# Kind -> dimensions of the kernel.
+CONVOLUTIONS = {"Conv1d": 1, "Conv2d": 2, "Conv3d": 3, "ConvTranspose1d": 1, "ConvTranspose2d": 2, "ConvTranspose3d": 3}
+KINDS = ("Linear", "Embedding", "EmbeddingBag", *CONVOLUTIONS, "Experts")
+NOT_A_KIND = "only Linear, Embedding, EmbeddingBag, convolutions and experts are quantized"
 ORDER = "input_order"
 LEAST, MOST = -128, 127
 

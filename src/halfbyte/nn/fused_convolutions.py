@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
-from halfbyte.nn.modules.conv import QuantConv2d
+from halfbyte.nn.modules.conv import QuantConv2d, QuantConvTranspose2d
 from halfbyte.nn.modules.quantized import QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
 from halfbyte.nn.static.memory_format import Formats
@@ -118,6 +118,8 @@ def _with_sums(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
         first, second = sorted(node.args, key=place.__getitem__)
         read_later = [user for user in first.users if place[user] > place[second] and user is not node]
         if first is second or not _alone(second, modules) or len(second.args) > 1 or read_later:  # or what is read is written to
+            continue
+        if isinstance(module_of(second, modules), QuantConvTranspose2d):  # which does not add
             continue
         if node.target is operator.iadd and node.args[0] is first:  # which something else may show, such as a view
             continue

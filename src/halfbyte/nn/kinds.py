@@ -4,17 +4,20 @@ replaces it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from dataclasses import replace
+from typing import cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
+from halfbyte.errors import FormatError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.layouts.convolution import Filter, PackedConv, channels_last
+from halfbyte.layouts.folding import Fold
 from halfbyte.nn.described import CONVOLUTIONS, KINDS
-from halfbyte.nn.modules.conv import QuantConv1d, QuantConv2d
+from halfbyte.nn.modules.conv import QUANT_CONVOLUTIONS, FloatConv, QuantConv2d, fold_of, image_groups
 from halfbyte.nn.modules.experts import QuantExperts, StackedExperts
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
 from halfbyte.nn.modules.scaled import factor_of
@@ -23,7 +26,7 @@ from halfbyte.nn.modules.weight_view import AnyPacked, pack_like
 from halfbyte.nn.static.integer import IntegerModule
 from halfbyte.ops.conv.functions import pack_conv, quantize_conv
 
-FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, StackedExperts)
+FLOAT_MODULES = (nn.Linear, nn.Embedding, nn.EmbeddingBag, *get_args(FloatConv), StackedExperts)
 _ROWS = 128  # of a weight, from which its error is estimated: all would take longer than quantizing
 
 
@@ -37,27 +40,39 @@ def kind_of(module: nn.Module) -> str:
     return found or type(module).__name__
 
 
-def codes_shape(kind: str, shape: Sequence[int], fmt: Format) -> tuple[int, ...]:
-    """The shape of the codes in `fmt` of a weight of `shape` that belongs to a module of this kind."""
-    if kind not in CONVOLUTIONS:
+def codes_shape(module: nn.Module, shape: Sequence[int], fmt: Format) -> tuple[int, ...]:
+    """The shape of the codes in `fmt` of a weight of `shape` that belongs to a module like this one. Raises ArgumentError where a
+    convolution has no such weight."""
+    if isinstance(module, QuantModule) and isinstance(module.packed, PackedConv):
+        return replace(module.packed.sizes, format=fmt).codes_shape
+    if (fold := fold_of(module)) is None:
         return tuple(shape)
-    out, channels, *kernel = shape
-    height, width = (1, *kernel)[-2:]
-    return Filter(fmt, out, channels, (height, width)).codes_shape
+    out, channels, *_ = fold.fold(torch.empty(tuple(shape), device="meta")).shape
+    return Filter(fmt, out, channels, fold.image_kernel).codes_shape
 
 
-def quantize_weight(kind: str, weight: Tensor, fmt: Format, method: str, name: str) -> Codes:
-    """Quantizes the weight of a module of this kind."""
-    quantize = quantize_conv if kind in CONVOLUTIONS else ops.quantize
-    return quantize(weight, fmt, method, name=name)
+def quantize_weight(kind: str, weight: Tensor, fmt: Format, method: str, name: str, fold: Fold | None = None) -> Codes:
+    """Quantizes the weight of a module of this kind. fold: of a convolution."""
+    if kind not in CONVOLUTIONS:
+        return ops.quantize(weight, fmt, method, name=name)
+    if fold is None:
+        return quantize_conv(weight, fmt, method, name=name)
+    if fold.zeros and fmt.zero == "offset" and (not isinstance(fmt.block, int) or (weight.shape[0] // fold.groups) % fmt.block):
+        raise FormatError(
+            f"{name} is completed with zeros, as its stride does not divide its kernel {list(fold.kernel)}, and they share blocks of {fmt} "
+            "with other weights, where no code is exactly 0: use a format without an offset, such as int8_channel"
+        )
+    return quantize_conv(fold.fold(weight), fmt, method, name=name)
 
 
 def pack_weight(module: nn.Module, codes: Codes, device: torch.device | str) -> AnyPacked:
     """Packs the codes of a module's weight for `device`."""
     if isinstance(module, IntegerModule):
         return pack_like(module.packed, codes, torch.device(device))
-    if isinstance(module, nn.Conv1d | nn.Conv2d | QuantConv2d):
-        return pack_conv(codes, module.kernel_size, module.groups, device)
+    if isinstance(module, FloatConv | QuantConv2d):
+        fold = fold_of(module)
+        assert fold is not None
+        return pack_conv(codes, fold.image_kernel, image_groups(module, fold), device)
     return ops.pack(codes, device)
 
 
@@ -69,8 +84,8 @@ def quantized_module(
     if isinstance(module, IntegerModule):
         quantized = module.with_weight(packed, dtype, error)
     elif isinstance(packed, PackedConv):
-        assert isinstance(module, nn.Conv1d | nn.Conv2d | QuantConv2d)
-        form = QuantConv1d if isinstance(module, nn.Conv1d | QuantConv1d) else QuantConv2d
+        assert isinstance(module, FloatConv | QuantConv2d)
+        form = QUANT_CONVOLUTIONS[kind_of(module)]
         if activation == "image" and (isinstance(packed.format.block, int) or packed.format.zero != "none"):
             activation = "row"  # as Config says
         quantized = form(packed, module, compute, activation, dtype=dtype, error=error)
@@ -90,12 +105,13 @@ def quantized_module(
     return quantized.train(module.training)
 
 
-def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear") -> float:
-    """||weight - codes|| / ||weight|| (Frobenius) of the weight of a module of this kind; 0 for a weight of zeros.
+def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear", fold: Fold | None = None) -> float:
+    """||weight - codes|| / ||weight|| (Frobenius) of the weight of a module of this kind; 0 for a weight of zeros. fold: of a convolution.
 
     Of more than 128 rows it is an estimate from 128 of them, evenly spread.
     """
     if len(codes.shape) != weight.dim() or weight.dim() != 2:  # experts, or a convolution
+        weight = weight if fold is None else fold.fold(weight)
         weight = (weight if kind == "Experts" else channels_last(weight, codes.format)).reshape(-1, codes.shape[-1])
         codes = codes.reshape((weight.shape[0], weight.shape[1]))
     n = codes.shape[0]

@@ -191,7 +191,7 @@ def _row(name: str, module: nn.Module, reason: str | None, seen: dict[int, str])
         tied_to = owner if (owner := seen[id(weight)]) != name else None
         shape = () if is_lazy(weight) else tuple(weight.shape)
         return Row(name, type(module).__name__, shape, None, reason, extra, extra, tied_to=tied_to)
-    fmt, shape = module.packed.codes_format, module.packed.shape
+    fmt, shape = module.packed.codes_format, module.weight_shape
     owner = seen.setdefault(id(module.packed_data), name)
     before = after = 0
     if owner == name:

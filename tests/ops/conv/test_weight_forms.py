@@ -22,6 +22,7 @@ def test_forms_are_of_one_content_of_one_tensor() -> None:
 
 
 def test_forms_leave_with_their_weight() -> None:
+    gc.collect()
     before = len(weight_forms._forms)
     weight = torch.zeros(9, dtype=torch.uint8)
     weight_forms.forms_of(weight)["taps"] = torch.zeros(1 << 10)

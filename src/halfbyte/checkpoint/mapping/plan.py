@@ -18,8 +18,9 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.candidates import candidates, named_tensors
-from halfbyte.nn.described import CONVOLUTIONS, Candidate
+from halfbyte.nn.described import Candidate
 from halfbyte.nn.kinds import codes_shape, kind_of
+from halfbyte.nn.modules.conv import fold_of
 from halfbyte.nn.modules.expanded import collapse_, expand_, originals
 from halfbyte.nn.modules.transposed import is_transposed
 from halfbyte.nn.report import Report, Row
@@ -157,9 +158,8 @@ def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format
             raise CheckpointError(f"{what}: one of them is damaged, or of another model")
         if isinstance(decision, Format) and tensor_name == "weight":
             kind = kind_of(module)
-            kernel = spec.shape[2:] if kind in CONVOLUTIONS else ()
-            shape = codes_shape(kind, spec.shape, decision)
-            plan.weights[name] = Weight(kind, decision, shape, spec.dtype, kernel=kernel, transposed=is_transposed(module))
+            shape = codes_shape(module, spec.shape, decision)
+            plan.weights[name] = Weight(kind, decision, shape, spec.dtype, fold=fold_of(module), transposed=is_transposed(module))
             if id(tensor) in linears:
                 plan.linears.add(name)
         else:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.files import is_file, is_folder, is_there
 from halfbyte.io.safetensors import is_shape, load_json
 from halfbyte.io.tensors import TensorSpec
+from halfbyte.layouts.folding import Fold
 from halfbyte.nn.described import CONVOLUTIONS, KINDS, Calibrated, Scale, check_compute
 
 SECTION = "halfbyte"
@@ -38,7 +39,7 @@ class Weight:
     dtype   of the float weight that it represents, in which the module runs
     error   relative error when it was quantized, if known
     crc32   of each of its tensors: data, scale and perhaps zero
-    kernel  of a convolution: (Kh, Kw) or (Kw,); empty where the checkpoint does not say
+    fold    of a convolution, how the codes are arranged; None where the checkpoint does not say
     transposed  whether the float module keeps its weight inputs first, [K, N] or [E, K, N]
     """
 
@@ -50,7 +51,7 @@ class Weight:
     compute: str = "auto"
     activation: str = "block"
     crc32: Mapping[str, int] = field(default_factory=dict)
-    kernel: tuple[int, ...] = ()
+    fold: Fold | None = None
     transposed: bool = False
 
     def stored(self, name: str, *, bytes_each: bool = False) -> dict[str, TensorSpec]:
@@ -60,12 +61,13 @@ class Weight:
 
     @property
     def float_shape(self) -> tuple[int, ...]:
-        """The shape of the float weight: [N, K], [K, N] if `transposed`, or [Co, Ci/groups, *kernel]."""
+        """The shape of the float weight: [N, K], [K, N] if `transposed`, or that of a convolution."""
         if self.transposed:
             return (*self.shape[:-2], self.shape[-1], self.shape[-2])
-        if not self.kernel:
+        if self.fold is None:
             return self.shape
-        return (self.shape[0], math.prod(self.shape[1:]) // math.prod(self.kernel), *self.kernel)
+        channels = math.prod(self.shape[1:]) // math.prod(self.fold.image_kernel)
+        return tuple(self.fold.unfold(torch.empty(self.shape[0], channels, *self.fold.image_kernel, device="meta")).shape)
 
     @property
     def float_bytes(self) -> int:
@@ -88,8 +90,14 @@ class Weight:
         }
         if self.format.packed_bits:
             entry[BITS] = self.format.packed_bits
-        if self.kernel:
-            entry["kernel"] = list(self.kernel)
+        if self.fold is not None:
+            entry["kernel"] = list(self.fold.kernel)
+            if self.fold.folded:
+                entry["folded"] = self.fold.folded
+            if self.fold.phases:
+                entry["phases"] = list(self.fold.phases)
+            if self.fold.phases or self.fold.depthwise:
+                entry |= {"groups": self.fold.groups, "depthwise": self.fold.depthwise}
         if self.transposed:
             entry["transposed"] = True
         return entry if self.error is None else entry | {"error": self.error}
@@ -212,24 +220,39 @@ def _parse_weight(name: str, entry: object) -> Weight:
         raise ValueError(f"the shape of {short(name)} is {sizes} sizes, got {short(shape)}")
     if error is not None and not (isinstance(error, int | float) and math.isfinite(error)):
         raise ValueError(f"the error of {short(name)} is a number, got {short(error)}")
-    kernel = entry.get("kernel", [])
-    if not is_shape(kernel) or (kernel and (len(kernel) != CONVOLUTIONS.get(kind) or not _divides(math.prod(kernel), shape, fmt))):
-        raise ValueError(f"the kernel of {short(name)} is the sizes of a {kind}'s, got {short(kernel)}")
+    fold = _parse_fold(name, kind, entry, shape, fmt)
     check_compute(compute, activation)
     transposed = entry.get("transposed", False)
     if not isinstance(transposed, bool) or (transposed and kind not in ("Linear", "Experts")):
         raise ValueError(f"a Linear or experts may be transposed, true or false, got {short(transposed)} for {short(name)}")
-    weight = Weight(
-        kind, fmt, tuple(shape), DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"), tuple(kernel), transposed
-    )
+    weight = Weight(kind, fmt, tuple(shape), DTYPES[dtype], error, compute, activation, _checksums(entry, "crc32"), fold, transposed)
     if weight.crc32.keys() != dense_tensors(fmt, weight.shape).keys():
         raise ValueError(f"{fmt} is not stored as {', '.join(weight.crc32)}, as {short(name)} is")
     return weight
 
 
-def _divides(taps: int, shape: Sequence[int], fmt: Format) -> bool:
-    """Whether codes of `shape` can be those of a kernel with so many taps."""
-    return taps == shape[1] if isinstance(fmt.block, int) else taps > 0 and shape[1] % taps == 0
+def _parse_fold(name: str, kind: str, entry: Mapping[str, object], shape: Sequence[int], fmt: Format) -> Fold | None:
+    """How the codes of a convolution are arranged. Raises ValueError where codes of `shape` cannot be."""
+    kernel, phases = (cast("list[int]", entry.get(key, [])) for key in ("kernel", "phases"))
+    if kernel == []:
+        return None
+    given = is_shape(kernel) and len(kernel) == CONVOLUTIONS.get(kind) and is_shape(phases) and bool(phases) == ("Transpose" in kind)
+    try:
+        folded, groups = (cast("int", entry.get(key, default)) for key, default in (("folded", 0), ("groups", 1)))
+        fold = Fold(tuple(kernel), tuple(phases), folded, groups, entry.get("depthwise") is True) if given else None
+    except (ArgumentError, TypeError):
+        fold = None
+    if fold is None or bool(fold.folded) != (len(kernel) == 3) or not _fits(fold, shape, fmt):
+        got = {key: entry[key] for key in ("kernel", "folded", "phases", "groups", "depthwise") if key in entry}
+        raise ValueError(f"the kernel of {short(name)} is the sizes of a {kind}'s, got {short(got)}")
+    return fold
+
+
+def _fits(fold: Fold, shape: Sequence[int], fmt: Format) -> bool:
+    """Whether codes of `shape` can be arranged so."""
+    taps, channels = math.prod(fold.image_kernel), 1 if fold.depthwise else fold.channels
+    divides = shape[1] == taps and shape[2] % channels == 0 if isinstance(fmt.block, int) else shape[1] % (taps * channels) == 0
+    return divides and shape[0] % (fold.outputs * fold.groups) == 0
 
 
 def _parse_static(entry: Mapping[str, object]) -> Calibrated:

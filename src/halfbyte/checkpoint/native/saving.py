@@ -22,10 +22,9 @@ from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, ch
 from halfbyte.formats.dense import to_dense
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.io.tensors import TensorSpec
-from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.candidates import direct_tensors
-from halfbyte.nn.described import CONVOLUTIONS, ORDER, Calibrated
-from halfbyte.nn.modules.conv import QuantConv2d
+from halfbyte.nn.described import ORDER, Calibrated
+from halfbyte.nn.modules.conv import QuantConv2d, fold_of
 from halfbyte.nn.modules.experts import QuantExperts
 from halfbyte.nn.modules.quantized import QuantLinear, QuantModule, guard
 from halfbyte.nn.modules.rescaled import as_trained
@@ -113,9 +112,8 @@ def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
 
 def _weight(module: QuantModule, compute: str, activation: str) -> Weight:
     packed = module.packed
-    kernel = packed.sizes.kernel[-CONVOLUTIONS[module.kind] :] if isinstance(packed, PackedConv) else ()
     settings = (packed.codes_format, module.codes_shape, module.dtype, module.error, compute, activation)
-    return Weight(module.kind, *settings, kernel=kernel, transposed=module.transposed)
+    return Weight(module.kind, *settings, fold=fold_of(module), transposed=module.transposed)
 
 
 def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:

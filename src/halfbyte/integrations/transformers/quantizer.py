@@ -44,6 +44,7 @@ from halfbyte.nn.convert import after_quantizing, quantize_
 from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.described import ORDER
 from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
+from halfbyte.nn.modules.conv import fold_of
 from halfbyte.nn.modules.expanded import collapse_, expand_, expanded
 from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts, StackedExperts
 from halfbyte.nn.modules.permuted import PermutedLinear
@@ -202,7 +203,7 @@ class HalfbyteQuantizer(HfQuantizer):
             if not isinstance(module, FLOAT_MODULES) or not isinstance(module.weight, Tensor):
                 what = f"{name} is a {type(module).__name__} of {type(model).__name__}"
                 raise CheckpointError(f"{what}, which cannot be quantized, but is in the files: {_REMEDY}")
-            if (shape := codes_shape(kind_of(module), module.weight.shape, settings.format)) != settings.shape:
+            if (shape := codes_shape(module, module.weight.shape, settings.format)) != settings.shape:
                 raise CheckpointError(f"{name}.weight is {list(settings.shape)} in the files, {list(shape)} in the model")
             self._make_room(module, settings)
         collapse_(model, experts, wanted.__contains__)
@@ -276,7 +277,8 @@ class HalfbyteQuantizer(HfQuantizer):
         weight = weight.to(self.quantization_config.device or weight.device)
         weight = weight.mT if is_transposed(module) else weight
         try:
-            codes = quantize_weight(kind_of(module), weight, self._decisions[name], config.method, f"{name}.weight")
+            fold = fold_of(module)
+            codes = quantize_weight(kind_of(module), weight, self._decisions[name], config.method, f"{name}.weight", fold)
             packed = pack_weight(module, codes, weight.device)
         except HalfbyteError as e:
             if isinstance(e, FormatError) and not config.strict:
@@ -284,7 +286,7 @@ class HalfbyteQuantizer(HfQuantizer):
             else:
                 self._failure = self._failure or e
             return
-        self._packed[name] = packed, weight.dtype, relative_error(weight, codes, kind_of(module))
+        self._packed[name] = packed, weight.dtype, relative_error(weight, codes, kind_of(module), fold)
 
     # After
 

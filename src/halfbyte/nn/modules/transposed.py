@@ -42,7 +42,8 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether the float form of a module has its weight inputs first."""
-    return is_conv1d(module) or getattr(module, TRANSPOSED, False)
+    transposed_convolution = isinstance(module, nn.modules.conv._ConvNd)  # torch has this attribute too
+    return is_conv1d(module) or (getattr(module, TRANSPOSED, False) and not transposed_convolution)
 
 
 def transposed_parameter(parameter: Tensor) -> nn.Parameter:

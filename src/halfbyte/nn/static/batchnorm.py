@@ -10,15 +10,16 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.nn.modules.conv import FloatConv
 from halfbyte.nn.report import REMARK
 from halfbyte.nn.static.traced import graph_of, why_not_torch
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def fold_batch_norms_(model: nn.Module) -> nn.Module:
-    """Fold each BatchNorm that follows a Conv1d, Conv2d or Linear into it, in place.
+    """Fold each BatchNorm that follows a convolution, transposed or not, or a Linear into it, in place.
 
     The norm becomes nn.Identity, which `report(model)` mentions. Only pairs are folded where nothing else reads the layer's result and both
     are used once, so in evaluation the model computes the same. A norm behind a Linear is taken for one of its features; one of the rows of
@@ -65,8 +66,10 @@ def fold_(model: nn.Module, graphs: Sequence[fx.Graph]) -> list[tuple[str, str]]
     for names in dict.fromkeys(pair for of_graph in foldable for pair in of_graph):
         if all(names in of_graph or used_there.isdisjoint(names) for of_graph, used_there in zip(foldable, used, strict=True)):
             before, after = (modules[name] for name in names)
-            fuse = fuse_linear_bn_eval if isinstance(before, nn.Linear) else fuse_conv_bn_eval
-            model.set_submodule(names[0], fuse(before, after))
+            if isinstance(before, nn.Linear):
+                model.set_submodule(names[0], fuse_linear_bn_eval(before, after))
+            else:
+                model.set_submodule(names[0], fuse_conv_bn_eval(before, after, transpose=before.transposed))
             model.set_submodule(names[1], nn.Identity())
             folded.append(names)
     return folded
@@ -91,7 +94,9 @@ def _foldable(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[tuple[s
             continue
         if isinstance(before, nn.Linear) and before.out_features != after.num_features:  # a norm of the rows of [batch, rows, features]
             continue
-        if isinstance(before, nn.Conv1d | nn.Conv2d | nn.Linear) and used.count(names[0]) == used.count(names[1]) == 1:
+        if isinstance(before, FloatConv) and before.transposed and before.groups > 1:  # whose weight has the outputs of one group
+            continue
+        if isinstance(before, FloatConv | nn.Linear) and used.count(names[0]) == used.count(names[1]) == 1:
             found.append(names)
     return found
 

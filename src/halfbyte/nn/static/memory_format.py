@@ -118,7 +118,7 @@ class Formats:
         return node
 
     def _is_of_lines(self, node: fx.Node) -> bool:
-        return self.gives(node) and "Conv1d" in type(module_of(node, self.modules)).__name__
+        return self.gives(node) and getattr(module_of(node, self.modules), "kind", "").endswith("1d")
 
 
 def restore(value: object, origin: Tensor) -> object:

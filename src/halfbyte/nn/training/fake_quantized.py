@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from halfbyte.layouts.convolution import Filter, channels_first, channels_last
 from halfbyte.nn.kinds import kind_of, quantize_weight
 from halfbyte.nn.modules.scaled import ScaledEmbedding, factor_of, scaled
 from halfbyte.nn.modules.transposed import is_conv1d, is_transposed
+from halfbyte.ops.conv.folded import repeated
 from halfbyte.ops.conv.functions import module_window
 from halfbyte.ops.conv.images import in_memory_format_of
 from halfbyte.ops.fake_quantize import fake_quantize, fake_quantize_activation, fake_quantize_given, fake_quantize_images
@@ -125,6 +127,7 @@ class _FakeQuantConvolution(FakeQuantized):
     stride: tuple[int, ...]
     padding: str | tuple[int, ...]
     dilation: tuple[int, ...]
+    padding_mode: Literal["zeros", "reflect", "replicate", "circular"]
 
     def ordered(self, weight: Tensor) -> Tensor:
         return channels_last(weight, self.target.format)
@@ -135,14 +138,17 @@ class _FakeQuantConvolution(FakeQuantized):
     def forward(self, x: Tensor) -> Tensor:
         sizes, activation = self._sizes(), self.target.activation
         if self.target.compute == "int8" and not sizes.depthwise:
-            images = x.reshape(-1, self.in_channels, *(1, *x.shape[-len(self.kernel_size) :])[-2:])
             one_scale = not isinstance(sizes.format.block, int) and sizes.format.zero == "none"
             if activation != "image" or not one_scale:  # as Config says
-                y = self._on_patches(images, sizes, "row" if activation == "image" else activation)
+                padded = x if self.padding_mode == "zeros" else repeated(x, self)
+                y = self._on_patches(self._images(padded), sizes, "row" if activation == "image" else activation)
                 y = y.reshape(*x.shape[: -len(self.kernel_size) - 1], sizes.out, *y.shape[-len(self.kernel_size) :])
                 return in_memory_format_of(y, x)
-            x = in_memory_format_of(fake_quantize_images(images).reshape(x.shape), x)
+            x = in_memory_format_of(fake_quantize_images(self._images(x)).reshape(x.shape), x)
         return self._conv_forward(x, in_memory_format_of(self.rounded(), None), self.bias)  # type: ignore[operator,no-any-return]
+
+    def _images(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, self.in_channels, *(1, *x.shape[-len(self.kernel_size) :])[-2:])
 
     def _sizes(self) -> Filter:
         height, width = (1, *self.kernel_size)[-2:]

@@ -14,6 +14,7 @@ from halfbyte.nn.candidates import candidates
 from halfbyte.nn.config import Config, as_config, choose, formats_of
 from halfbyte.nn.convert import after_quantizing, check_in_place, put_quantized_
 from halfbyte.nn.kinds import kind_of, quantize_weight, relative_error
+from halfbyte.nn.modules.conv import fold_of
 from halfbyte.nn.modules.expanded import expanded
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.modules.transposed import is_transposed
@@ -30,8 +31,8 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
     The float weights remain, under their names, and are what an optimizer updates. Gradients pass the rounding unchanged (the
     straight-through estimator), except for weights beyond the ends of their grid, which get none (`ops/fake_quantize.py`).
 
-    Fold batch norms before (`fold_batch_norms_`). Experts and EmbeddingBags stay in floating point, which `report(model)` notes; so does a
-    module whose weight its format cannot hold, unless the config is strict or it is the only one.
+    Fold batch norms before (`fold_batch_norms_`). Experts, EmbeddingBags, Conv3d and transposed convolutions stay in floating point, which
+    `report(model)` notes; so does a module whose weight its format cannot hold, unless the config is strict or it is the only one.
 
     Args:
         model: The float model.
@@ -104,7 +105,8 @@ def convert_qat_(model: nn.Module) -> nn.Module:
     def codes_of(name: str, module: nn.Module, fmt: Format) -> tuple[Codes, float]:
         assert isinstance(module, FakeQuantized)
         codes = module.codes()
-        return codes, relative_error(module.weight.T if is_transposed(module) else module.weight, codes, kind_of(module))
+        weight = module.weight.T if is_transposed(module) else module.weight
+        return codes, relative_error(weight, codes, kind_of(module), fold_of(module))
 
     kept = put_quantized_(model, formats, config, codes_of)
     for module in list(model.modules()):
@@ -137,7 +139,7 @@ def _first_codes(trained: Sequence[tuple[str, nn.Module, Format]], config: Confi
         if id(weight) not in codes and id(weight) not in unfit:
             rows = weight.T if is_transposed(module) else weight
             try:
-                codes[id(weight)] = quantize_weight(kind_of(module), rows, fmt, config.method, f"{name}.weight")
+                codes[id(weight)] = quantize_weight(kind_of(module), rows, fmt, config.method, f"{name}.weight", fold_of(module))
             except FormatError as e:
                 if config.strict:
                     raise

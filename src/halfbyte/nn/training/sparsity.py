@@ -20,6 +20,7 @@ from halfbyte.nn.config import Config, choose, formats_of
 from halfbyte.nn.convert import check_in_place
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.kinds import FLOAT_MODULES
+from halfbyte.nn.modules.conv import FloatConv, fold_of
 from halfbyte.nn.modules.expanded import expanded
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.modules.transposed import is_conv1d
@@ -119,9 +120,7 @@ def _prune_expanded_(
     chosen = formats_of(choose(candidates(model), config))
     uses = Counter(id(m.weight) for m in model.modules() if isinstance(m, FLOAT_MODULES))
     layers = {
-        name: m
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d) and uses[id(m.weight)] == 1 and name in chosen
+        name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | FloatConv) and uses[id(m.weight)] == 1 and name in chosen
     }
     if not layers:
         quantized = any(isinstance(module, QuantModule) for module in model.modules())
@@ -141,11 +140,12 @@ def _prune_expanded_(
     return model
 
 
-def _by_magnitude(layer: nn.Linear | nn.Conv1d | nn.Conv2d, wanted: Sparsity, name: str) -> Tensor:
-    weight = layer.weight.detach()
-    if isinstance(layer, nn.Linear):
+def _by_magnitude(layer: nn.Linear | FloatConv, wanted: Sparsity, name: str) -> Tensor:
+    weight, fold = layer.weight.detach(), fold_of(layer)
+    if fold is None:
         return prune(weight, wanted, "magnitude", name=f"{name}.weight")
-    return channels_first(prune(channels_last(weight, _ROWS), wanted, "magnitude", name=f"{name}.weight"), layer.kernel_size)
+    rows = prune(channels_last(fold.fold(weight), _ROWS), wanted, "magnitude", name=f"{name}.weight")
+    return fold.unfold(channels_first(rows, fold.image_kernel))
 
 
 @torch.no_grad()

@@ -354,11 +354,14 @@ class _Convolution(Protocol):
     padding: str | tuple[int, ...]
     dilation: tuple[int, ...]
 
+    @property
+    def padding_mode(self) -> str: ...
+
 
 def module_window(module: _Convolution) -> Window:
-    """The stride, padding and dilation of a Conv1d or Conv2d, quantized or not; of a Conv1d as one of images of height 1."""
+    """The stride, padding with zeros and dilation of a Conv1d or Conv2d, quantized or not; of a Conv1d as one of images of height 1."""
     kernel, stride, dilation = (((1, *sizes)[-2], sizes[-1]) for sizes in (module.kernel_size, module.stride, module.dilation))
-    padding = module.padding if isinstance(module.padding, str) else (0, *module.padding)[-2:]
+    padding = 0 if module.padding_mode != "zeros" else module.padding if isinstance(module.padding, str) else (0, *module.padding)[-2:]
     return window_of(kernel, stride, padding, dilation)
 
 

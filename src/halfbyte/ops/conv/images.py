@@ -65,25 +65,24 @@ def empty_result(x: Tensor, bias: Tensor | None, residual: Tensor | None, shape:
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether torch's own convolution gives a channels_last result for x [B, C, H, W]: by the order of its strides, as
+    """Whether torch's own convolution gives a channels_last result for x [B, C, H, W] or [B, C, D, H, W]: by the order of its strides, as
     `Tensor::suggest_memory_format` decides. Where sizes of 1 leave the order open, as in [B, C, 1, 1], it does not."""
-    if x.dim() != 4:
+    if x.dim() not in (4, 5):
         return False
-    (b, c, h, w), (of_image, of_channel, of_row, of_column) = x.shape, x.stride()
-    least = 0
-    for size, stride in ((c, of_channel), (w, of_column), (h, of_row)):
-        if size == 0 or stride < least or of_channel == 0:
+    shape, strides, least = x.shape, x.stride(), 0
+    for dim in (1, *range(x.dim() - 1, 1, -1)):
+        if shape[dim] == 0 or strides[dim] < least or strides[1] == 0:
             return False
-        least = stride * size
-    return b != 0 and of_image >= least != of_channel
+        least = strides[dim] * shape[dim]
+    return shape[0] != 0 and strides[0] >= least != strides[1]
 
 
 def in_memory_format_of(y: Tensor, x: Tensor | None) -> Tensor:
     """y, the result of a convolution of x, in the memory format that torch gives it: channels_last where x is, or contiguous (x None: of
     lines, [B, C, L])."""
     if x is not None and is_channels_last(x):
-        return y.contiguous(memory_format=torch.channels_last) if y.dim() == 4 else y
-    return y.reshape(-1).view(y.shape)  # not contiguous(), which leaves the strides of sizes of 1, by which torch tells the two apart
+        return y.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d) if y.dim() == x.dim() else y
+    return y.contiguous().view(-1).view(y.shape)  # contiguous() leaves the strides of sizes of 1, by which torch tells the two apart
 
 
 def channels_last(x: Tensor) -> Tensor:
