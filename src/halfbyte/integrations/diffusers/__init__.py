@@ -1,0 +1,6 @@
+"""diffusers: image and video models are quantized while they load, and load again after `save_pretrained`.
+
+api.py         what halfbyte uses of diffusers that is not documented, and nothing else does
+quantizer.py   the quantizer of `from_pretrained` and `from_single_file`
+untested.py    quantization is refused in other versions of diffusers than those that were tested
+"""
