@@ -22,6 +22,7 @@ _INTEGRATIONS = {
     "transformers.trainer": ("halfbyte.integrations.transformers.training", "transformers, whose Trainer works in another way"),
     "diffusers.quantizers.auto": ("halfbyte.integrations.diffusers.quantizer", "diffusers, which needs transformers and accelerate for it"),
     "diffusers.hooks.group_offloading": ("halfbyte.integrations.diffusers.offloading", "diffusers, whose group offloading has changed"),
+    "diffusers.loaders.single_file_model": ("halfbyte.integrations.diffusers.single_file", "diffusers, whose loaders have changed"),
     "peft.tuners.lora.model": ("halfbyte.integrations.peft.adapters", "peft, whose classes have changed"),
     "peft.peft_model": ("halfbyte.integrations.peft.prompts", "peft, whose classes have changed"),
 }

@@ -1,5 +1,7 @@
-"""All that halfbyte uses of diffusers beyond its documentation: the tables of quantizers, their base class, tensors of GGUF files, and the
-groups of modules that group offloading moves. `halfbyte/versions.py` names the versions that were tested.
+"""All that halfbyte uses of diffusers beyond its documentation: the tables of quantizers, tensors of GGUF files, and the groups of modules
+that group offloading moves. `halfbyte/versions.py` names the versions that were tested.
+
+Parts of diffusers are imported in functions, as this file may be imported while they are.
 """
 
 from __future__ import annotations
@@ -10,21 +12,18 @@ from functools import wraps
 from typing import Any
 
 import torch
-from diffusers.configuration_utils import FrozenDict
-from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
-from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
 from halfbyte.nn.modules.quantized import QuantModule
 
 _CONFIG = "quantization_config"
-Base = DiffusersQuantizer
 
 
 def register(method: str, config: type, quantizer: type) -> None:
     """Adds a quantization method to diffusers, which has no function for that."""
-    AUTO_QUANTIZATION_CONFIG_MAPPING[method] = config
-    AUTO_QUANTIZER_MAPPING[method] = quantizer
+    auto = sys.modules["diffusers.quantizers.auto"]
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = config
+    auto.AUTO_QUANTIZER_MAPPING[method] = quantizer
 
 
 def is_model(module: nn.Module) -> bool:
@@ -46,6 +45,8 @@ def ggml_bytes(tensor: Any) -> Tensor:
 
 def set_description(model: Any, description: object | None) -> None:
     """Sets the `quantization_config` of a model's config, on whose `to_dict` diffusers calls when it saves; None removes it."""
+    from diffusers.configuration_utils import FrozenDict
+
     config = {key: value for key, value in model._internal_dict.items() if key != _CONFIG}
     model._internal_dict = FrozenDict(config if description is None else config | {_CONFIG: description})
 

@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
 from halfbyte.checkpoint.native.quantization_config import METHOD, Module, describe
 from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats import ggml
+from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense
 from halfbyte.formats.spec import Format
 from halfbyte.integrations.diffusers import api
@@ -47,7 +49,7 @@ _WEIGHT = ".weight"
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's numbers
 
 
-class HalfbyteDiffusersQuantizer(api.Base):
+class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
     """The hooks that diffusers calls while it loads and saves a model."""
 
     quantization_config: HalfbyteConfig
@@ -59,7 +61,8 @@ class HalfbyteDiffusersQuantizer(api.Base):
         self._formats: dict[str, Format] = {}  # of float weights
         self._waiting: set[str] = set()  # names of the tensors of these that are not read yet
         self._packed: dict[str, PackedWeight] = {}  # by module
-        self._kept: dict[str, str] = {}  # modules whose weights their formats cannot hold -> the reason
+        self._kept: dict[str, str] = {}  # modules that stay in floating point -> the reason
+        self._in_float32: set[str] = set()  # parts of names of modules that compute in float32, whatever the model's dtype
 
     @property
     def is_serializable(self) -> bool:
@@ -82,6 +85,10 @@ class HalfbyteDiffusersQuantizer(api.Base):
         if isinstance(device_map, Mapping) and (places := [name for name, place in device_map.items() if place == "disk"]):
             raise UnsupportedError(f"packed weights cannot be offloaded to the disk, the device_map of {places[0]}: map it to a device")
 
+    def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
+        """The dtype of what is not quantized. Without one diffusers would convert the bytes of blocks, too."""
+        return torch_dtype or torch.get_default_dtype()
+
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: object) -> list[str]:
         """Leaves out the guards of quantized weights, which no model has."""
         guards = {f"{name}{_WEIGHT}" for name in self.quantization_config.modules}
@@ -92,12 +99,13 @@ class HalfbyteDiffusersQuantizer(api.Base):
     def _process_model_before_weight_loading(
         self, model: nn.Module, keep_in_fp32_modules: Sequence[str] = (), state_dict: Mapping[str, object] | None = None, **kwargs: object
     ) -> None:
-        config = self.quantization_config
-        blocks = {name for name, tensor in (state_dict or {}).items() if api.ggml_type(tensor) is not None}
+        config, self._in_float32 = self.quantization_config, set(keep_in_fp32_modules)
+        types = {name: api.ggml_type(tensor) for name, tensor in (state_dict or {}).items()}
+        blocks = {name for name, number in types.items() if number in ggml.TYPES}
         if config.modules:
             self._expect_codes(model, state_dict)
         elif config.calibration is None and (config.has_format or not blocks):
-            self._decide(model, config.float_config(), keep_in_fp32_modules, blocks)
+            self._decide(model, config.float_config(), blocks)
         self._waiting |= {f"{name}{_WEIGHT}" for name in self._formats}
 
     def _expect_codes(self, model: nn.Module, state_dict: Mapping[str, object] | None) -> None:
@@ -110,16 +118,20 @@ class HalfbyteDiffusersQuantizer(api.Base):
             module = model.get_submodule(name)
             self._waiting |= {f"{name}.{key}" for key, tensor in module.named_buffers() if tensor.is_meta}
 
-    def _decide(self, model: nn.Module, config: Config, keep_in_fp32: Sequence[str], blocks: set[str]) -> None:
+    def _decide(self, model: nn.Module, config: Config, blocks: set[str]) -> None:
         found = candidates(model, without_data=True)
         check_patterns(config, found)
         formats = formats_of(choose(found, config))
         for name in [name for name in formats if f"{name}{_WEIGHT}" in blocks]:
             del formats[name]
-        for name in [name for name in formats if any(part in keep_in_fp32 for part in name.split("."))]:
-            self._kept[name] = f"{type(model).__name__} computes it in float32"
-            del formats[name]
-        self._formats = formats
+        self._formats = {name: fmt for name, fmt in formats.items() if not self._stays_float32(model, name)}
+
+    def _stays_float32(self, model: nn.Module, name: str) -> bool:
+        """Whether the model computes a module in float32, whatever its dtype; notes that for the report."""
+        if self._in_float32.isdisjoint(name.split(".")):
+            return False
+        self._kept[name] = f"{type(model).__name__} computes it in float32"
+        return True
 
     # While they are read
 
@@ -143,10 +155,11 @@ class HalfbyteDiffusersQuantizer(api.Base):
         **kwargs: object,
     ) -> None:
         name, _, key = param_name.rpartition(".")
-        if (number := api.ggml_type(param_value)) is not None:
-            self._read_blocks(model, param_name, param_value, number, torch.device(target_device), kwargs.get("dtype"))
+        if (number := api.ggml_type(param_value)) is not None and name not in self._formats:
+            self._read_blocks(model, param_name, state_dict[param_name], number, torch.device(target_device), kwargs["dtype"])
         elif name in self._formats:
-            self._quantize(name, model.get_submodule(name), param_value.to(target_device))
+            weight = param_value if number is None else _decoded(param_name, api.ggml_bytes(param_value), number).to(kwargs["dtype"])
+            self._quantize(name, model.get_submodule(name), weight.to(target_device))
         else:  # with the scales of the file: in `param_value` they have the dtype of the model
             module = model.get_submodule(name)
             module.register_buffer(key, state_dict[param_name].to(target_device))
@@ -169,34 +182,23 @@ class HalfbyteDiffusersQuantizer(api.Base):
 
     def _read_blocks(self, model: nn.Module, name: str, tensor: Tensor, number: int, device: torch.device, dtype: Any) -> None:
         """Takes over a tensor of a GGUF file: as codes where it is the weight of a linear layer, else in floating point."""
-        from halfbyte.kernels.cpu.quantize.extract import extract
-
         home, _, key = name.rpartition(".")
         module: Any = model.get_submodule(home)
-        wanted, data = getattr(module, key), api.ggml_bytes(tensor)
-        if number in _FLOATS:
-            values = data.contiguous().view(_FLOATS[number])
-        elif number not in ggml.TYPES:
-            known = ", ".join(kind.name for kind in ggml.TYPES.values())
-            raise CheckpointError(f"{name} is of ggml type {number}, halfbyte reads {known}: take another file of the model")
-        else:
-            kind = ggml.TYPES[number]
-            shape = (*data.shape[:-1], data.shape[-1] // kind.nbytes * kind.weights)
-            codes = ggml.decode(kind, shape, data.contiguous(), extract)
-            codes.check_values()
-            values = None if isinstance(module, nn.Linear) and key == "weight" else codes.dequantize()
-            if values is None:
-                if shape != tuple(wanted.shape):
-                    raise _other_shape(name, shape, wanted.shape)
-                packed = pack_weight(module, codes, device)
-                self._packed[home] = PackedWeight(packed, dtype or torch.float32, None)
+        value = _decoded(name, api.ggml_bytes(tensor).contiguous(), number)
+        if value.shape != (wanted := getattr(module, key).shape):
+            what = f"{name} is {list(value.shape)} in the GGUF file, and {list(wanted)} in the model"
+            raise CheckpointError(f"{what}: pass config=, the folder with the config.json of the model in the file")
+        if isinstance(value, Codes):
+            if isinstance(module, nn.Linear) and key == "weight" and not self._stays_float32(model, home):
+                self._packed[home] = PackedWeight(pack_weight(module, value, device), dtype, None)
                 module.weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
                 return
-        if values.shape != wanted.shape:
-            raise _other_shape(name, values.shape, wanted.shape)
-        place = module._parameters if key in module._parameters else module._buffers
-        value = values.to(device, dtype)
-        place[key] = nn.Parameter(value, requires_grad=False) if place is module._parameters else value
+            value = value.dequantize()
+        value = value.to(device, dtype if self._in_float32.isdisjoint(home.split(".")) else torch.float32)
+        if key in module._parameters:
+            module._parameters[key] = nn.Parameter(value, requires_grad=False)
+        else:
+            module._buffers[key] = value
 
     # After
 
@@ -224,6 +226,8 @@ class HalfbyteDiffusersQuantizer(api.Base):
                 raise FormatError(next(iter(self._kept.values())))
             setattr(model, CONFIG_ATTRIBUTE, config.config)
             add_kept(model, self._kept)
+        if unread := next((name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta), None):
+            raise missing(*unread.rpartition(".")[::2])
         check_finite(model)
         self.adopt(model)
         return model
@@ -261,7 +265,14 @@ class _Description:
         self._model = model
 
     def to_dict(self) -> dict[str, object]:
-        return describe({name: Module.of(module, self._model.dtype) for name, module in _quantized(self._model).items()})
+        """Raises UnsupportedError for a model with adapters, which could not be loaded under the names that its layers have now."""
+        quantized = _quantized(self._model)
+        if adapted := next((name for name in quantized if name.endswith(".base_layer")), None):
+            raise UnsupportedError(
+                f"a quantized model is saved without adapters, and {adapted.removesuffix('.base_layer')} has one: save the adapter by "
+                "save_lora_adapter, or merge it by fuse_lora, and call unload_lora"
+            )
+        return describe({name: Module.of(module, self._model.dtype) for name, module in quantized.items()})
 
 
 def _quantized(model: nn.Module) -> dict[str, QuantModule]:
@@ -269,9 +280,18 @@ def _quantized(model: nn.Module) -> dict[str, QuantModule]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantModule)}
 
 
-def _other_shape(name: str, got: Sequence[int], wanted: Sequence[int]) -> CheckpointError:
-    what = f"{name} is {list(got)} in the GGUF file, and {list(wanted)} in the model"
-    return CheckpointError(f"{what}: pass config=, the folder of the config.json of the model in the file")
+def _decoded(name: str, data: Tensor, number: int) -> Codes | Tensor:
+    """The codes of blocks, or the numbers, in rows of bytes of a GGUF file; `number` is ggml's of their type."""
+    from halfbyte.kernels.cpu.quantize.extract import extract
+
+    if number in _FLOATS:
+        return data.view(_FLOATS[number])
+    if (kind := ggml.TYPES.get(number)) is None:
+        known = ", ".join(kind.name for kind in ggml.TYPES.values())
+        raise CheckpointError(f"{name} is of ggml type {number}, halfbyte reads {known}: take another file of the model")
+    codes = ggml.decode(kind, (*data.shape[:-1], data.shape[-1] // kind.nbytes * kind.weights), data, extract)
+    codes.check_values()
+    return codes
 
 
 def _adopt(model: nn.Module) -> None:
