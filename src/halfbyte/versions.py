@@ -1,9 +1,9 @@
 """The versions of other packages whose private interfaces halfbyte has been tested with.
 
 halfbyte uses what other projects document, with few exceptions: replaced forwards of transformers' models and its loop of `generate`,
-peft's construction of adapters, diffusers' tables of quantizers, Triton's launcher, and the layers, weight loaders and tables of kernels of vLLM. These may change in any
-minor version. Outside of the tested range these fast paths are off, one warning says so, and `halfbyte doctor` shows it. pyproject.toml
-caps the same versions; CONTRIBUTING.md says how a cap is raised.
+peft's construction of adapters, diffusers' tables of quantizers and its group offloading, Triton's launcher, and the layers, weight
+loaders and tables of kernels of vLLM. These may change in any minor version. Outside of the tested range these fast paths are off, one
+warning says so, and `halfbyte doctor` shows it. pyproject.toml caps the same versions; CONTRIBUTING.md says how a cap is raised.
 """
 
 from __future__ import annotations

@@ -152,14 +152,14 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         target_device: torch.device | str | int,
         state_dict: Mapping[str, Tensor],
         *args: object,
-        **kwargs: object,
+        **kwargs: Any,
     ) -> None:
         name, _, key = param_name.rpartition(".")
         if (number := api.ggml_type(param_value)) is not None and name not in self._formats:
             self._read_blocks(model, param_name, state_dict[param_name], number, torch.device(target_device), kwargs["dtype"])
         elif name in self._formats:
-            weight = param_value if number is None else _decoded(param_name, api.ggml_bytes(param_value), number).to(kwargs["dtype"])
-            self._quantize(name, model.get_submodule(name), weight.to(target_device))
+            weight = param_value if number is None else api.ggml_bytes(param_value).contiguous().view(_FLOATS[number])
+            self._quantize(name, model.get_submodule(name), weight.to(target_device, kwargs["dtype"]))
         else:  # with the scales of the file: in `param_value` they have the dtype of the model
             module = model.get_submodule(name)
             module.register_buffer(key, state_dict[param_name].to(target_device))

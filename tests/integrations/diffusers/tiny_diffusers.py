@@ -34,8 +34,8 @@ def unet(seed: int = 0, width: int = 32) -> UNet2DConditionModel:
 def vae() -> AutoencoderKL:
     """A VAE without attention, which in diffusers takes no empty batch."""
     torch.manual_seed(1)
-    kinds = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
-    return AutoencoderKL(block_out_channels=(32,), latent_channels=4, norm_num_groups=8, sample_size=8, mid_block_add_attention=False, **kinds).eval()
+    kinds = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",), "mid_block_add_attention": False}
+    return AutoencoderKL(block_out_channels=(32,), latent_channels=4, norm_num_groups=8, sample_size=8, **kinds).eval()
 
 
 def pipeline() -> DDPMPipeline:
@@ -107,4 +107,3 @@ def joined(state: dict[str, Tensor], parts: Mapping[str, Sequence[str]]) -> dict
 def swapped(state: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
     """Tensors of which some have their halves exchanged: files have shift and scale, diffusers scale and shift."""
     return {name: torch.cat(tensor.chunk(2)[::-1]) if name.startswith(names) else tensor for name, tensor in state.items()}
-
