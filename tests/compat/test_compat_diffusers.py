@@ -60,9 +60,9 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     sizes = {"in_channels": 16, "out_channels": 4, "attention_head_dim": 32, "num_attention_heads": 2, "joint_attention_dim": 32}
     model = QwenImageTransformer2DModel(patch_size=2, num_layers=1, axes_dims_rope=(8, 12, 12), **sizes)
     model.save_config(tmp_path)
-    held = tiny_diffusers.write_gguf(tmp_path / "m.gguf", "qwen_image", model.state_dict(), ["q8_0", "q4_0", "iq4_nl", "bf16"])
+    stored = tiny_diffusers.write_gguf(tmp_path / "m.gguf", "qwen_image", model.state_dict(), ["q8_0", "q4_0", "iq4_nl", "bf16"])
     how = {"config": str(tmp_path), "quantization_config": hb.HalfbyteConfig()}
     quantized = QwenImageTransformer2DModel.from_single_file(str(tmp_path / "m.gguf"), **how)
     layers = {name: module for name, module in quantized.named_modules() if isinstance(module, hb.QuantLinear)}
     assert len(layers) > 10
-    assert all(torch.equal(module.weight.clone(), held[f"{name}.weight"]) for name, module in layers.items())
+    assert all(torch.equal(module.weight.clone(), stored[f"{name}.weight"]) for name, module in layers.items())

@@ -6,7 +6,7 @@ Called by `transformers/quantizer.py` and `diffusers/quantizer.py`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.modules.transposed import is_transposed
 from halfbyte.nn.modules.weight_view import AnyPacked
 from halfbyte.quantizers.check import non_finite
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 
 class PackedWeight(NamedTuple):
@@ -68,13 +71,13 @@ class CodesPlaceholder(nn.Module):
         return codes
 
 
-def expect_codes(model: nn.Module, name: str, settings: Module, remedy: str) -> None:
-    """Replaces the float weight of the module `name` by a placeholder for codes.
+def expect_codes(model: nn.Module, name: str, settings: Module, remedy: str) -> Part:
+    """Replaces the float weight of the module `name` by a placeholder for codes, and returns the module.
 
     Raises:
         CheckpointError: The module cannot be quantized, or its weight has another shape; `remedy` says what to do.
     """
-    module: Any = model.get_submodule(name)
+    module = cast("Part", model.get_submodule(name))
     if not isinstance(module, FLOAT_MODULES) or not isinstance(module.weight, Tensor):
         what = f"{name} is a {type(module).__name__} of {type(model).__name__}"
         raise CheckpointError(f"{what}, which cannot be quantized, but is in the files: {remedy}")
@@ -87,9 +90,10 @@ def expect_codes(model: nn.Module, name: str, settings: Module, remedy: str) -> 
     module.add_module("weight", CodesPlaceholder(settings, dtype))
     if settings.ordered:
         module.register_buffer(ORDER, torch.empty(settings.shape[-1], dtype=torch.int32, device="meta"))
+    return module
 
 
-def read_codes(name: str, module: Any) -> PackedWeight:
+def read_codes(name: str, module: Part) -> PackedWeight:
     """The weight whose codes are in the module's placeholder. Raises CheckpointError where they are not valid codes."""
     placeholder: CodesPlaceholder = module.weight
     try:

@@ -153,8 +153,8 @@ def built(name: str, folder: Path, types: list[str] = TYPES) -> tuple[Any, Path,
     torch.manual_seed(5)
     model, tensors, call = MODELS[name]()
     model.eval().save_config(folder / "config")
-    held = write_gguf(folder / f"{name}.gguf", name, tensors, types)
-    return model, folder / f"{name}.gguf", call, held
+    stored = write_gguf(folder / f"{name}.gguf", name, tensors, types)
+    return model, folder / f"{name}.gguf", call, stored
 
 
 def opened(cls: Any, file: Path, *formats: str, **settings: Any) -> Any:
@@ -172,11 +172,11 @@ def output(model: Any, call: Call, dtype: torch.dtype = torch.float32) -> Tensor
 @pytest.mark.parametrize("name", MODELS)
 def test_codes_of_the_file(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """The oracle: diffusers' model with the values of the file, which it reads from a file of floats."""
-    model, file, call, held = built(name, tmp_path)
+    model, file, call, stored = built(name, tmp_path)
     quantized = opened(type(model), file, torch_dtype=dtype)
     formats = {str(module.packed.codes_format) for module in quantized.modules() if isinstance(module, hb.QuantModule)}
     assert {"q8_0", "q4_0", "iq4_nl"} <= formats
-    save_file({key: tensor.contiguous() for key, tensor in held.items()}, tmp_path / "floats.safetensors")
+    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, tmp_path / "floats.safetensors")
     oracle = type(model).from_single_file(str(tmp_path / "floats.safetensors"), config=str(tmp_path / "config"), torch_dtype=dtype)
     for place, module in quantized.named_modules():
         if isinstance(module, hb.QuantModule):

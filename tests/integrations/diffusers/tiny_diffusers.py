@@ -64,25 +64,25 @@ def noise(model: Any, size: tuple[int, int] = (8, 8), dtype: torch.dtype = torch
 
 def write_gguf(path: Path, architecture: str, tensors: Mapping[str, Tensor], types: Sequence[str]) -> dict[str, Tensor]:
     """Writes matrices in the types of ggml in turn, other tensors in float32; returns the values that the file holds."""
-    kinds, held, data, following = {}, {}, {}, cycle(types)
+    kinds, stored, data, following = {}, {}, {}, cycle(types)
     for name, tensor in tensors.items():
         kind = next(following) if tensor.dim() == 2 else "bf16"
         block = ggml.TYPES[ggml.NUMBERS[kind]].weights if kind != "bf16" else 1
         if tensor.dim() != 2 or not name.endswith("weight") or tensor.shape[1] % block:
-            kinds[name], data[name], held[name] = 0, tensor, tensor
+            kinds[name], data[name], stored[name] = 0, tensor, tensor
         elif kind == "bf16":
             kinds[name], data[name] = 30, tensor.bfloat16()
-            held[name] = data[name].float()
+            stored[name] = data[name].float()
         else:
             kinds[name] = ggml.NUMBERS[kind]
             codes = hb.quantize(tensor, ggml.TYPES[kinds[name]].format)
-            data[name], held[name] = ggml_encoding.encode(ggml.TYPES[kinds[name]], codes), codes.dequantize()
+            data[name], stored[name] = ggml_encoding.encode(ggml.TYPES[kinds[name]], codes), codes.dequantize()
     shapes = {name: (kinds[name], tuple(tensor.shape)) for name, tensor in tensors.items()}
     writer = gguf.Writer(path, {"general.architecture": architecture}, shapes)
     for name, tensor in data.items():
         writer.write(name, tensor.contiguous())
     writer.finish()
-    return held
+    return stored
 
 
 def renamed(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:

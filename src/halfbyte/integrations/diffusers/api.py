@@ -9,12 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte.nn.modules.quantized import QuantModule
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 _CONFIG = "quantization_config"
 
@@ -38,12 +41,12 @@ def ggml_type(tensor: object) -> int | None:
     return None if found is None else int(found)
 
 
-def ggml_bytes(tensor: Any) -> Tensor:
+def ggml_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor of a GGUF file, uint8 [..., bytes of a row]."""
     return torch.Tensor._make_subclass(Tensor, tensor.data)
 
 
-def set_description(model: Any, description: object | None) -> None:
+def set_description(model: Part, description: object | None) -> None:
     """Sets the `quantization_config` of a model's config, on whose `to_dict` diffusers calls when it saves; None removes it."""
     from diffusers.configuration_utils import FrozenDict
 
@@ -56,7 +59,7 @@ def _for_onload_device(init: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(init)
     def prepared(
-        self: object, modules: list[nn.Module], offload_device: object, onload_device: Any, *args: object, **kwargs: object
+        self: object, modules: list[nn.Module], offload_device: object, onload_device: torch.device | str, *args: object, **kwargs: object
     ) -> None:
         for module in modules:
             for part in module.modules():

@@ -12,7 +12,7 @@ model over devices, and attaches hooks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from diffusers.quantizers.base import DiffusersQuantizer
@@ -43,6 +43,9 @@ from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.kinds import pack_weight
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_kept
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
 
 _REMEDY = "use the diffusers that saved them, and their config.json"
 _WEIGHT = ".weight"
@@ -151,15 +154,15 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         param_name: str,
         target_device: torch.device | str | int,
         state_dict: Mapping[str, Tensor],
-        *args: object,
-        **kwargs: Any,
+        unexpected_keys: object = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         name, _, key = param_name.rpartition(".")
         if (number := api.ggml_type(param_value)) is not None and name not in self._formats:
-            self._read_blocks(model, param_name, state_dict[param_name], number, torch.device(target_device), kwargs["dtype"])
+            self._read_blocks(model, param_name, state_dict[param_name], number, torch.device(target_device), dtype)
         elif name in self._formats:
             weight = param_value if number is None else api.ggml_bytes(param_value).contiguous().view(_FLOATS[number])
-            self._quantize(name, model.get_submodule(name), weight.to(target_device, kwargs["dtype"]))
+            self._quantize(name, cast("Part", model.get_submodule(name)), weight.to(target_device, dtype))
         else:  # with the scales of the file: in `param_value` they have the dtype of the model
             module = model.get_submodule(name)
             module.register_buffer(key, state_dict[param_name].to(target_device))
@@ -167,7 +170,7 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         if not self._waiting and (self._codes or self._formats):
             self._put(model)
 
-    def _quantize(self, name: str, module: Any, weight: Tensor) -> None:
+    def _quantize(self, name: str, module: Part, weight: Tensor) -> None:
         config = self.quantization_config.float_config()
         check_shape(name, module, weight)
         try:
@@ -180,17 +183,19 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         else:
             module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
-    def _read_blocks(self, model: nn.Module, name: str, tensor: Tensor, number: int, device: torch.device, dtype: Any) -> None:
+    def _read_blocks(
+        self, model: nn.Module, name: str, tensor: Tensor, number: int, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
         """Takes over a tensor of a GGUF file: as codes where it is the weight of a linear layer, else in floating point."""
         home, _, key = name.rpartition(".")
-        module: Any = model.get_submodule(home)
+        module = cast("Part", model.get_submodule(home))
         value = _decoded(name, api.ggml_bytes(tensor).contiguous(), number)
         if value.shape != (wanted := getattr(module, key).shape):
             what = f"{name} is {list(value.shape)} in the GGUF file, and {list(wanted)} in the model"
             raise CheckpointError(f"{what}: pass config=, the folder with the config.json of the model in the file")
         if isinstance(value, Codes):
             if isinstance(module, nn.Linear) and key == "weight" and not self._stays_float32(model, home):
-                self._packed[home] = PackedWeight(pack_weight(module, value, device), dtype, None)
+                self._packed[home] = PackedWeight(pack_weight(module, value, device), dtype or torch.float32, None)
                 module.weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
                 return
             value = value.dequantize()
@@ -206,14 +211,14 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         """Replaces the float modules by quantized ones."""
         config = self.quantization_config
         for name in self._codes:
-            put(model, name, read_codes(name, model.get_submodule(name)), config.modules[name])
+            put(model, name, read_codes(name, cast("Part", model.get_submodule(name))), config.modules[name])
         for name, weight in self._packed.items():
             assert config.config is not None
             put(model, name, weight, config.config)
         self._codes.clear()
         self._packed.clear()
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
+    def _process_model_after_weight_loading(self, model: Part, **kwargs: object) -> Part:
         config = self.quantization_config
         if self._waiting:
             name, _, key = min(self._waiting).partition(_WEIGHT)
@@ -232,7 +237,7 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         self.adopt(model)
         return model
 
-    def adopt(self, model: Any) -> None:
+    def adopt(self, model: Part) -> None:
         """Prepares a quantized model for `save_pretrained`."""
         self._model = model
         model.hf_quantizer = self
@@ -250,7 +255,7 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
                 state_dict |= {f"{name}{_WEIGHT}.{part}": tensor for part, tensor in to_dense(module.codes()).items()}
         return state_dict, {}
 
-    def _dequantize(self, model: Any) -> Any:
+    def _dequantize(self, model: Part) -> Part:
         dequantize_(model)
         api.set_description(model, None)
         return model
@@ -261,7 +266,7 @@ class _Description:
 
     quant_method = METHOD
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Part) -> None:
         self._model = model
 
     def to_dict(self) -> dict[str, object]:
@@ -297,7 +302,7 @@ def _decoded(name: str, data: Tensor, number: int) -> Codes | Tensor:
 def _adopt(model: nn.Module) -> None:
     """Adopts a model of diffusers that was quantized by `quantize_` or `load`."""
     if api.is_model(model) and _quantized(model):
-        HalfbyteDiffusersQuantizer(HalfbyteConfig.of({})).adopt(model)
+        HalfbyteDiffusersQuantizer(HalfbyteConfig.of({})).adopt(cast("Part", model))
 
 
 api.register(METHOD, HalfbyteConfig, HalfbyteDiffusersQuantizer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import wraps
 from pathlib import Path
-from typing import Any
 
 from diffusers.loaders.single_file_model import FromOriginalModelMixin
 
@@ -12,12 +11,11 @@ from halfbyte.errors import CheckpointError, HalfbyteError
 from halfbyte.integrations.transformers.quantizer import HalfbyteConfig
 from halfbyte.io.gguf import read_header
 
-_mixin: Any = FromOriginalModelMixin
-_from_single_file = _mixin.from_single_file.__func__
+_from_single_file = FromOriginalModelMixin.from_single_file.__func__
 
 
 @wraps(_from_single_file)
-def _in_words(cls: type, *args: Any, **kwargs: Any) -> Any:
+def _in_words(cls: type, *args: object, **kwargs: object) -> object:
     try:
         return _from_single_file(cls, *args, **kwargs)
     except HalfbyteError:
@@ -40,4 +38,4 @@ def _described(file: object) -> str:
     return f"{file}, of the architecture {read_header(Path(file)).metadata.get('general.architecture')!r},"
 
 
-_mixin.from_single_file = classmethod(_in_words)
+FromOriginalModelMixin.from_single_file = classmethod(_in_words)  # type: ignore[arg-type]

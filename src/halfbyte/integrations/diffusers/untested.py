@@ -4,7 +4,7 @@ on_import.py)."""
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from halfbyte.checkpoint.native.quantization_config import METHOD
 from halfbyte.errors import UnsupportedError
@@ -27,6 +27,6 @@ def refuse(module: ModuleType, reason: str) -> None:
                 f"{TESTED['diffusers']}, or load the float model and call halfbyte.quantize_"
             )
 
-    tables: list[Any] = [getattr(module, name, {}) for name in ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING")]
+    tables: list[dict[str, type]] = [getattr(module, name, {}) for name in ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING")]
     for table in tables:
         table[METHOD] = Refused

@@ -218,8 +218,7 @@ class HalfbyteQuantizer(HfQuantizer):
         experts = expand_(model)
         self.quantization_config.modules = wanted = self._resolve(model)
         for name, settings in wanted.items():
-            expect_codes(model, name, settings, _REMEDY)
-            model.get_submodule(name)._is_hf_initialized = True
+            expect_codes(model, name, settings, _REMEDY)._is_hf_initialized = True
         collapse_(model, experts, wanted.__contains__)
         for target, source in list(model.all_tied_weights_keys.items()):
             name, owner = target.removesuffix(".weight"), source.removesuffix(".weight")
