@@ -185,9 +185,15 @@ def test_a_weight_that_is_packed_for_another_device_is_refused() -> None:
     x, want = torch.ones(1, 64), layer(torch.ones(1, 64))
     layer.packed_data.data = layer.packed_data.data.clone()  # as group offloading moves it
     assert torch.equal(layer(x), want)
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    layer.keep_layout_of(torch.device("cpu"))  # again, as when adapters are loaded
     layer.packed_for = torch.device("cuda")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())  # saved wherever its bytes are
+    assert str(hb.report(nn.Sequential(layer))).count("q8_0") >= 1
     with pytest.raises(ArgumentError, match=r"a QuantLinear is packed for cuda, as group offloading asked, and its weight is on cpu: call"):
         layer(x)
+    layer.keep_layout_of(torch.device("cpu"))
+    assert torch.equal(layer(x), want)
 
 
 def test_model_offload(tmp_path: Path) -> None:

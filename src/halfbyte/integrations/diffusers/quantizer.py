@@ -251,7 +251,7 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors to write: codes of 5 and 6 bits without the bits that they leave unused in a byte."""
         for name, module in _quantized(self._model).items():
-            if module.packed.codes_format.packed_bits:
+            if module.packed_anywhere.codes_format.packed_bits:
                 state_dict |= {f"{name}{_WEIGHT}.{part}": tensor for part, tensor in to_dense(module.codes()).items()}
         return state_dict, {}
 

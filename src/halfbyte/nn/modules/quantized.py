@@ -25,7 +25,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.nn.described import check_compute
 from halfbyte.nn.modules.packed_check import check_bytes, check_of
 from halfbyte.nn.modules.scaled import Factor, scaled, set_factor
-from halfbyte.nn.modules.weight_view import NOT_SET, AnyPacked, TracedWeight, WeightView, repacked, traced, with_codes
+from halfbyte.nn.modules.weight_view import NOT_SET, AnyPacked, TracedWeight, WeightView, pack_like, repacked, traced, with_codes
 
 # The attribute that describes a module's part of a weight that is distributed over processes (see parallel/parallelize.py).
 PART = "_halfbyte_part"
@@ -200,10 +200,20 @@ class QuantModule(nn.Module):
 
     def codes(self) -> Codes:
         """The weight in canonical order."""
-        return ops.unpack(self.packed if self.packed_for is None else replace(self._packed, data=self.packed_data))
+        return ops.unpack(self.packed_anywhere)
+
+    @property
+    def packed_anywhere(self) -> AnyPacked:
+        """The weight also where its bytes are not on the device that they are packed for: to describe it, not to compute with it."""
+        return self.packed if self.packed_for is None else replace(self._packed, data=self.packed_data)
 
     def keep_layout_of(self, device: torch.device) -> None:
         """Packs the weight for `device` and leaves it where it is, for code that moves `packed_data` by assigning to its `data`."""
+        if (before := self.packed_for) is not None and before.type == device.type:
+            return
+        if before is not None:
+            self.packed_for = None
+            self._set_packed(pack_like(self._packed, ops.unpack(replace(self._packed, data=self.packed_data)), self.packed_data.device))
         home = self.packed.device
         self.to(device)
         self.packed_for, self._checked = device, -1
