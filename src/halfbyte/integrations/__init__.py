@@ -5,5 +5,4 @@ transformers/  the quantizer of `from_pretrained`; models that are opened, made 
 diffusers/     the quantizer of diffusers' `from_pretrained` and `from_single_file`
 peft/          adapters and other training of quantized models
 vllm/          the plugin of vLLM
-weights_in_files.py  what weights become while transformers or diffusers reads their files
 """

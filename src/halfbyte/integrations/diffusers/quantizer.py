@@ -26,7 +26,7 @@ from halfbyte.formats.dense import to_dense
 from halfbyte.formats.spec import Format
 from halfbyte.integrations.diffusers import api
 from halfbyte.integrations.transformers.quantizer import HalfbyteConfig
-from halfbyte.integrations.weights_in_files import (
+from halfbyte.integrations.transformers.weights_in_files import (
     PackedWeight,
     check_finite,
     check_shape,

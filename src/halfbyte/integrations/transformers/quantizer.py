@@ -38,7 +38,7 @@ from halfbyte.formats.codes import stored_tensors
 from halfbyte.formats.dense import to_dense
 from halfbyte.formats.spec import Format
 from halfbyte.integrations.transformers import tensor_parallel
-from halfbyte.integrations.weights_in_files import (
+from halfbyte.integrations.transformers.weights_in_files import (
     PackedWeight,
     check_finite,
     check_shape,

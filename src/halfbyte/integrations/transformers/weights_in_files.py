@@ -1,7 +1,7 @@
 """What a model's weights become while transformers or diffusers reads its files: float weights are packed, stored codes wait in
 placeholders until all are read, and quantized modules replace the float ones.
 
-Called by `transformers/quantizer.py` and `diffusers/quantizer.py`.
+Called by `quantizer.py` here and in `integrations/diffusers`.
 """
 
 from __future__ import annotations

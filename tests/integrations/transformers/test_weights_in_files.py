@@ -13,7 +13,7 @@ import halfbyte as hb
 from halfbyte.checkpoint.native.quantization_config import Module
 from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats.dense import to_dense
-from halfbyte.integrations.weights_in_files import check_finite, check_shape, expect_codes, put, quantized_weight, read_codes
+from halfbyte.integrations.transformers.weights_in_files import check_finite, check_shape, expect_codes, put, quantized_weight, read_codes
 from halfbyte.nn.described import ORDER
 from halfbyte.nn.modules.permuted import PermutedLinear
 
