@@ -36,6 +36,8 @@ def test_the_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     text = page.read_text(encoding="utf-8")
     if "from vllm import" in text:
         pytest.importorskip("vllm", reason="vLLM is not installed")
+    if "from diffusers import" in text:
+        pytest.importorskip("diffusers", reason="diffusers is not installed")
     if "sentence_transformers" in text:
         pytest.importorskip("sentence_transformers")
         text = text.replace("path/to/encoder", str(_encoder(tmp_path)))

@@ -1,5 +1,5 @@
-"""Registers halfbyte with transformers and peft once they are imported, in any order, so that `import halfbyte` imports neither of them,
-nor torch."""
+"""Registers halfbyte with transformers, diffusers and peft once they are imported, in any order, so that `import halfbyte` imports none of
+them, nor torch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ _INTEGRATIONS = {
         "transformers, whose models are resized and saved in another way",
     ),
     "transformers.trainer": ("halfbyte.integrations.transformers.training", "transformers, whose Trainer works in another way"),
+    "diffusers.quantizers.auto": ("halfbyte.integrations.diffusers.quantizer", "diffusers, which needs transformers and accelerate for it"),
+    "diffusers.hooks.group_offloading": ("halfbyte.integrations.diffusers.offloading", "diffusers, whose group offloading has changed"),
+    "diffusers.loaders.single_file_model": ("halfbyte.integrations.diffusers.single_file", "diffusers, whose loaders have changed"),
     "peft.tuners.lora.model": ("halfbyte.integrations.peft.adapters", "peft, whose classes have changed"),
     "peft.peft_model": ("halfbyte.integrations.peft.prompts", "peft, whose classes have changed"),
 }
@@ -39,16 +42,17 @@ def register() -> bool:
 
 def _integrate(name: str) -> None:
     home, wanted = _INTEGRATIONS[name]
-    if name.startswith("peft."):
+    package = name.partition(".")[0]
+    if package in ("peft", "diffusers"):
         from halfbyte.versions import why_untested
 
-        if (reason := why_untested("peft")) is not None:
-            import_module("halfbyte.integrations.peft.untested").refuse(sys.modules[name], reason)
+        if (reason := why_untested(package)) is not None:
+            import_module(f"halfbyte.integrations.{package}.untested").refuse(sys.modules[name], reason)
             return
     try:
         import_module(home)
     except ImportError as error:
-        if not (error.name or "").startswith(name.partition(".")[0]):
+        if (error.name or "").partition(".")[0] not in {package, "transformers"}:
             raise
         warnings.warn(f"halfbyte is not registered with {wanted}: {error}", stacklevel=2)
 

@@ -104,7 +104,7 @@ def quantized(model: nn.Module) -> list[Candidate]:
     found = []
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantModule):
-            narrow = isinstance(module.packed, PackedConv) and module.packed.sizes.channels < _NARROW
+            narrow = isinstance(packed := module.packed_anywhere, PackedConv) and packed.sizes.channels < _NARROW
             found.append(Candidate(name, module.kind, id(module.packed_data), None, narrow))
     return found
 

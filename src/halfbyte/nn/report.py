@@ -191,11 +191,11 @@ def _row(name: str, module: nn.Module, reason: str | None, seen: dict[int, str])
         tied_to = owner if (owner := seen[id(weight)]) != name else None
         shape = () if is_lazy(weight) else tuple(weight.shape)
         return Row(name, type(module).__name__, shape, None, reason, extra, extra, tied_to=tied_to)
-    fmt, shape = module.packed.codes_format, module.weight_shape
+    fmt, shape = module.packed_anywhere.codes_format, module.weight_shape
     owner = seen.setdefault(id(module.packed_data), name)
     before = after = 0
     if owner == name:
-        before = module.weight.nbytes
+        before = math.prod(module.weight_shape) * module.dtype.itemsize
         after = stored_bytes(fmt, module.codes_shape)
     tied_to = None if owner == name else owner
     return Row(name, module.kind, shape, fmt, None, before + extra, after + extra, module.error, tied_to, module.codes_shape[-1])
@@ -213,7 +213,7 @@ def remarks(model: nn.Module) -> tuple[str, ...]:
 
 def _weights(model: nn.Module) -> list[AnyPacked]:
     """The quantized weights of a model, each once."""
-    return list({id(m.packed_data): m.packed for m in model.modules() if isinstance(m, QuantModule)}.values())
+    return list({id(m.packed_data): m.packed_anywhere for m in model.modules() if isinstance(m, QuantModule)}.values())
 
 
 def _stored_differently(model: nn.Module) -> Iterator[str]:

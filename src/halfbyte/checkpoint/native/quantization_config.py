@@ -56,7 +56,7 @@ class Module:
 
         dtype_of_module = None if module.dtype == dtype else module.dtype
         module_entry = cls(
-            module.packed.codes_format, module.codes_shape, ordered=isinstance(module, PermutedLinear), dtype=dtype_of_module
+            module.packed_anywhere.codes_format, module.codes_shape, ordered=isinstance(module, PermutedLinear), dtype=dtype_of_module
         )
         if isinstance(module, QuantLinear | QuantConv2d | QuantExperts):
             return replace(module_entry, compute=module.compute, activation=module.activation)

@@ -111,7 +111,7 @@ def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
 
 
 def _weight(module: QuantModule, compute: str, activation: str) -> Weight:
-    packed = module.packed
+    packed = module.packed_anywhere
     settings = (packed.codes_format, module.codes_shape, module.dtype, module.error, compute, activation)
     return Weight(module.kind, *settings, fold=fold_of(module), transposed=module.transposed)
 

@@ -1,6 +1,7 @@
 """halfbyte in transformers.
 
 quantizer.py         the quantizer of `from_pretrained`; tensor_parallel.py: for several processes
+weights_in_files.py  what weights become while transformers or diffusers reads their files
 changed_models.py    imports vocabulary.py (embeddings get another size) and model_card.py
 training.py          the Trainer
 gguf.py, text.py     models are opened; text is generated and timed

@@ -17,7 +17,8 @@ import re
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -33,28 +34,32 @@ from halfbyte.checkpoint.mapping.architecture import keep_dtypes_
 from halfbyte.checkpoint.native.quantization_config import METHOD, Module, describe, parse
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, HalfbyteError, UnsupportedError
-from halfbyte.formats.codes import Codes, stored_tensors
-from halfbyte.formats.dense import dense_tensors, from_dense, to_dense
+from halfbyte.formats.codes import stored_tensors
+from halfbyte.formats.dense import to_dense
 from halfbyte.formats.spec import Format
 from halfbyte.integrations.transformers import tensor_parallel
+from halfbyte.integrations.transformers.weights_in_files import (
+    PackedWeight,
+    check_finite,
+    check_shape,
+    expect_codes,
+    missing,
+    put,
+    quantized_weight,
+    read_codes,
+)
 from halfbyte.nn.calibration.calibrate import Calibration
 from halfbyte.nn.candidates import candidates
 from halfbyte.nn.config import Config, choose, formats_of, take_calibration, with_known_settings
 from halfbyte.nn.convert import after_quantizing, quantize_
 from halfbyte.nn.dequantized import dequantize_
-from halfbyte.nn.described import ORDER
-from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
-from halfbyte.nn.modules.conv import fold_of
+from halfbyte.nn.kinds import FLOAT_MODULES
 from halfbyte.nn.modules.expanded import collapse_, expand_, expanded
 from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts, StackedExperts
-from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.modules.quantized import QuantLinear, QuantModule
 from halfbyte.nn.modules.rescaled import as_trained
-from halfbyte.nn.modules.transposed import is_transposed
-from halfbyte.nn.modules.weight_view import AnyPacked
 from halfbyte.nn.parallel.parallelize import PARTS_ONLY, is_parallel
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_kept, add_notes
-from halfbyte.quantizers.check import non_finite
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
@@ -67,13 +72,19 @@ if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
 _REMEDY = "use the transformers that saved them, and their config.json"
 
 
+class _Method(StrEnum):
+    """The value of `quant_method`: diffusers reads its `value`."""
+
+    HALFBYTE = METHOD
+
+
 @register_quantization_config(METHOD)
 @with_known_settings
 class HalfbyteConfig(QuantizationConfigMixin):
-    """The `quantization_config` of `from_pretrained`: the arguments of `Config`, or a Config.
+    """The `quantization_config` of `from_pretrained`, in transformers and diffusers: the arguments of `Config`, or a Config.
 
     Attributes:
-        format: The format of all layers, or a Config.
+        format: The format of all layers, or a Config. None: those of a GGUF file that diffusers' `from_single_file` reads.
         calibration: As for `quantize_`. With it the float model is loaded whole, and quantized then.
         settings: The other arguments of Config.
         device: An attribute: where weights are quantized and packed as they are read, a GPU to which the rest of the model is moved then;
@@ -85,11 +96,14 @@ class HalfbyteConfig(QuantizationConfigMixin):
         'halfbyte'
     """
 
-    def __init__(self, format: str | Format | Config, *, calibration: Calibration | Tensor | None = None, **settings: Any) -> None:
+    def __init__(
+        self, format: str | Format | Config | None = None, *, calibration: Calibration | Tensor | None = None, **settings: Any
+    ) -> None:
         if isinstance(format, Config) and settings:
             raise ArgumentError(f"a Config holds all settings, got {', '.join(settings)} in addition: use dataclasses.replace")
-        self.quant_method = METHOD  # type: ignore[assignment]
-        config = format if isinstance(format, Config) else Config(format, **settings)
+        self.quant_method = _Method.HALFBYTE  # type: ignore[assignment]
+        self.has_format = format is not None
+        config = format if isinstance(format, Config) else Config(format or "q8_0", **settings)
         self.config: Config | None
         self.config, self.calibration = take_calibration(config, calibration, in_memory=False)
         self.device: torch.device | str | None = None
@@ -105,12 +119,18 @@ class HalfbyteConfig(QuantizationConfigMixin):
     def of(cls, modules: dict[str, Module]) -> HalfbyteConfig:
         """The config of a model with these quantized modules."""
         instance = cls.__new__(cls)
-        instance.quant_method = METHOD  # type: ignore[assignment]
-        instance.config, instance.calibration, instance.device, instance.modules = None, None, None, modules
+        instance.quant_method = _Method.HALFBYTE  # type: ignore[assignment]
+        instance.config, instance.calibration, instance.device, instance.modules, instance.has_format = None, None, None, modules, True
         return instance
 
     def to_dict(self) -> dict[str, object]:
         return describe(self.modules)
+
+    def float_config(self) -> Config:
+        """How a float model is quantized. Raises ArgumentError where no format was given."""
+        if self.config is None or not self.has_format:
+            raise ArgumentError('HalfbyteConfig() without a format reads GGUF files, and this model is float: write HalfbyteConfig("q8_0")')
+        return self.config
 
     def __repr__(self) -> str:
         return f"HalfbyteConfig({self.config or f'{len(self.modules)} modules'})"
@@ -130,7 +150,7 @@ class HalfbyteQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._decisions: dict[str, Format] = {}  # module -> format, of a float model
         self._stacks: set[str] = set()  # those of these modules that are parameters in transformers: the weights of experts
-        self._packed: dict[str, tuple[AnyPacked, torch.dtype, float]] = {}  # module -> packed weight, float dtype, error
+        self._packed: dict[str, PackedWeight] = {}  # by module
         self._tied: dict[str, str] = {}  # module -> the module whose weight it shares
         self._failure: HalfbyteError | None = None
         self.kept: dict[str, str] = {}  # modules whose weights their formats cannot hold -> the reason
@@ -182,8 +202,7 @@ class HalfbyteQuantizer(HfQuantizer):
             self._decide(model)
 
     def _decide(self, model: nn.Module) -> None:
-        config = self.quantization_config.config
-        assert config is not None
+        config = self.quantization_config.float_config()
         with expanded(model):
             found = candidates(model, without_data=True)
         # At this point parameters are not tied yet: both still exist.
@@ -199,13 +218,7 @@ class HalfbyteQuantizer(HfQuantizer):
         experts = expand_(model)
         self.quantization_config.modules = wanted = self._resolve(model)
         for name, settings in wanted.items():
-            module = model.get_submodule(name)
-            if not isinstance(module, FLOAT_MODULES) or not isinstance(module.weight, Tensor):
-                what = f"{name} is a {type(module).__name__} of {type(model).__name__}"
-                raise CheckpointError(f"{what}, which cannot be quantized, but is in the files: {_REMEDY}")
-            if (shape := codes_shape(module, module.weight.shape, settings.format)) != settings.shape:
-                raise CheckpointError(f"{name}.weight is {list(settings.shape)} in the files, {list(shape)} in the model")
-            self._make_room(module, settings)
+            expect_codes(model, name, settings, _REMEDY)._is_hf_initialized = True
         collapse_(model, experts, wanted.__contains__)
         for target, source in list(model.all_tied_weights_keys.items()):
             name, owner = target.removesuffix(".weight"), source.removesuffix(".weight")
@@ -252,41 +265,21 @@ class HalfbyteQuantizer(HfQuantizer):
                 raise CheckpointError(f"{type(model).__name__} has no {name}, which is quantized in the files: {_REMEDY}")
         return found
 
-    @staticmethod
-    def _make_room(module: Any, settings: Module) -> None:
-        dtype: torch.dtype = module.weight.dtype
-        if settings.dtype is not None and dtype != torch.float32:  # of a model that is asked for in float32 nothing stays in less
-            dtype = settings.dtype
-        room = _Room(settings, dtype)
-        del module.weight
-        module.add_module("weight", room)
-        if settings.ordered:
-            module.register_buffer(ORDER, torch.empty(settings.shape[-1], dtype=torch.int32, device="meta"))
-        module._is_hf_initialized = True
-
     # While they are read
 
     def quantize(self, name: str, module: nn.Module, weight: Tensor) -> None:
         """Quantizes and packs the weight of a module; an error is kept until the end, where transformers does not intercept it."""
         config = self.quantization_config.config
         assert config is not None
-        if weight.shape != (shape := cast(Tensor, module.weight).shape):
-            what = f"{name}.weight is {list(weight.shape)} in the files, but config.json makes it {list(shape)}"
-            self._failure = self._failure or CheckpointError(f"{what}: one of them is damaged, or of another model")
-            return
-        weight = weight.to(self.quantization_config.device or weight.device)
-        weight = weight.mT if is_transposed(module) else weight
         try:
-            fold = fold_of(module)
-            codes = quantize_weight(kind_of(module), weight, self._decisions[name], config.method, f"{name}.weight", fold)
-            packed = pack_weight(module, codes, weight.device)
+            check_shape(name, module, weight)
+            device = self.quantization_config.device or weight.device
+            self._packed[name] = quantized_weight(name, module, weight.to(device), self._decisions[name], config.method)
         except HalfbyteError as e:
             if isinstance(e, FormatError) and not config.strict:
                 self.kept[name] = str(e)
             else:
                 self._failure = self._failure or e
-            return
-        self._packed[name] = packed, weight.dtype, relative_error(weight, codes, kind_of(module), fold)
 
     # After
 
@@ -297,18 +290,16 @@ class HalfbyteQuantizer(HfQuantizer):
         if self.pre_quantized:
             self._take_codes(model)
         elif self.quantization_config.calibration is not None:
-            assert self.quantization_config.config is not None
+            whole = self.quantization_config.float_config()
             new = [name for name, module in model.named_modules() if isinstance(module, FLOAT_MODULES) and _is_new(module.weight)]
-            config = replace(self.quantization_config.config, skip=(*self.quantization_config.config.skip, *new))
+            config = replace(whole, skip=(*whole.skip, *new))
             quantize_(model, config, self.quantization_config.calibration)
             add_notes(model, [NEW.format(name) for name in new])
             model.hf_quantizer, model.config.quantization_config = self, self.quantization_config
         else:
             self._take_packed(model)
         self.quantization_config.modules = self._modules(model)
-        for name, parameter in model.named_parameters():
-            if not parameter.is_meta and (found := non_finite(parameter, name)) is not None:
-                raise CheckpointError(f"{found}: the file is damaged, or the model's training failed: use another copy of the model")
+        check_finite(model)
         _untie(model)
         if self._shared is not None:
             tensor_parallel.share_(model, self._shared)
@@ -321,13 +312,8 @@ class HalfbyteQuantizer(HfQuantizer):
             # transformers only warns of tensors that are in no file; without them a quantized module would compute nonsense.
             for key, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if not getattr(tensor, "_is_hf_initialized", False):
-                    raise CheckpointError(f"no file has {name}.{key}, which the quantized model needs: the checkpoint is damaged")
-            room = module.weight
-            try:
-                codes = room.codes()
-            except FormatError as e:
-                raise CheckpointError(f"{name}.weight: {e}") from e
-            self._put(model, name, pack_weight(module, codes, codes.data.device), room.dtype, None)
+                    raise missing(name, key)
+            self._put(model, name, read_codes(name, module))
 
     def _take_packed(self, model: Any) -> None:
         self._leave_new(model)
@@ -347,7 +333,7 @@ class HalfbyteQuantizer(HfQuantizer):
         collapse_(model, expand_(model, stacks.__contains__), stacks.__contains__)
         for name in self._decisions:
             if name in self._packed:
-                self._put(model, name, *self._packed[name])
+                self._put(model, name, self._packed[name])
         self._packed.clear()
         setattr(model, CONFIG_ATTRIBUTE, self.quantization_config.config)
         add_kept(model, self.kept)
@@ -360,16 +346,11 @@ class HalfbyteQuantizer(HfQuantizer):
                 del self._decisions[name]
                 add_notes(model, [NEW.format(name)])
 
-    def _put(self, model: Part, name: str, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
+    def _put(self, model: Part, name: str, weight: PackedWeight) -> None:
         """Replaces the module `name`, and those that share its weight, by quantized ones with a packed weight."""
         config = self.quantization_config
         for place in [name, *(n for n, owner in self._tied.items() if owner == name and n not in self._packed)]:
-            settings = config.config or config.modules[name]
-            module = model.get_submodule(place)
-            quantized = quantized_module(module, packed, dtype, settings.compute, settings.activation, error)
-            if isinstance(quantized, QuantLinear) and (order := getattr(module, ORDER, None)) is not None:
-                quantized = PermutedLinear(quantized, order)
-            model.set_submodule(place, quantized)
+            put(model, place, weight, config.config or config.modules[name])
             model.all_tied_weights_keys.pop(f"{place}.weight", None)
 
     # Saving
@@ -425,26 +406,6 @@ class HalfbyteQuantizer(HfQuantizer):
         for part in model.modules():
             vars(part).pop("_tied_weights_keys", None)  # what `_untie` put there
         return model
-
-
-class _Room(nn.Module):
-    """The placeholder of a weight that is read as codes: its buffers have the names of the stored tensors."""
-
-    def __init__(self, settings: Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.settings, self.dtype = settings, dtype
-        self.shape = settings.shape  # which transformers asks of Whisper's positions
-        self.stored = dense_tensors(settings.format, settings.shape, bytes_each=settings.bytes_each)
-        for part, (stored, shape) in self.stored.items():
-            self.register_buffer(part, torch.empty(shape, dtype=stored, device="meta"))
-
-    def codes(self) -> Codes:
-        """Raises FormatError where the tensors read are not as expected."""
-        # transformers may have cast scales to float32, where the architecture keeps the weight in that: casting back is exact.
-        tensors = {part: t.to(self.stored[part][0]) if t.is_floating_point() else t for part, t in self.named_buffers()}
-        codes = from_dense(self.settings.format, self.shape, tensors, bytes_each=self.settings.bytes_each)
-        codes.check_values()
-        return codes
 
 
 class _Quantize(ConversionOps):

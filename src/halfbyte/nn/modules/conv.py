@@ -133,7 +133,7 @@ class QuantConv1d(QuantConv2d):
     @property
     def weight_shape(self) -> tuple[int, ...]:
         """[Co, Ci/groups, Kw]: the kernel's height, 1, is left out."""
-        out, channels, _, width = self.packed.shape
+        out, channels, _, width = self.packed_anywhere.shape
         return out, channels, width
 
     def _convolve(self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None) -> Tensor:
@@ -148,7 +148,7 @@ def fold_of(module: nn.Module) -> Fold | None:
     if isinstance(module, QuantConv2d):
         return module.fold
     if isinstance(module, QuantModule):  # of a network on codes
-        kind, packed = CONVOLUTIONS.get(module.kind), module.packed
+        kind, packed = CONVOLUTIONS.get(module.kind), module.packed_anywhere
         return Fold(packed.sizes.kernel[-kind:]) if kind and isinstance(packed, PackedConv) else None
     return folded.fold_of(module, transposed=module.transposed) if isinstance(module, FloatConv) else None
 

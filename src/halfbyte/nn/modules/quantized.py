@@ -25,7 +25,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.nn.described import check_compute
 from halfbyte.nn.modules.packed_check import check_bytes, check_of
 from halfbyte.nn.modules.scaled import Factor, scaled, set_factor
-from halfbyte.nn.modules.weight_view import NOT_SET, AnyPacked, TracedWeight, WeightView, repacked, traced, with_codes
+from halfbyte.nn.modules.weight_view import NOT_SET, AnyPacked, TracedWeight, WeightView, pack_like, repacked, traced, with_codes
 
 # The attribute that describes a module's part of a weight that is distributed over processes (see parallel/parallelize.py).
 PART = "_halfbyte_part"
@@ -101,6 +101,7 @@ class QuantModule(nn.Module):
         kind: The kind of the float module, such as "Linear".
         dimensions: How many the weight has, unless it is a convolution's.
         transposed: Whether the float module keeps its weight inputs first; see transposed.py.
+        packed_for: The device whose byte order the weight keeps wherever its bytes are moved; see `keep_layout_of`.
 
     Example:
         >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
@@ -111,6 +112,7 @@ class QuantModule(nn.Module):
     kind: ClassVar[str]
     dimensions: ClassVar[int] = 2
     transposed: bool = False
+    packed_for: torch.device | None = None
     packed_data: Tensor
     packed_check: Tensor
     dtype_mark: Tensor
@@ -150,6 +152,11 @@ class QuantModule(nn.Module):
 
     def _follow(self, data: Any) -> AnyPacked:
         """Takes over `packed_data` after it was replaced or written to."""
+        if (home := self.packed_for) is not None:
+            if data.device.type != home.type:
+                what = f"a {type(self).__name__} is packed for {home}, as group offloading asked, and its weight is on {data.device}"
+                raise ArgumentError(f"{what}: call the model whose hooks move it, or load it again without group offloading")
+            return replace(self._packed, data=data)  # its address may have changed
         if type(data) is not Tensor or data.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(data):
             return replace(self._packed, data=data)  # for this call only
         was = self._packed.data
@@ -193,19 +200,40 @@ class QuantModule(nn.Module):
 
     def codes(self) -> Codes:
         """The weight in canonical order."""
-        return ops.unpack(self.packed)
+        return ops.unpack(self.packed_anywhere)
+
+    @property
+    def packed_anywhere(self) -> AnyPacked:
+        """The weight also where its bytes are not on the device that they are packed for: to describe it, not to compute with it."""
+        return self.packed if self.packed_for is None else replace(self._packed, data=self.packed_data)
+
+    def keep_layout_of(self, device: torch.device) -> None:
+        """Packs the weight for `device` and leaves it where it is, for code that moves `packed_data` by assigning to its `data`."""
+        if (before := self.packed_for) is not None and before.type == device.type:
+            return
+        if before is not None:
+            self.packed_for = None
+            self._set_packed(pack_like(self._packed, ops.unpack(replace(self._packed, data=self.packed_data)), self.packed_data.device))
+        home = self.packed.device
+        self.to(device)
+        self.packed_for, self._checked = device, -1
+        self.to(home)
 
     def _set_packed(self, packed: AnyPacked) -> None:
         self.packed_data = packed.data
         self.packed_check = check_of(packed.data)
         self._packed = packed
-        self._checked = version_of(packed.data)
+        self._checked = version_of(packed.data) if self.packed_for is None else -1
 
     def _set_codes(self, codes: Codes) -> None:
         """Replaces the weight by codes of the same format and shape."""
         self._set_packed(with_codes(self._packed, codes))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantModule:
+        if self.packed_for is not None:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            self._packed = replace(self._packed, data=self.packed_data)
+            return self
         packed = self.packed  # checked, as its digest is computed anew
         device = fn(torch.empty(0, dtype=torch.uint8, device=packed.device)).device
         if device != packed.device:
