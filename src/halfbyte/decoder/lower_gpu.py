@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from halfbyte import env
 from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
-from halfbyte.decoder.gpu_step import DecodeStep, Group, HostReader, Inputs, State, StepShape
+from halfbyte.decoder.gpu_step import Choose, DecodeStep, Group, HostReader, Inputs, State, StepShape, finite_likeliest
 from halfbyte.decoder.kernels_gpu import why_not_attend
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
@@ -89,6 +89,7 @@ class GpuModel:
         self._steps: dict[tuple[object, ...], DecodeStep] = {}
         self._caches: dict[DecodeStep, weakref.ref[Cache]] = {}  # that steps are for
         self._ahead: tuple[DecodeStep, int, State, tuple[Tensor, Tensor]] | None = None
+        self._running: tuple[DecodeStep, int, int, Choose] | None = None  # `decode_chosen`'s, with the stamp and length of its cache
         self._reader = HostReader()
         in_torch = any(layer.attention.heads.softcap is not None for layer in spec.layers) or dtype == torch.float32
         self._chunk = _FEW if in_torch else _CHUNK
@@ -183,13 +184,49 @@ class GpuModel:
         """Logits and the likeliest tokens of a step, which may have been launched already."""
         if self._ahead is not None and self._ahead[0] is step and self._ahead[1:3] == (cache.stamp, state):
             return self._ahead[3]
-        found = step(state, partial(self._compute, cache))
+        return self._run_step(step, state, cache)
+
+    def _run_step(self, step: DecodeStep, state: State, cache: Cache, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        found = step(state, partial(self._compute, cache), tokens=tokens)
         if step.refused is not None and step.refused not in self.notes:
             self.notes = (*self.notes, step.refused)
             warnings.warn(f"tokens are decoded launch by launch, not by a CUDA graph, as {step.refused}", stacklevel=4)
         return found
 
-    def _prepared(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None) -> tuple[DecodeStep, State]:
+    @torch.inference_mode()
+    def decode_chosen(self, tokens: Tensor, cache: Cache, choose: Choose) -> tuple[Tensor, Tensor]:
+        """Launch the decode step after one new token of the sequence of a cache, without waiting for the GPU.
+
+        Args:
+            tokens: int64 [1] on the GPU; best the second result of the last call.
+            cache: Of the tokens before.
+            choose: Finds the next token from logits [1, N] before `spec.logits`; it is captured with the step.
+
+        Returns:
+            Logits [1, N] before `spec.logits`, and the next token. The next call may overwrite both.
+        """
+        with self._on:
+            running = self._running
+            if running is not None and running[1:3] == (cache.stamp, cache.length) and running[0].is_captured and running[3] == choose:
+                step = running[0]
+                found = step.again(tokens)
+            else:
+                step, state = self._prepared((0,), cache, None, choose)
+                found = self._run_step(step, state, cache, tokens)
+            cache.append(1)
+            has_room = cache.length < self._positions and all(layer.has_room(1) for layer in self._groups(cache))
+            self._running = (step, cache.stamp, cache.length, choose) if has_room else None
+            return found
+
+    def close_steps_of(self, cache: Cache) -> None:
+        """Free what decode steps of a cache hold."""
+        self._running = None
+        for key in [key for key, step in self._steps.items() if self._caches[step]() is cache]:
+            self._close_step(key)
+
+    def _prepared(
+        self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None, choose: Choose = finite_likeliest
+    ) -> tuple[DecodeStep, State]:
         """The step for new tokens of a cache, with room for them, and its numbers."""
         if len(ids) != cache.batch or len(ids) > self.most_decode:
             raise ArgumentError(
@@ -204,12 +241,12 @@ class GpuModel:
         switch, count = self.spec.rope_switch, self._positions
         rows = tuple(place if switch is None or place < switch else place + count for place in places)
         state = State(tuple((layer.length, layer.first) for layer in groups), rows, tuple(ids), starts)
-        key = len(ids), any(starts), count, tuple(layer.memory for layer in cache.layers)
+        key = len(ids), any(starts), count, tuple(layer.memory for layer in cache.layers), choose
         step = self._steps.pop(key, None)
         if step is None:
             self._close_steps()
             sizes = [Group(window, layer.size) for window, layer in zip(self._windows, groups, strict=True)]
-            step = DecodeStep(StepShape(sizes, self._tables, len(ids), any(starts)), self.device)
+            step = DecodeStep(StepShape(sizes, self._tables, len(ids), any(starts)), self.device, choose)
             self._caches[step] = weakref.ref(cache)
         self._steps[key] = step  # the last one used is the last one
         return step, state
@@ -219,9 +256,12 @@ class GpuModel:
         gone = [key for key, step in self._steps.items() if self._caches[step]() is None]
         oldest = [key for key in self._steps if key not in gone][: max(0, len(self._steps) - len(gone) - _MOST_STEPS + 1)]
         for key in (*gone, *oldest):
-            step = self._steps.pop(key)
-            del self._caches[step]
-            step.close()
+            self._close_step(key)
+
+    def _close_step(self, key: tuple[object, ...]) -> None:
+        step = self._steps.pop(key)
+        del self._caches[step]
+        step.close()
 
     def _groups(self, cache: Cache) -> list[LayerCache]:
         """The first layer of each group: its buffers have the same tokens as those of the others."""
@@ -257,7 +297,15 @@ class GpuModel:
     # Prompts
 
     @torch.inference_mode()
-    def prefill(self, ids: Sequence[int], cache: Cache, *, every: bool = False, total: int | None = None) -> Tensor:
+    def prefill(
+        self,
+        ids: Sequence[int],
+        cache: Cache,
+        *,
+        every: bool = False,
+        total: int | None = None,
+        before: Callable[[int], object] | None = None,
+    ) -> Tensor:
         """Read tokens of one sequence, which enter the cache.
 
         Args:
@@ -265,6 +313,7 @@ class GpuModel:
             cache: Of the tokens before, of one sequence.
             every: Compute the logits of every token, not of the last one.
             total: Length of the whole sequence, which decides between short and long frequencies ("longrope"); None: with these tokens.
+            before: Called with the index of each layer before its launches, while the GPU computes the layer before it.
 
         Returns:
             The logits after the last token [N], float32 on the GPU; or after every token [t, N].
@@ -278,7 +327,7 @@ class GpuModel:
             self._ahead = None
             self._compile_kernels(ids[:chunk], cache, total)
             for start in range(0, len(ids), chunk):
-                x = self._read(ids[start : start + chunk], cache, total)
+                x = self._read(ids[start : start + chunk], cache, total, before)
                 if every:
                     logits.append(self._scaled(self._head(normed(x[0], self._norm))))
             return torch.cat(logits) if every else self._scaled(self._head(normed(x[0, -1:], self._norm)))[0]
@@ -307,7 +356,7 @@ class GpuModel:
         self._steps.clear()
         self._caches.clear()
 
-    def _read(self, ids: Sequence[int], cache: Cache, total: int) -> Tensor:
+    def _read(self, ids: Sequence[int], cache: Cache, total: int, before_layer: Callable[[int], object] | None = None) -> Tensor:
         """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence."""
         tokens, before = len(ids), cache.length
         cache.reserve(tokens)
@@ -325,6 +374,8 @@ class GpuModel:
             group = self._group_of[index]
             tables, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]
             per_layer_input = None if of_layers is None else of_layers[:, :, index]
+            if before_layer is not None:
+                before_layer(index)
             if len(entry.buffers) == 2:
                 x = prefill(layer, x, tables, KeyValues(entry.keys, entry.values, length), mask, per_layer_input)
             elif spec.kv_source is not None:
