@@ -207,7 +207,7 @@ class GpuModel:
         """
         with self._on:
             running = self._running
-            if running is not None and running[1:3] == (cache.stamp, cache.length) and running[0].is_captured and running[3] == choose:
+            if running is not None and self.goes_on(cache) and running[3] == choose:
                 step = running[0]
                 found = step.again(tokens)
             else:
@@ -217,6 +217,11 @@ class GpuModel:
             has_room = cache.length < self._positions and all(layer.has_room(1) for layer in self._groups(cache))
             self._running = (step, cache.stamp, cache.length, choose) if has_room else None
             return found
+
+    def goes_on(self, cache: Cache) -> bool:
+        """Whether the next step of `decode_chosen` is the graph of the last one, which takes the host next to no time to launch."""
+        running = self._running
+        return running is not None and running[1:3] == (cache.stamp, cache.length) and running[0].is_captured
 
     def close_steps_of(self, cache: Cache) -> None:
         """Free what decode steps of a cache hold."""
@@ -348,7 +353,7 @@ class GpuModel:
         from halfbyte.kernels.gpu.runtime import launch, tape
 
         tape.why_not_replayed(self.device)
-        scratch_cache = Cache(self.spec, int8=len(cache.layers[0].buffers) > 2, where=self.where)
+        scratch_cache = cache.empty()
         with launch.compiling(self.device):
             self._head(normed(self._read(ids, scratch_cache, total)[0, -1:], self._norm))
             step, state = self._prepared(ids[-1:], scratch_cache, None)

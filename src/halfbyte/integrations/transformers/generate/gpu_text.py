@@ -18,7 +18,7 @@ from halfbyte.decoder.cache import Cache
 from halfbyte.decoder.gpu_step import likeliest
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.integrations.transformers.decoder.live_ends import Head, Logits
-from halfbyte.integrations.transformers.decoder.stack import ChangedError, check_layer, compiled_outside
+from halfbyte.integrations.transformers.decoder.stack import ChangedError, CompiledStack, check_layer, compiled_outside
 from halfbyte.integrations.transformers.generate.steps import Choice, compiled_decoder
 from halfbyte.integrations.transformers.optimize.calls import Arguments, cache_name
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
@@ -35,11 +35,8 @@ class GpuText:
     """Tokens after a prompt, one after the other: the interface of `Step`.
 
     Attributes:
-        ahead: Whether the next step may be started before the host has seen the token of the last one.
         first: The first token after the prompt, int64 [1].
     """
-
-    ahead = True
 
     def __init__(self, model: GpuModel, stack: Part, ids: Tensor, choice: Choice, most: int, lock: Lock) -> None:
         """Read the prompt ids [1, t] of a text of at most so many tokens. lock: It is released by `close`.
@@ -52,6 +49,11 @@ class GpuText:
         self._choose = partial(_chosen, choice, model.spec.logits, ids) if choice.alone else likeliest
         logits = model.prefill(ids[0].tolist(), self._cache, before=partial(check_layer, stack))
         self.first = choice(ids, logits[None])
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the next step is to be started before the host has seen the token of the last one, which it would see later otherwise."""
+        return self._model.goes_on(self._cache)
 
     def __call__(self, ids: Tensor, tokens: Tensor) -> Tensor:
         """ids [1, t]: everything so far, its last column are the tokens [1]. The next tokens [1]."""
@@ -72,18 +74,26 @@ def _chosen(choice: Choice, function: Logits, ids: Tensor, y: Tensor) -> Tensor:
     return choice(ids, logits_in_torch(y, function))
 
 
+def lowered(model: Part) -> tuple[GpuModel, CompiledStack] | None:
+    """A model lowered for a GPU, with its stack; None if some of it is not computed by `GpuModel`."""
+    decoder = compiled_decoder(model, compiled_outside)
+    if decoder is None or watched(model) or (head := Head.of(model.lm_head)) is None:
+        return None
+    stack, logits = decoder
+    found = stack.gpu_model(model.model, head, logits)
+    return None if isinstance(found, str) else (found, stack)
+
+
 def read_prompt(model: Part, ids: Tensor, arguments: Arguments, choice: Choice, most: int) -> GpuText | None:
     """Read the prompt of a call of `generate` by `GpuModel`; None if that does not do what is asked for, or another thread does so now."""
     if not _fits(ids, arguments):
         return None
-    while (decoder := compiled_decoder(model, compiled_outside)) is not None and not watched(model):
-        (stack, logits), head = decoder, Head.of(model.lm_head)
-        if head is None or isinstance(lowered := stack.gpu_model(model.model, head, logits), str):
-            return None
+    while (found := lowered(model)) is not None:
+        gpu_model, stack = found
         if not stack.gpu_lock.acquire(blocking=False):
             return None
         try:
-            return GpuText(lowered, model.model, ids, choice, most, stack.gpu_lock)
+            return GpuText(gpu_model, model.model, ids, choice, most, stack.gpu_lock)
         except ChangedError:
             stack.gpu_lock.release()
         except BaseException:
