@@ -37,7 +37,7 @@ class _LiveRope(Rope):
         self._rotary, self._kinds, self._mrope = stack.rotary_emb, [kind] if kind else [], mrope
         self._x = x.new_empty(0)
         cos, _ = self.tables(0, 1, 1)
-        super().__init__(torch.zeros(cos.shape[-1] // 2, device="cpu"))
+        super().__init__(torch.zeros(cos.shape[-1] // 2, dtype=torch.float32, device="cpu"))
 
     def tables(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(start, stop, device=self._x.device)[None]

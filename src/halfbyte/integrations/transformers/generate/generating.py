@@ -2,7 +2,8 @@
 logits processors and the stopping criteria and reads the prompt; then the tokens are written by a loop of this file, with the same result.
 
 On a CPU the loop saves a part of what transformers does between steps. On a GPU a step becomes a CUDA graph (graphs.py) and is started
-before the host has read the token before: so the GPU never waits for Python. If the text ends there, that step is undone.
+before the host has read the token before: so the GPU never waits for Python. If the text ends there, that step is undone. One sequence
+whose cache nobody sees is read and written by `GpuModel` (gpu_text.py), as in `hb.LanguageModel`.
 
 The method that is replaced is `_sample` of the model's class. (`generate(custom_generate=…)` would be a public way, but transformers up to
 5.24 do not pass the streamer on to such a function, and forget the tokenizer that stop strings need.) What this loop does not do is
