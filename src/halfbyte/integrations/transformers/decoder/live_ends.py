@@ -62,8 +62,8 @@ class Head(NamedTuple):
 
     def is_same(self, other: Head) -> bool:
         """Whether both read the same memory in the same way."""
-        mine, others = tensors_of(self), tensors_of(other)
-        same = [(t.data_ptr(), t.shape, t.dtype) for t in mine] == [(t.data_ptr(), t.shape, t.dtype) for t in others]
+        tensors, others = tensors_of(self), tensors_of(other)
+        same = [(t.data_ptr(), t.shape, t.dtype) for t in tensors] == [(t.data_ptr(), t.shape, t.dtype) for t in others]
         if isinstance(self.weight, Weight) and isinstance(other.weight, Weight):
             return same and self.weight.packed.name == other.weight.packed.name and self.weight[2:] == other.weight[2:]
         return same and type(self.weight) is type(other.weight)
@@ -136,7 +136,7 @@ def _scale(embedding: Any) -> Factor | None:
     return embedding.embed_scale if type(embedding) is QuantEmbedding else factor_of(embedding)
 
 
-def _per_layer_parts(stack: Part) -> tuple[Any, Any, Any]:
+def _per_layer_parts(stack: Part) -> tuple[Part, Part, Part]:
     """The table, the projection and the norm from which per-layer inputs are computed."""
     return stack.embed_tokens_per_layer, stack.per_layer_model_projection, stack.per_layer_projection_norm
 

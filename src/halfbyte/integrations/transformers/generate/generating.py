@@ -3,7 +3,7 @@ logits processors and the stopping criteria and reads the prompt; then the token
 
 On a CPU the loop saves a part of what transformers does between steps. On a GPU a step becomes a CUDA graph (graphs.py) and is started
 before the host has read the token before: so the GPU never waits for Python. If the text ends there, that step is undone. One sequence
-whose cache nobody sees is read and written by `GpuModel` (gpu_text.py), as in `hb.LanguageModel`.
+whose cache is not returned is read and written by `GpuModel` (gpu_text.py), as in `hb.LanguageModel`.
 
 The method that is replaced is `_sample` of the model's class. (`generate(custom_generate=…)` would be a public way, but transformers up to
 5.24 do not pass the streamer on to such a function, and forget the tokenizer that stop strings need.) What this loop does not do is
@@ -111,7 +111,7 @@ class _Generating(ReplacedForward):
         if not synced_gpus and _is_plain(model, input_ids, generation_config, model_kwargs):
             # Copies to the host come before the prompt, for which they would wait.
             told, ends = _Text(input_ids.cpu()), any(hasattr(one, "eos_token_id") for one in stopping_criteria)
-            pad = int(cast("Any", generation_config)._pad_token_tensor) if ends else None
+            pad = int(vars(generation_config)["_pad_token_tensor"]) if ends else None
             step: Step | GpuText | None = _read_by_gpu_model(model, input_ids, generation_config, model_kwargs, choice)
             if step is None and _has_steps(model, input_ids, generation_config, model_kwargs):
                 step = _read(model, input_ids, choice, generation_config, model_kwargs)
@@ -146,7 +146,7 @@ def _is_plain(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arg
 
 
 def _read_by_gpu_model(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arguments, choice: Choice) -> GpuText | None:
-    """The prompt, read by `GpuModel` where that is possible and nobody wants the cache."""
+    """The prompt, read by `GpuModel` where that is possible and the cache is not returned."""
     if not _on_gpu(ids.device) or config.return_dict_in_generate or not _is_default(_cache_of(arguments), config) or in_mode():
         return None
     mask_length = getattr(config, "_mask_length", ids.shape[1])
@@ -216,7 +216,7 @@ def _warn_once(model: Part, reason: str) -> None:
         warnings.warn(f"{name} writes tokens in many calls, not by a CUDA graph, as {reason}: torch.compile may be faster", stacklevel=2)
 
 
-def _read(model: Part, ids: Tensor, choice: Choice, config: Any, arguments: Arguments) -> Step:
+def _read(model: Part, ids: Tensor, choice: Choice, config: GenerationConfig, arguments: Arguments) -> Step:
     """Read the prompt ids [B, t] as transformers does, on a GPU into a cache of fixed size."""
     prompt = ids.shape[1]
     mask = arguments.get("attention_mask")

@@ -1,6 +1,6 @@
 """Text of a live model on a GPU by `GpuModel`: its prefill, its decode steps as CUDA graphs, and its cache.
 
-This is for one sequence without padding and with the cache of transformers' choice, which nobody sees. Other calls, and models that
+This is for one sequence without padding and with the cache of transformers' choice, which is not returned. Other calls, and models that
 transformers computes a part of, take the steps of `steps.py` and `graphs.py`.
 """
 
@@ -61,7 +61,7 @@ class GpuText:
         return chosen if self._choice.alone else _chosen(self._choice, self._model.spec.logits, ids, logits)
 
     def undo(self) -> None:
-        """Nothing: nobody sees the cache."""
+        """Do nothing: the cache is not returned."""
 
     def close(self) -> None:
         """Free what the steps hold."""
