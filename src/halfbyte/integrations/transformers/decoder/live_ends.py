@@ -120,6 +120,7 @@ def embedding_of(stack: Part, family: Family, dtype: torch.dtype) -> tuple[Packe
 def per_layer_inputs_of(stack: Part, family: Family, dtype: torch.dtype) -> Inputs:
     """What the per-layer inputs of a stack that has them are computed from."""
     embedding, projection, norm = _per_layer_parts(stack)
+    assert isinstance(projection, QuantLinear)
     scales = stack.per_layer_model_projection_scale, stack.per_layer_input_scale
     return Inputs(*_table(embedding, dtype), weight_of(projection), scales[0], norm_of(norm, family), scales[1])
 
@@ -136,7 +137,7 @@ def _scale(embedding: Any) -> Factor | None:
     return embedding.embed_scale if type(embedding) is QuantEmbedding else factor_of(embedding)
 
 
-def _per_layer_parts(stack: Part) -> tuple[Part, Part, Part]:
+def _per_layer_parts(stack: Part) -> tuple[Part, torch.nn.Module, Part]:
     """The table, the projection and the norm from which per-layer inputs are computed."""
     return stack.embed_tokens_per_layer, stack.per_layer_model_projection, stack.per_layer_projection_norm
 
