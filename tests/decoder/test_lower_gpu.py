@@ -23,8 +23,9 @@ from halfbyte.decoder import gpu_step, lower_gpu
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache, OnGpu, Slots
 from halfbyte.decoder.gpu_step import DecodeStep
+from halfbyte.decoder.kernels_gpu import torch_ops
 from halfbyte.decoder.lower_cpu import CpuModel
-from halfbyte.decoder.lower_gpu import GpuModel, _notes
+from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.language.checkpoint_tensors import PackedTensors, dtype_on_gpu, open_checkpoint
 from halfbyte.language.generate import Batch, run
@@ -486,12 +487,12 @@ def test_hidden_states_beyond_the_range_of_float16(tmp_path: Path) -> None:
 
 def test_what_torch_computes_is_told(models: Any) -> None:
     """On an H100, which is not here."""
-    assert list(_notes(models("Gemma3DecoderLayer")[1].spec, torch.bfloat16, GPUS["sm_90"])) == []
-    assert list(_notes(models("Gemma2DecoderLayer")[1].spec, torch.bfloat16, GPUS["sm_90"])) == [
+    assert list(torch_ops(models("Gemma3DecoderLayer")[1].spec, torch.bfloat16, GPUS["sm_90"])) == []
+    assert list(torch_ops(models("Gemma2DecoderLayer")[1].spec, torch.bfloat16, GPUS["sm_90"])) == [
         "torch computes attention of one token: the kernels have no soft cap of scores",
         "torch computes attention of prompts: the kernels have no soft cap of scores",
     ]
-    (note,) = _notes(models("LlamaDecoderLayer")[1].spec, torch.float32, GPUS["sm_90"])
+    (note,) = torch_ops(models("LlamaDecoderLayer")[1].spec, torch.float32, GPUS["sm_90"])
     assert note.startswith("torch computes attention of prompts: it computes in")
 
 

@@ -205,6 +205,7 @@ class Cache:
         stamp: Unique number of its contents but for tokens that are appended: another one after tokens were cut off or have moved.
         place: Unique number of where the contents lie: another one after buffers, or tokens in them, have moved.
         most: Tokens that each sequence will have at most; None: not known.
+        empty: Function that makes an empty cache of one sequence, otherwise like this one.
     """
 
     def __init__(
@@ -230,7 +231,7 @@ class Cache:
         self.layers: Sequence[LayerCache] = [*caches.values()]
         self.by_layer = [caches[i if layer.kv_source is None else layer.kv_source] for i, layer in enumerate(spec.layers)]
         self.batch, self.length, self.most = batch, 0, most
-        self._new = partial(Cache, spec, int8=int8, most=most, where=where)
+        self.empty = partial(Cache, spec, int8=int8, most=most, where=where)
         self._moved()
 
     def _moved(self) -> None:
@@ -257,7 +258,7 @@ class Cache:
         return self._copy(0, 0, length)
 
     def _copy(self, slot: int, start: int, length: int) -> Cache:
-        other = self._new()
+        other = self.empty()
         for layer, source in zip(other.layers, self.layers, strict=True):
             layer.copy_from(source, slot, start, length)
         other.length = length

@@ -5,7 +5,8 @@ What differs from step to step lies in one int64 tensor, `state`, that the host 
     for each group of layers with the same sliding window: tokens in their buffers, index in the sequence of the first of these
     for each sequence: row of its position in the tables of rope, token id, index of its first token
 
-A step writes the likeliest token of each sequence to its place in `state`, so the next one may be launched before the host has read it.
+A step writes the token that it chooses for each sequence to its place in `state`, so the next one may be launched before the host has read
+it.
 
 A step is for up to B sequences. Rows without one compute, too, and write to slots that are free: they see what they have written alone.
 """
@@ -39,6 +40,13 @@ def likeliest(scores: Tensor) -> Tensor:
     first = best.argmax(-1, keepdim=True)
     found: Tensor = (first * width + at.gather(-1, first)).squeeze(-1)
     return found
+
+
+def finite_likeliest(scores: Tensor) -> Tensor:
+    """`likeliest`, or -1 where the largest of the scores [B, v] is not finite."""
+    chosen = likeliest(scores)
+    best = scores.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    return chosen.where(best.isfinite(), -1)
 
 
 class HostReader:
@@ -114,6 +122,7 @@ class Inputs(NamedTuple):
 
 
 Compute = Callable[[Inputs], Tensor]  # logits [B, N]; the new tokens enter the cache
+Choose = Callable[[Tensor], Tensor]  # logits [B, N] -> the next tokens, int64 [B]
 
 
 class State(NamedTuple):
@@ -144,8 +153,9 @@ class DecodeStep:
 
     refused: str | None = None
 
-    def __init__(self, shape: StepShape, device: torch.device) -> None:
-        self._shape, self._device = shape, device
+    def __init__(self, shape: StepShape, device: torch.device, choose: Choose = finite_likeliest) -> None:
+        """Make a step. choose: Finds the next tokens, as a part of the step."""
+        self._shape, self._device, self._choose = shape, device, choose
         self._rows, places = _GROUP * len(shape.groups), round_up(shape.batch, 2)
         self._ids, self._starts = self._rows + places, self._rows + 2 * places
         self._state = torch.zeros(self._rows + 3 * places, dtype=torch.int64, device=device)
@@ -163,21 +173,26 @@ class DecodeStep:
         """Whether the step is a CUDA graph."""
         return self._graph is not None
 
-    def __call__(self, state: State, compute: Compute, masks: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, state: State, compute: Compute, masks: Sequence[Tensor] | None = None, *, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run the step.
 
         Args:
             state: Its numbers, of b sequences; b <= B.
             compute: Runs the model: the same launches in each call.
             masks: bool [B, T] for each group, in addition: such a step is not captured.
+            tokens: int64 [b] on the device, in place of `state.ids`.
 
         Returns:
-            Logits [b, N], and the likeliest tokens int64 [b], -1 where logits are not finite. The next call may overwrite both.
+            Logits [b, N], and the next tokens int64 [b]. The next call may overwrite both.
         """
         count = len(state.ids)
         if state != self._there:
             self._state.copy_(self._numbers(state), non_blocking=True)
         self._there = None
+        if tokens is not None:
+            self.put_ids(tokens)
         if masks is None and self._runs and self._graph is None and self.refused is None and can_capture(self._device):
             self._capture(compute)
         self._runs += 1
@@ -186,11 +201,14 @@ class DecodeStep:
             return logits[:count], chosen[:count]
         return self.again(count)
 
-    def again(self, count: int) -> tuple[Tensor, Tensor]:
-        """Replay the graph for the tokens that the last call has found for `count` sequences, at the next positions."""
+    def again(self, count: int, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Replay the graph at the next positions, for the tokens that the last call has found for `count` sequences, or others on the
+        device."""
         assert self._graph is not None
         assert self._results is not None
         self._there = None
+        if tokens is not None and tokens.data_ptr() != self._results[1].data_ptr():
+            self.put_ids(tokens)
         self._graph.replay()
         logits, chosen = self._results
         return logits[:count], chosen[:count]
@@ -208,6 +226,10 @@ class DecodeStep:
         if self._graph is not None:
             self._graph.close()
         self._graph = self._results = None
+
+    def _places(self, first: int) -> Tensor:
+        """A number of each sequence in `_state`, from `first` on."""
+        return self._state[first : first + self._shape.batch]
 
     def _numbers(self, state: State) -> Tensor:
         numbers = [0] * len(self._state)
@@ -233,15 +255,13 @@ class DecodeStep:
 
     def _run(self, compute: Compute, masks: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
         shape, state = self._shape, self._state
-        ids, rows = (state[place : place + shape.batch] for place in (self._ids, self._rows))
+        ids, rows = self._places(self._ids), self._places(self._rows)
         # Tensors that recorded launches read must not overlap, so cosines lie apart from sines.
         rotary = [(both[0], both[1]) for both in (table.index_select(1, rows) for table in shape.tables)]
         groups = [(state[_GROUP * i : _GROUP * i + 1], state[_GROUP * i + 1 : _GROUP * i + 2]) for i in range(len(shape.groups))]
         seen = [self._seen(index, *both, None if masks is None else masks[index]) for index, both in enumerate(groups)]
         logits = compute(Inputs(ids, rotary, [length for length, _ in groups], seen, self._host))
-        chosen = likeliest(logits)
-        best = logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-        chosen = chosen.where(best.isfinite(), -1)
+        chosen = self._choose(logits)
         state.add_(self._advance)
         ids.copy_(chosen)
         return logits, chosen
@@ -253,7 +273,7 @@ class DecodeStep:
             inside = (columns > length - group.window)[None]
             mask = inside if mask is None else mask & inside
         if self._shape.padded:
-            begun = columns >= (self._state[self._starts : self._starts + self._shape.batch] - first)[:, None]
+            begun = columns >= (self._places(self._starts) - first)[:, None]
             mask = begun if mask is None else mask & begun
         return mask
 

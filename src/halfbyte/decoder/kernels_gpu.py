@@ -13,17 +13,20 @@ import torch
 
 from halfbyte.decoder import lower_cpu
 from halfbyte.decoder.program import TORCH, Lowered, Op, Program, readers_of
+from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.dispatch.candidate import Choice
 from halfbyte.dispatch.choose import choose
 from halfbyte.dispatch.gpu import compute_of, packs_code_pairs, why_no_triton
-from halfbyte.dispatch.layers import NormedCandidate, gated_experts, why_not_norm, why_not_router
+from halfbyte.dispatch.layers import SOFTCAP, NormedCandidate, gated_experts, why_not_norm, why_not_router
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.kernels.problem import AttentionProblem, NormedProblem, Problem
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu
 from halfbyte.ops.functions import sparse_on
 from halfbyte.ops.transformer.decoder import Heads
+from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.prefill_ops import why_not_many
 
 _GATES = "gate", "activation", "shared_expert.gate"  # which a linear layer may compute, too
 _NORMS = "rms_norm", "layer_norm"
@@ -224,3 +227,44 @@ def _lowered(op: Op, kernel: str, reason: str | None = None) -> Lowered:
 def _fused(op: Op, into: Op, reason: str | None = None) -> Lowered:
     """An op that the kernel of another one computes, or why torch does."""
     return Lowered(op, "", into.name) if reason is None else Lowered(op, TORCH, reason=reason)
+
+
+def why_not_layer(layer: LayerSpec) -> str | None:
+    """Why a layer is not computed on a GPU, neither by kernels nor in torch; None if it is."""
+    attention, mlp, heads = layer.attention, layer.mlp, layer.attention.heads
+    if layer.sliding_window is not None and layer.sliding_window < 2:
+        return f"it has a sliding window of {layer.sliding_window} token: at least 2 are supported"
+    if heads.qk_norm is not None and heads.qk_norm[0].layer_norm:
+        return "the norms of its heads are layer norms"
+    if heads.qk_norm_whole and heads.norm_after_rope:
+        return "norms of all its heads together come after rope"
+    if isinstance(mlp, Experts):
+        if mlp.pre_norm.layer_norm:
+            return "the norm before its experts is a layer norm"
+    elif mlp.post_norm is not None and mlp.residual_multiplier != 1:
+        return f"what its MLP adds has a norm and a factor of {mlp.residual_multiplier}"
+    if layer.per_layer_input is not None and layer.per_layer_input.post_norm.layer_norm:
+        return "the norm after its per-layer input is a layer norm"
+    if attention.post_norm is not None and attention.residual_multiplier != 1:
+        return f"what its attention adds has a norm and a factor of {attention.residual_multiplier}"
+    return None
+
+
+def torch_ops(spec: DecoderSpec, dtype: torch.dtype, here: Gpu) -> Iterator[str]:
+    """Which ops torch computes on a GPU, and why."""
+    told = set()
+    for layer in spec.layers:
+        heads, mlp = layer.attention.heads, layer.mlp
+        widest = heads.num_heads * heads.head_dim if heads.qk_norm_whole else None
+        reasons = {
+            "attention of one token": why_not_attend(heads, dtype, here, widest),
+            "attention of prompts": SOFTCAP if heads.softcap is not None else why_not_many(heads, dtype, here),
+            "norms": why_not_norm(spec.hidden_size, here),
+            "what is between products of experts": why_not_router(mlp.router.shape[0], mlp.router.shape[1], here)
+            if isinstance(mlp, Experts)
+            else None,
+        }
+        for name, reason in reasons.items():
+            if reason is not None and (name, reason) not in told:
+                told.add((name, reason))
+                yield f"torch computes {name}: {reason}"

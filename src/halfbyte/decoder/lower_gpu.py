@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,27 +19,25 @@ from torch import Tensor
 from halfbyte import env
 from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
-from halfbyte.decoder.gpu_step import DecodeStep, Group, HostReader, Inputs, State, StepShape, batch_of_step
-from halfbyte.decoder.kernels_gpu import why_not_attend
+from halfbyte.decoder.gpu_step import Choose, DecodeStep, Group, HostReader, Inputs, State, StepShape, batch_of_step, finite_likeliest
+from halfbyte.decoder.kernels_gpu import torch_ops, why_not_layer
 from halfbyte.decoder.offload.host_experts import HostExperts, at_once
 from halfbyte.decoder.offload.host_layers import HostLayers, HostStep
 from halfbyte.decoder.offload.placement import ON_GPU, Plan
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.dispatch.gpu import why_no_triton
-from halfbyte.dispatch.layers import SOFTCAP, why_not_norm, why_not_router
 from halfbyte.errors import ArgumentError, UnsupportedError, non_finite_logits
 from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.layouts.base import Packed, round_up
 from halfbyte.layouts.records import from_codes, to_codes
-from halfbyte.machine import Gpu, gpu
+from halfbyte.machine import gpu
 from halfbyte.ops.functions import embedding
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES as MOST_ON_CPU
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import add_normed, normed
-from halfbyte.ops.transformer.prefill_ops import why_not_many
 from halfbyte.ops.transformer.whole_model_decode import Inputs as PerLayerInputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -91,7 +89,7 @@ class GpuModel:
         self._cpu_layers = self.placement.layers
         self.device, self.where = place, OnGpu(place, dtype, self._cpu_layers)
         for index, layer in enumerate(spec.layers[self._cpu_layers :], self._cpu_layers):
-            if (reason := _why_not(layer)) is not None:
+            if (reason := why_not_layer(layer)) is not None:
                 raise UnsupportedError(f"layer {index} is not computed on a GPU: {reason}")
         self._host = HostExperts(self._host_experts(), place)
         self._first = HostLayers(spec.layers[: self._cpu_layers], spec.ropes, place)
@@ -106,12 +104,13 @@ class GpuModel:
         self._steps: dict[tuple[object, ...], DecodeStep] = {}
         self._caches: dict[DecodeStep, weakref.ref[Cache]] = {}  # that steps are for
         self._ahead: tuple[DecodeStep, int, State, tuple[Tensor, Tensor]] | None = None
+        self._running: tuple[DecodeStep, int, int, Choose] | None = None  # `decode_chosen`'s, with the stamp and length of its cache
         self._reader = HostReader()
         in_torch = any(layer.attention.heads.softcap is not None for layer in spec.layers) or dtype == torch.float32
         self._chunk = _FEW if in_torch else _CHUNK
         mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
         self._compiles = place.type == "cuda" and not mixed and not self._first and why_no_triton() is None and not env.tune()
-        self.notes = tuple(_notes(spec, dtype, gpu(place.index or 0))) if place.type == "cuda" else ()
+        self.notes = tuple(torch_ops(spec, dtype, gpu(place.index or 0))) if place.type == "cuda" else ()
 
     @property
     def _on_gpu(self) -> list[tuple[int, LayerSpec]]:
@@ -198,7 +197,7 @@ class GpuModel:
         cache: Cache,
         positions: Sequence[int] | None = None,
         *,
-        choose: Callable[[Tensor], Tensor] | None = None,
+        choose: Choose | None = None,
         goes_on: bool = False,
     ) -> list[int]:
         """Choose the token after one new token of each sequence, which enters the cache.
@@ -237,13 +236,54 @@ class GpuModel:
         """Logits and the likeliest tokens of a step, which may have been launched already."""
         if self._ahead is not None and self._ahead[0] is step and self._ahead[1:3] == (cache.stamp, state):
             return self._ahead[3]
-        found = step(state, partial(self._compute, cache))
+        return self._run_step(step, state, cache)
+
+    def _run_step(self, step: DecodeStep, state: State, cache: Cache, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        found = step(state, partial(self._compute, cache), tokens=tokens)
         if step.refused is not None and step.refused not in self.notes:
             self.notes = (*self.notes, step.refused)
             warnings.warn(f"tokens are decoded launch by launch, not by a CUDA graph, as {step.refused}", stacklevel=4)
         return found
 
-    def _prepared(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None) -> tuple[DecodeStep, State]:
+    @torch.inference_mode()
+    def decode_chosen(self, tokens: Tensor, cache: Cache, choose: Choose) -> tuple[Tensor, Tensor]:
+        """Launch the decode step after one new token of the sequence of a cache, without waiting for the GPU.
+
+        Args:
+            tokens: int64 [1] on the GPU; best the second result of the last call.
+            cache: Of the tokens before.
+            choose: Finds the next token from logits [1, N] before `spec.logits`; it is captured with the step.
+
+        Returns:
+            Logits [1, N] before `spec.logits`, and the next token. The next call may overwrite both.
+        """
+        with self._on:
+            running = self._running
+            if running is not None and self.goes_on(cache) and running[3] == choose:
+                step = running[0]
+                found = step.again(1, tokens)
+            else:
+                step, state = self._prepared((0,), cache, None, choose)
+                found = self._run_step(step, state, cache, tokens)
+            cache.append(1)
+            has_room = cache.length < self._positions and all(layer.has_room(1) for layer in self._groups(cache))
+            self._running = (step, cache.stamp, cache.length, choose) if has_room else None
+            return found
+
+    def goes_on(self, cache: Cache) -> bool:
+        """Whether the next step of `decode_chosen` is the graph of the last one, which takes the host next to no time to launch."""
+        running = self._running
+        return running is not None and running[1:3] == (cache.stamp, cache.length) and running[0].is_captured
+
+    def close_steps_of(self, cache: Cache) -> None:
+        """Free what decode steps of a cache hold."""
+        self._running = None
+        for key in [key for key, step in self._steps.items() if self._caches[step]() is cache]:
+            self._close_step(key)
+
+    def _prepared(
+        self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None, choose: Choose = finite_likeliest
+    ) -> tuple[DecodeStep, State]:
         """The step for new tokens of a cache, with room for them, and its numbers."""
         if len(ids) != cache.batch or len(ids) > self.most_decode:
             raise ArgumentError(
@@ -264,12 +304,12 @@ class GpuModel:
         if isinstance(cache, Slots) and not self._has_host_parts:  # rows without a sequence would cost the CPU as much as others
             batch = min(batch_of_step(batch), cache.capacity)
         padded = any(starts) or batch > len(ids)
-        key = batch, padded, count, tuple(cache.by_layer[index].memory for index, _ in self._on_gpu)
+        key = batch, padded, count, tuple(cache.by_layer[index].memory for index, _ in self._on_gpu), choose
         step = self._steps.pop(key, None)
         if step is None:
             self._close_steps()
             sizes = [Group(window, layer.size) for window, layer in zip(self._windows, groups, strict=True)]
-            step = DecodeStep(StepShape(sizes, self._tables, batch, padded), self.device)
+            step = DecodeStep(StepShape(sizes, self._tables, batch, padded), self.device, choose)
             self._caches[step] = weakref.ref(cache)
         self._steps[key] = step  # the last one used is the last one
         return step, state
@@ -279,9 +319,12 @@ class GpuModel:
         gone = [key for key, step in self._steps.items() if self._caches[step]() is None]
         oldest = [key for key in self._steps if key not in gone][: max(0, len(self._steps) - len(gone) - _MOST_STEPS + 1)]
         for key in (*gone, *oldest):
-            step = self._steps.pop(key)
-            del self._caches[step]
-            step.close()
+            self._close_step(key)
+
+    def _close_step(self, key: tuple[object, ...]) -> None:
+        step = self._steps.pop(key)
+        del self._caches[step]
+        step.close()
 
     def _groups(self, cache: Cache) -> list[LayerCache]:
         """The first layer of each group: its buffers have the same tokens as those of the others."""
@@ -320,7 +363,15 @@ class GpuModel:
     # Prompts
 
     @torch.inference_mode()
-    def prefill(self, ids: Sequence[int], cache: Cache, *, every: bool = False, total: int | None = None) -> Tensor:
+    def prefill(
+        self,
+        ids: Sequence[int],
+        cache: Cache,
+        *,
+        every: bool = False,
+        total: int | None = None,
+        before: Callable[[int], object] | None = None,
+    ) -> Tensor:
         """Read tokens of one sequence, which enter the cache.
 
         Args:
@@ -328,6 +379,7 @@ class GpuModel:
             cache: Of the tokens before, of one sequence.
             every: Compute the logits of every token, not of the last one.
             total: Length of the whole sequence, which decides between short and long frequencies ("longrope"); None: with these tokens.
+            before: Called with the index of each layer before its launches, while the GPU computes the layer before it.
 
         Returns:
             The logits after the last token [N], float32 on the GPU; or after every token [t, N].
@@ -341,7 +393,7 @@ class GpuModel:
             self._ahead = None
             self._compile_kernels(ids[:chunk], cache, total)
             for start in range(0, len(ids), chunk):
-                x = self._read(ids[start : start + chunk], cache, total)
+                x = self._read(ids[start : start + chunk], cache, total, before)
                 if every:
                     logits.append(self._scaled(self._head(normed(x[0], self._norm))))
             return torch.cat(logits) if every else self._scaled(self._head(normed(x[0, -1:], self._norm)))[0]
@@ -362,7 +414,7 @@ class GpuModel:
         from halfbyte.kernels.gpu.runtime import launch, tape
 
         tape.why_not_replayed(self.device)
-        scratch_cache = Cache(self.spec, int8=len(cache.layers[0].buffers) > 2, where=self.where)
+        scratch_cache = cache.empty()
         with launch.compiling(self.device):
             self._head(normed(self._read(ids, scratch_cache, total)[0, -1:], self._norm))
             step, state = self._prepared(ids[-1:], scratch_cache, None)
@@ -370,7 +422,7 @@ class GpuModel:
         self._steps.clear()
         self._caches.clear()
 
-    def _read(self, ids: Sequence[int], cache: Cache, total: int) -> Tensor:
+    def _read(self, ids: Sequence[int], cache: Cache, total: int, before_layer: Callable[[int], object] | None = None) -> Tensor:
         """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence.
 
         Rows behind the tokens are computed, too, so that there are recorded launches for few numbers of tokens. What these rows write
@@ -398,6 +450,8 @@ class GpuModel:
             entry = cache.by_layer[index]
             tables, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]
             per_layer_input = None if of_layers is None else of_layers[:, :, index]
+            if before_layer is not None:
+                before_layer(index)
             if len(entry.buffers) == 2:
                 x = prefill(layer, x, tables, KeyValues(entry.keys, entry.values, length), mask, per_layer_input)
             elif spec.kv_source is not None:
@@ -506,47 +560,3 @@ def _codes_and_scales(entry: LayerCache) -> list[tuple[Tensor, Tensor]]:
 def _key_values(entry: LayerCache, batch: int, length: Tensor) -> KeyValues:
     keys, values, *scales = (buffer[:batch] for buffer in entry.buffers)
     return KeyValues(keys, values, length, (scales[0], scales[1]) if scales else None)
-
-
-# Reasons
-
-
-def _why_not(layer: LayerSpec) -> str | None:
-    """Why a layer is not computed on a GPU, neither by kernels nor in torch; None if it is."""
-    attention, mlp, heads = layer.attention, layer.mlp, layer.attention.heads
-    if layer.sliding_window is not None and layer.sliding_window < 2:
-        return f"it has a sliding window of {layer.sliding_window} token: at least 2 are supported"
-    if heads.qk_norm is not None and heads.qk_norm[0].layer_norm:
-        return "the norms of its heads are layer norms"
-    if heads.qk_norm_whole and heads.norm_after_rope:
-        return "norms of all its heads together come after rope"
-    if isinstance(mlp, Experts):
-        if mlp.pre_norm.layer_norm:
-            return "the norm before its experts is a layer norm"
-    elif mlp.post_norm is not None and mlp.residual_multiplier != 1:
-        return f"what its MLP adds has a norm and a factor of {mlp.residual_multiplier}"
-    if layer.per_layer_input is not None and layer.per_layer_input.post_norm.layer_norm:
-        return "the norm after its per-layer input is a layer norm"
-    if attention.post_norm is not None and attention.residual_multiplier != 1:
-        return f"what its attention adds has a norm and a factor of {attention.residual_multiplier}"
-    return None
-
-
-def _notes(spec: DecoderSpec, dtype: torch.dtype, here: Gpu) -> Iterator[str]:
-    """Which ops torch computes on a GPU, and why."""
-    told = set()
-    for layer in spec.layers:
-        heads, mlp = layer.attention.heads, layer.mlp
-        widest = heads.num_heads * heads.head_dim if heads.qk_norm_whole else None
-        reasons = {
-            "attention of one token": why_not_attend(heads, dtype, here, widest),
-            "attention of prompts": SOFTCAP if heads.softcap is not None else why_not_many(heads, dtype, here),
-            "norms": why_not_norm(spec.hidden_size, here),
-            "what is between products of experts": why_not_router(mlp.router.shape[0], mlp.router.shape[1], here)
-            if isinstance(mlp, Experts)
-            else None,
-        }
-        for name, reason in reasons.items():
-            if reason is not None and (name, reason) not in told:
-                told.add((name, reason))
-                yield f"torch computes {name}: {reason}"

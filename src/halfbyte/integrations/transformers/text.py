@@ -32,6 +32,7 @@ from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, Unsup
 from halfbyte.integrations.transformers import attention
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
 from halfbyte.integrations.transformers.generate.generating import check_tokens, first_size, generate_fast, new_cache
+from halfbyte.integrations.transformers.generate.gpu_text import lowered
 from halfbyte.integrations.transformers.generate.graphs import capacity
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
 from halfbyte.integrations.transformers.optimize.compiling import compile_ahead
@@ -231,7 +232,8 @@ def generate(
     clock = _Clock(tokenizer, show)
     with torch.inference_mode(), _as_wanted(model.device), _blaming(model.generation_config):
         int8 = isinstance(cache, Int8Cache)
-        if not known and not compiled and (cache is None or int8 or isinstance(cache, StaticCache)):
+        by_steps = int8 or isinstance(cache, StaticCache) or (cache is None and (model.device.type != "cuda" or lowered(model) is None))
+        if not known and not compiled and by_steps:  # `GpuModel` compiles its kernels by itself
             there = 0 if cache is None or int8 else capacity(cache, model)
             size = there if there > count else first_size(count, count + settings["max_new_tokens"])
             compile_ahead(model, 1, count, partial(new_cache, model, size, int8=int8))

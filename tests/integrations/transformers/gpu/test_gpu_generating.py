@@ -76,7 +76,7 @@ def test_families_and_windows(family: str, lengths: tuple[int, ...], captures: l
 def test_a_cache_becomes_larger(quantized: Any, captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generating, "_LATER", 0)
     monkeypatch.setattr(generating, "_CACHE_STEP", 1)
-    found, expected = both(quantized, {**there(9), "max_new_tokens": 40, "eos_token_id": None})
+    found, expected = both(quantized, {**there(9, 4), "max_new_tokens": 40, "eos_token_id": None})
     assert torch.equal(found, expected)
     assert len(captures) == len((18, 36, 72))
 

@@ -137,7 +137,7 @@ class GpuRun(Run):
         if isinstance(cache, StaticLayer) and not cache.is_initialized:
             # A copy from the host would wait for the GPU.
             cache.cumulative_length = torch.zeros_like(cache.cumulative_length, device=x.device)
-        if type(cache) is StaticLayer:
+        if type(cache) is StaticLayer or (type(cache) is Ring and cache.cumulative_length_int + x.shape[1] <= cache.max_cache_len):
             y, kept = _with_static(lowered.layer, x, mask, rope_cache, cache, per_layer_input)
         else:
             # A static int8 cache is dequantized as a whole; the mask hides from the new tokens what comes after them.
@@ -216,6 +216,8 @@ def _with_static(
         cache.lazy_initialization(new, new)
     y = prefill(layer, x, rope_cache, KeyValues(cache.keys, cache.values, cache.cumulative_length), mask, per_layer_input)
     cache.cumulative_length.add_(x.shape[1])
+    if isinstance(cache, Ring):
+        cache.cumulative_length_int += x.shape[1]
     return y, (cache.keys, cache.values)
 
 

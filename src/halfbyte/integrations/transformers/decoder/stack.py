@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 from weakref import WeakKeyDictionary
@@ -25,14 +26,17 @@ from transformers.utils.generic import ModelOutput
 
 from halfbyte.decoder.family import SLIDING, Family
 from halfbyte.decoder.kernels_gpu import layer_kernels
+from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.decoder.program import layer_ops
-from halfbyte.decoder.spec import LayerSpec
+from halfbyte.decoder.spec import LayerSpec, tensors_of
+from halfbyte.errors import HalfbyteError
 from halfbyte.integrations.transformers.decoder import gpu_run, layer_gpu
 from halfbyte.integrations.transformers.decoder.compiled_layers import Call, CompiledLayer, CpuRun, compile_layers
 from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
+from halfbyte.integrations.transformers.decoder.live_ends import Head, Logits, decoder_spec, why_no_step
 from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
-from halfbyte.integrations.transformers.decoder.token_step import Logits, TokenStep, why_no_step
+from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import (
     CACHE,
     KV_CACHE,
@@ -45,7 +49,7 @@ from halfbyte.integrations.transformers.optimize.calls import (
     why_unknown,
 )
 from halfbyte.integrations.transformers.optimize.frozen import FrozenLayers
-from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
+from halfbyte.integrations.transformers.optimize.hooked import is_capturing
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, original, replace_class
 from halfbyte.machine import gpu
 from halfbyte.nn.modules.quantized import has_global_hooks
@@ -149,7 +153,7 @@ def _run(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
         found = compiled(stack)
         x = None if isinstance(found, str) else found.run(stack, call, past)
     else:
-        found = _compiled_outside(stack)
+        found = compiled_outside(stack)
         x = None if isinstance(found, str) else found.run_on_gpu(stack, call, past, functools.partial(_changed, stack))
     return None if x is None else (x, past)
 
@@ -203,12 +207,22 @@ def compiled(stack: Part) -> CompiledStack | str:
     return known[0]
 
 
-def _compiled_outside(stack: Part) -> CompiledStack | str:
+def compiled_outside(stack: Part) -> CompiledStack | str:
     """The compiled stack, whose layers are still to be compared, by `_changed`."""
     known = _stacks.get(stack)
     if known is None or not known[1].is_unchanged_outside():
         known = _compile(stack)
     return known[0]
+
+
+class ChangedError(Exception):
+    """A layer has changed since its stack was compiled; it is compiled again."""
+
+
+def check_layer(stack: Part, index: int) -> None:
+    """Raise ChangedError if a layer of a compiled stack is not as it was."""
+    if _changed(stack, index) is not None:
+        raise ChangedError
 
 
 def _changed(stack: Part, index: int) -> list[LoweredLayer | None] | None:
@@ -322,6 +336,7 @@ class CompiledStack:
 
     Attributes:
         kinds: What distinguishes the layers.
+        gpu_lock: Of the thread that generates text by `gpu_model`.
     """
 
     def __init__(self, kinds: Kinds) -> None:
@@ -331,6 +346,8 @@ class CompiledStack:
         self._on_cpu: list[CompiledLayer | str] | None = None
         self._on_gpu: list[LoweredLayer | None] | None = None
         self._steps: dict[tuple[int, Logits], TokenStep | None] = {}
+        self._gpu_model: tuple[Head, Logits, GpuModel | str] | None = None
+        self.gpu_lock = threading.Lock()
 
     def specs(self, stack: Part) -> list[LayerSpec | str]:
         """The specifications of the layers, or the reason why transformers computes them."""
@@ -425,6 +442,30 @@ class CompiledStack:
             self._steps[key] = self._new_step(stack, head, logits)
         return self._steps[key]
 
+    def gpu_model(self, stack: Part, head: Head, logits: Logits) -> GpuModel | str:
+        """The whole model with an output embedding and a function of the logits, lowered for a GPU, or why it is not."""
+        known = self._gpu_model
+        if known is None or not known[0].is_same(head) or known[1] != logits:
+            known = self._gpu_model = head, logits, self._new_gpu_model(stack, head, logits)
+        return known[2]
+
+    def _new_gpu_model(self, stack: Part, head: Head, logits: Logits) -> GpuModel | str:
+        specs, lowered = self.specs(stack), self.on_gpu(stack)
+        layers = [spec for spec in specs if isinstance(spec, LayerSpec)]
+        if len(layers) < len(specs) or not all(layer is not None and layer.decodes and layer.prefills for layer in lowered):
+            return "transformers computes some of its layers"
+        if any(not layer.self_attn.is_causal or layer.training or layer.self_attn.layer_idx != i for i, layer in enumerate(stack.layers)):
+            return "a layer is in training, not causal, or of another place"
+        found = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), head, logits)
+        if isinstance(found, str):
+            return found
+        if len({tensor.device for tensor in tensors_of(found)}) > 1:
+            return "it is on several devices"
+        try:
+            return GpuModel(found, found.norm.weight.device, found.norm.weight.dtype)
+        except HalfbyteError as error:
+            return str(error)
+
     def _new_step(self, stack: Part, head: Weight | None, logits: Logits) -> TokenStep | None:
         family, windows = self.kinds.family, self.kinds.windows
         layers = [layer for layer in self.on_cpu(stack) if isinstance(layer, CompiledLayer)]
@@ -435,8 +476,6 @@ class CompiledStack:
             return None
         per_layer = layers[0].whole.per_layer_width is not None
         if why_no_step(stack, family, per_layer=per_layer) is not None:
-            return None
-        if any(watched(part) or "forward" in vars(part) for part in stack.modules() if part is not stack):
             return None
         limit = query_scale_from(stack.layers[0])
         return TokenStep(stack, family, layers, ropes=sorted({*self.kinds.ropes}), query_scale_from=limit, head=head, logits=logits)

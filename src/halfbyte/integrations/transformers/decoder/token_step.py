@@ -18,21 +18,17 @@ from halfbyte.bounded import Bounded
 from halfbyte.decoder.family import Family
 from halfbyte.integrations.transformers.cache import growing
 from halfbyte.integrations.transformers.decoder.compiled_layers import CompiledLayer
+from halfbyte.integrations.transformers.decoder.live_ends import Logits, embedding_of, per_layer_inputs_of
 from halfbyte.integrations.transformers.decoder.live_layer import norm_of
-from halfbyte.kernels.layer_kinds import LogitsFunction
-from halfbyte.layouts.base import Packed
-from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear
-from halfbyte.nn.modules.scaled import Factor, factor_of
-from halfbyte.nn.parallel.parallelize import part_of
+from halfbyte.nn.modules.quantized import QuantEmbedding
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES
-from halfbyte.ops.transformer.layers import Weight, why_not_packed
-from halfbyte.ops.transformer.whole_model_decode import DecodingStep, Inputs
+from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.whole_model_decode import DecodingStep
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
 
 _BLOCK, _MOST_BLOCKS = 64, 256  # positions whose cosines and sines are computed at once, and how many blocks are kept
-Logits = tuple[LogitsFunction, float] | None  # a function of the logits and its constant, as `DecodingStep` has them
 
 
 class TokenStep:
@@ -77,10 +73,8 @@ class TokenStep:
         # longrope has other frequencies for all tokens once the text is this long.
         longrope = self._rotary.rope_type == "longrope"
         self._switch: int | None = stack.config.rope_parameters["original_max_position_embeddings"] if longrope else None
-        table, factor = _table(embedding, self.dtype)
-        if family.embedding_multiplier is not None:
-            factor *= getattr(stack, family.embedding_multiplier)
-        inputs = None if whole[0].per_layer_width is None else self._inputs(stack, family)
+        table, factor = embedding_of(stack, family, self.dtype)
+        inputs = None if whole[0].per_layer_width is None else per_layer_inputs_of(stack, family, self.dtype)
         norm = norm_of(getattr(stack, family.final_norm), family)
         self._step = DecodingStep(
             whole, table, norm, head, self._windows, [spec.rope for spec in specs], factor=factor, logits=logits, inputs=inputs
@@ -88,13 +82,6 @@ class TokenStep:
         self._rotary_dim = max(layer.rotary for layer in whole)
         self._blocks: Bounded[tuple[int, bool], tuple[Tensor, int]] = Bounded(_MOST_BLOCKS)
         self._last = _LastCache()
-
-    def _inputs(self, stack: Part, family: Family) -> Inputs:
-        """What per-layer inputs are computed from."""
-        embedding, projection, norm = per_layer_inputs_of(stack)
-        weight = Weight(projection.packed, projection.bias, projection.compute, projection.activation)
-        scales = stack.per_layer_model_projection_scale, stack.per_layer_input_scale
-        return Inputs(*_table(embedding, self.dtype), weight, scales[0], norm_of(norm, family), scales[1])
 
     def __call__(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, layers: Sequence[Any]) -> Tensor | None:
         """Compute the logits, or normed hidden states, [B, 1, N] of ids [B, 1], which enter the cache.
@@ -206,48 +193,3 @@ def _entries(layers: Sequence[growing.Growing], sources: Sequence[int]) -> list[
     """Keys, values and lengths for all layers, by the indices of those whose keys and values they read."""
     entries = [(*layer.buffers, layer.length - layer.first) for layer in layers]
     return [entries[source] for source in sources]
-
-
-def _table(embedding: Part, dtype: torch.dtype) -> tuple[Packed | Tensor, float]:
-    """An embedding's table and the factor of its rows."""
-    scale = _scale(embedding)
-    factor = 1.0 if scale is None else float(scale.to(dtype)) if isinstance(scale, Tensor) else scale
-    return embedding.packed if isinstance(embedding, QuantEmbedding) else embedding.weight.detach(), factor
-
-
-def _scale(embedding: Any) -> Factor | None:
-    """The factor of an embedding's rows, if it has one."""
-    return embedding.embed_scale if type(embedding) is QuantEmbedding else factor_of(embedding)
-
-
-def per_layer_inputs_of(stack: Part) -> tuple[Any, Any, Any]:
-    """The table, the projection and the norm from which per-layer inputs are computed."""
-    return stack.embed_tokens_per_layer, stack.per_layer_model_projection, stack.per_layer_projection_norm
-
-
-def why_no_step(stack: Part, family: Family, *, per_layer: bool) -> str | None:
-    """Why a stack, all of whose layers are compiled, has no `TokenStep`; None if it has one."""
-    norm, rotary = getattr(stack, family.final_norm), stack.rotary_emb
-    ropes = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
-    if any("dynamic" in rope for rope in ropes) or (isinstance(rotary.rope_type, dict) and "longrope" in ropes):
-        return "frequencies of its rope depend on the length of the text"
-    tables, parts = [stack.embed_tokens], [stack.embed_tokens]
-    if per_layer:
-        per_layer_inputs, projection, per_layer_norm = per_layer_inputs_of(stack)
-        if type(projection) is not QuantLinear or not type(per_layer_norm).__module__.startswith("transformers."):
-            return "its per-layer inputs are not projected by a quantized linear layer and an RMS norm"
-        tables.append(per_layer_inputs)
-        parts += per_layer_inputs, projection
-    if not all(_is_table(one, norm.weight.dtype) for one in tables):
-        return "its embedding does more than looking rows up, or in another dtype"
-    packed = [part.packed for part in parts if type(part) in (QuantEmbedding, QuantLinear)]
-    if any(part_of(part) is not None for part in parts):
-        return "its embedding is distributed over processes"
-    return why_not_packed(packed)
-
-
-def _is_table(embedding: object, dtype: torch.dtype) -> bool:
-    """Whether nothing but rows of a table in that dtype, times a factor, come out of an embedding."""
-    if type(embedding) is torch.nn.Embedding or (isinstance(embedding, torch.nn.Embedding) and factor_of(embedding) is not None):
-        return embedding.max_norm is None and embedding.weight.dtype == dtype and embedding.weight.is_cpu
-    return type(embedding) is QuantEmbedding and embedding.dtype == dtype

@@ -2,7 +2,8 @@
 logits processors and the stopping criteria and reads the prompt; then the tokens are written by a loop of this file, with the same result.
 
 On a CPU the loop saves a part of what transformers does between steps. On a GPU a step becomes a CUDA graph (graphs.py) and is started
-before the host has read the token before: so the GPU never waits for Python. If the text ends there, that step is undone.
+before the host has read the token before: so the GPU never waits for Python. If the text ends there, that step is undone. One sequence
+whose cache is not returned is read and written by `GpuModel` (gpu_text.py), as in `hb.LanguageModel`.
 
 The method that is replaced is `_sample` of the model's class. (`generate(custom_generate=…)` would be a public way, but transformers up to
 5.24 do not pass the streamer on to such a function, and forget the tokenizer that stop strings need.) What this loop does not do is
@@ -28,6 +29,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
 from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
 from halfbyte.integrations.transformers.cache.static_codes import IN_CODES
+from halfbyte.integrations.transformers.generate.gpu_text import GpuText, read_prompt
 from halfbyte.integrations.transformers.generate.graphs import GraphStep, capacity, enlarge, keeping, static_cache
 from halfbyte.integrations.transformers.generate.steps import Choice, Step
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, Arguments, cache_name, parameters_of
@@ -105,12 +107,19 @@ class _Generating(ReplacedForward):
     ) -> Any:
         if model_kwargs.get("inputs_embeds") is None:
             check_tokens(input_ids)
-        model = cast("Part", self)
-        if synced_gpus or not _is_plain(model, input_ids, generation_config, model_kwargs):
-            return super()._sample(  # type: ignore[misc]
-                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
-            )
-        return _decode(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
+        model, choice = cast("Part", self), Choice(logits_processor, generation_config.do_sample)
+        if not synced_gpus and _is_plain(model, input_ids, generation_config, model_kwargs):
+            # Copies to the host come before the prompt, for which they would wait.
+            told, ends = _Text(input_ids.cpu()), any(hasattr(one, "eos_token_id") for one in stopping_criteria)
+            pad = int(vars(generation_config)["_pad_token_tensor"]) if ends else None
+            step: Step | GpuText | None = _read_by_gpu_model(model, input_ids, generation_config, model_kwargs, choice)
+            if step is None and _has_steps(model, input_ids, generation_config, model_kwargs):
+                step = _read(model, input_ids, choice, generation_config, model_kwargs)
+            if step is not None:
+                return _decode(model, input_ids, told, step, stopping_criteria, generation_config, streamer, model_kwargs, pad)
+        return super()._sample(  # type: ignore[misc]
+            input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
+        )
 
 
 def _cache_of(arguments: Arguments) -> Any:
@@ -133,9 +142,28 @@ def _is_plain(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arg
         and config.prefill_chunk_size is None
         and not (config.return_dict_in_generate and any(getattr(config, name) for name in _OUTPUTS))
     )
-    if not plain or not _on_gpu(ids.device):
-        return bool(plain)
-    is_default = getattr(cache, _DEFAULT_CACHE, False) and config.cache_implementation != "dynamic"
+    return bool(plain)
+
+
+def _read_by_gpu_model(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arguments, choice: Choice) -> GpuText | None:
+    """The prompt, read by `GpuModel` where that is possible and the cache is not returned."""
+    if not _on_gpu(ids.device) or config.return_dict_in_generate or not _is_default(_cache_of(arguments), config) or in_mode():
+        return None
+    mask_length = getattr(config, "_mask_length", ids.shape[1])
+    return read_prompt(model, ids, arguments, choice, config.max_length) if mask_length == ids.shape[1] else None
+
+
+def _is_default(cache: object, config: GenerationConfig) -> bool:
+    """Whether transformers has chosen the kind of the cache."""
+    return getattr(cache, _DEFAULT_CACHE, False) and config.cache_implementation != "dynamic"
+
+
+def _has_steps(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arguments) -> bool:
+    """Whether the steps of `steps.py`, or on a GPU those of `graphs.py`, do what is asked for."""
+    if not _on_gpu(ids.device):
+        return True
+    cache = _cache_of(arguments)
+    is_default = _is_default(cache, config)
     ours = _is_static(cache) or (type(cache) is DynamicCache and is_default) or (type(cache) is Int8Cache and not cache.get_seq_length())
     if cache.offloading or not ours:
         return False  # another kind of cache was asked for
@@ -188,23 +216,13 @@ def _warn_once(model: Part, reason: str) -> None:
         warnings.warn(f"{name} writes tokens in many calls, not by a CUDA graph, as {reason}: torch.compile may be faster", stacklevel=2)
 
 
-def _decode(
-    model: Part,
-    ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
-    config: Any,
-    streamer: Any,
-    arguments: Arguments,
-) -> object:
-    """`_sample` of transformers: the prompt ids [B, t] and what follows, [B, n]."""
+def _read(model: Part, ids: Tensor, choice: Choice, config: GenerationConfig, arguments: Arguments) -> Step:
+    """Read the prompt ids [B, t] as transformers does, on a GPU into a cache of fixed size."""
     prompt = ids.shape[1]
     mask = arguments.get("attention_mask")
     known = max(prompt, 0 if mask is None else mask.shape[1], getattr(config, "_mask_length", 0))  # the cache has them after the prompt
     name = cache_name(arguments)
-    kept = config.return_dict_in_generate or not getattr(arguments[name], _DEFAULT_CACHE, False)
-    on_gpu = _on_gpu(ids.device)
-    if on_gpu:
+    if _on_gpu(ids.device):
         size = first_size(known, known - prompt + config.max_length)
         if type(arguments[name]) is DynamicCache:
             arguments[name] = static_cache(model, size)
@@ -212,30 +230,43 @@ def _decode(
             arguments[name].layers = static_cache(model, size, int8=True).layers
         elif capacity(make_rings(arguments[name]), model) < known:
             enlarge(arguments[name], model, size)
-    cache = arguments[name]
-    ends = any(hasattr(one, "eos_token_id") for one in criteria)
-    pad = int(config._pad_token_tensor) if ends else 0
-    anywhere = all(type(one) in _ANYWHERE for one in criteria)
-    choice = Choice(processors, config.do_sample)
-    told = _Text(ids.cpu())  # what the host knows, and is returned
-    seen = _Text(ids) if on_gpu else told  # what the device knows
-    outputs = model._prefill(ids, config, arguments)
-    tokens = choice(ids, outputs.logits[:, -1])
-    prepared = model, arguments, outputs, choice, known - prompt
-    step: Step = GraphStep(*prepared, cache) if on_gpu else Step(*prepared)
-    if isinstance(step, GraphStep) and model.why_slow is not None:
+    prepared = model, arguments, model._prefill(ids, config, arguments), choice, ids, known - prompt
+    if not _on_gpu(ids.device):
+        return Step(*prepared)
+    step = GraphStep(*prepared, arguments[name])
+    if model.why_slow is not None:
         step.refuse(model.why_slow)
-    del outputs, arguments, prepared
+    return step
+
+
+def _decode(
+    model: Part,
+    ids: Tensor,
+    told: _Text,
+    step: Step | GpuText,
+    criteria: StoppingCriteriaList,
+    config: Any,
+    streamer: Any,
+    arguments: Arguments,
+    pad: int | None,
+) -> object:
+    """`_sample` of transformers after the prompt: ids [B, t] and what follows, [B, n]. told: what the host knows, and is returned."""
+    cache = arguments[cache_name(arguments)]
+    kept = config.return_dict_in_generate or not getattr(cache, _DEFAULT_CACHE, False)
+    on_gpu = _on_gpu(ids.device)
+    anywhere = all(type(one) in _ANYWHERE for one in criteria)
     reader = HostReader()
     unfinished = torch.ones(len(ids), dtype=torch.bool, device="cpu")
     with torch.cuda.device_of(ids), _closing(step), model._optimize_model_for_decode():
+        tokens = step.first
+        seen = _Text(ids) if on_gpu else told  # what the device knows
         while True:
             reader.ask(tokens)
             if on_gpu:
                 seen.append(tokens)
             following = step(seen.ids, tokens) if step.ahead and seen.count < config.max_length else None
             new = reader.answer()
-            if ends and not unfinished.all():
+            if pad is not None and not unfinished.all():
                 new = new.where(unfinished, pad)
             told.append(new)
             if streamer is not None:
@@ -273,7 +304,7 @@ class _Text:
 
 
 @contextmanager
-def _closing(step: Step) -> Iterator[None]:
+def _closing(step: Step | GpuText) -> Iterator[None]:
     try:
         yield
     finally:

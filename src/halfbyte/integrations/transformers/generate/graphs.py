@@ -34,8 +34,10 @@ class GraphStep(Step):
 
     refused: str | None = None
 
-    def __init__(self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, more: int, cache: StaticCache) -> None:
-        super().__init__(model, arguments, outputs, choice, more)
+    def __init__(
+        self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, ids: Tensor, more: int, cache: StaticCache
+    ) -> None:
+        super().__init__(model, arguments, outputs, choice, ids, more)
         self._cache, self._capacity = cache, capacity(cache, model)
         self._prepared = False
         self._graph: CapturedGraph | None = None

@@ -21,9 +21,10 @@ from halfbyte.decoder.families import family_of_model
 from halfbyte.decoder.family import Family
 from halfbyte.decoder.gpu_step import likeliest
 from halfbyte.errors import UnsupportedError
+from halfbyte.integrations.transformers.decoder.live_ends import Logits
 from halfbyte.integrations.transformers.decoder.live_layer import weight_of
-from halfbyte.integrations.transformers.decoder.stack import compiled, is_compiled_stack
-from halfbyte.integrations.transformers.decoder.token_step import Logits, TokenStep
+from halfbyte.integrations.transformers.decoder.stack import CompiledStack, compiled, is_compiled_stack
+from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, cache_name, is_true, unset
 from halfbyte.integrations.transformers.optimize.hooked import why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers
@@ -81,11 +82,14 @@ class Step:
 
     arguments  those of the model's call that read the prompt
     outputs    of that call
+    ids        of the prompt, [B, t]
     more       tokens in the cache that ids do not have
+    first      the first tokens after the prompt, [B]
     """
 
-    def __init__(self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, more: int = 0) -> None:
+    def __init__(self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, ids: Tensor, more: int = 0) -> None:
         self._model, self._choice, self._more = model, choice, more
+        self.first = choice(ids, outputs["logits"][:, -1])
         self._arguments: Arguments = model._update_model_kwargs_for_generation(outputs, arguments)
         self._native = ModelStep.of(model) if model.device.type == "cpu" else None
         self._skipped = 0  # steps of which the arguments know nothing
@@ -167,14 +171,11 @@ class ModelStep:
     @classmethod
     def of(cls, model: Part) -> ModelStep | None:
         """Make the step of a model; None if it is not computed in one native call."""
-        family = family_of_model(name_in_transformers(model))
-        stack = getattr(model, "model", None)
-        if family is None or not is_compiled_stack(stack) or model.config is not stack.config or model.training:
+        if (decoder := compiled_decoder(model, compiled)) is None or why_hooked(model) is not None or "forward" in vars(model.lm_head):
             return None
-        head, found = model.lm_head, compiled(stack)
-        if isinstance(found, str) or has_global_hooks() or why_hooked(model) is not None or "forward" in vars(head):
-            return None
-        logits, weight = _logits(family, model.config), None
+        head, stack = model.lm_head, model.model
+        found, logits = decoder
+        weight = None
         if type(head) is QuantLinear:
             if part_of(head) is not None or why_not_packed([head.packed]) is not None:
                 return None
@@ -192,6 +193,16 @@ class ModelStep:
             return None
         y = self._step(ids, call.get("attention_mask"), call.get("position_ids"), past.layers)
         return y if y is None or self._head is None else logits_in_torch(self._head(y), self._logits)
+
+
+def compiled_decoder(model: Part, compile_stack: Callable[[Part], CompiledStack | str]) -> tuple[CompiledStack, Logits] | None:
+    """The stack of a causal language model that has nothing else but its head, compiled by a function of the stack, and the function of its
+    logits; None for other models."""
+    family, stack = family_of_model(name_in_transformers(model)), getattr(model, "model", None)
+    if family is None or not is_compiled_stack(stack) or model.config is not stack.config or model.training or has_global_hooks():
+        return None
+    found = compile_stack(stack)
+    return None if isinstance(found, str) else (found, _logits(family, model.config))
 
 
 def _logits(family: Family, config: Config) -> Logits:
