@@ -18,7 +18,6 @@ from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, PrefixCache, Slots
 from halfbyte.errors import ArgumentError
-from halfbyte.language.sampling.batched import BatchSampler
 from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampler, Sampling, most_likely
 from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
 from halfbyte.language.text_stream import TextStream
@@ -27,6 +26,7 @@ from halfbyte.language.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from halfbyte.decoder.lower_cpu import CpuModel
     from halfbyte.decoder.lower_gpu import GpuModel
+    from halfbyte.language.sampling.batched import BatchSampler
 
 DEFAULT_NEW_TOKENS = 128
 MOST_GUESSES = 64
@@ -307,7 +307,7 @@ class Batch:
     def _first_token(self, sampler: Sampler, logits: Tensor) -> int | Choice:
         if self._model.where is None or sampler.is_plain:
             return sampler.choose(logits)
-        chooser = BatchSampler([sampler])
+        chooser = _batch_sampler([sampler])
         return chooser.accept(chooser(logits[None]).tolist())[0]
 
     def _cache_for(self, prompt: list[int]) -> tuple[Cache, int]:
@@ -350,7 +350,7 @@ class Batch:
         if self._model.where is None:
             logits = self._model.decode(waiting, cache, None if slots is None else slots.mask(), positions)
             return most_likely(logits) if are_plain else (sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True))
-        chooser = None if are_plain else BatchSampler(samplers)
+        chooser = None if are_plain else _batch_sampler(samplers)
         goes_on = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
         tokens = cast("GpuModel", self._model).decode_tokens(waiting, cache, positions, choose=chooser, goes_on=goes_on)
         return tokens if chooser is None else chooser.accept(tokens)
@@ -434,6 +434,12 @@ class Batch:
         last = self._active.pop()
         if last is not running:
             self._active[index] = last  # as in the slots
+
+
+def _batch_sampler(samplers: Sequence[Sampler]) -> BatchSampler:
+    from halfbyte.language.sampling.batched import BatchSampler  # which a CPU does not need
+
+    return BatchSampler(samplers)
 
 
 def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[tuple[int, str]]:
