@@ -140,7 +140,12 @@ async def load(url: str, args: argparse.Namespace, clients: int, requests: int) 
             started, first, used = time.perf_counter(), None, 0
             head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-            status = await reader.readuntil(b"\r\n\r\n")
+            try:
+                status = await reader.readuntil(b"\r\n\r\n")
+            except asyncio.IncompleteReadError:  # a server may close a connection after an answer
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+                status = await reader.readuntil(b"\r\n\r\n")
             assert status.split(maxsplit=2)[1] == b"200", status
             while size := int(await reader.readline(), 16):
                 chunk = (await reader.readexactly(size + 2))[:-2]
