@@ -108,7 +108,7 @@ def test_prompts_and_answers_have_limits(model: LanguageModel, server: Server) -
         assert "30 at most" in refusal(limited.complete(max_tokens=31), 400)
         found = limited.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], temperature=0, ignore_eos=True).json()
         assert found["usage"]["completion_tokens"] == 30
-    assert f"{POSITIONS} positions" in refusal(server.post("/v1/completions", prompt=[5] * POSITIONS), 400)
+    assert f"at most {POSITIONS} with its answer" in refusal(server.post("/v1/completions", prompt=[5] * POSITIONS), 400)
 
 
 # Queue and time

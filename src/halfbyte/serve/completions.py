@@ -176,7 +176,7 @@ class TextService:
         if self.positions is not None and len(ids) >= self.positions:  # one is needed for a new token
             raise ApiError(
                 400,
-                f"the prompt has {len(ids)} tokens, the model {self.positions} positions: use a shorter text",
+                f"the prompt has {len(ids)} tokens, and a sequence at most {self.positions} with its answer: use a shorter text",
                 "context_length_exceeded",
             )
         return ids
