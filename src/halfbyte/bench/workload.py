@@ -1,4 +1,4 @@
-"""The operands of a benchmark of linear layers: weights [N, K], identical for every contender, and activations [M, K].
+"""The operands of a benchmark of linear layers: weights [N, K], the same numbers for each library, and activations [M, K].
 
 A contender is halfbyte in one format or a peer, such as torch. `bench/cpu.py` defines a `Workload` for each shape; a contender's `build`
 (`contenders.py`, `torch_peers.py`) turns it into a `Built`; the contender's process (`worker.py`) checks that and times passes over it.
@@ -89,7 +89,7 @@ class Workload:
         return max(2, min(wanted, self.memory_bytes // max(copy_bytes, 1), MAX_COPIES))
 
     def activations(self, m: int) -> Tensor:
-        """Return float32 [M, K], Gaussian, identical for every contender."""
+        """Return float32 [M, K], Gaussian, the same numbers for each library."""
         return torch.randn(m, self.k, generator=torch.Generator().manual_seed(m))
 
 

@@ -13,11 +13,9 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from tiny_decoders import CASES, vary_
+from tiny_decoders import CASES
 
-import halfbyte as hb
 from halfbyte.decoder import gpu_step
-from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache, Slots
 from halfbyte.decoder.families import FAMILIES
 from halfbyte.decoder.lower_gpu import GpuModel
@@ -26,7 +24,6 @@ from halfbyte.decoder.offload.host_experts import HostExperts
 from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError
-from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.ops.transformer.experts import Experts
 
 _WITH_EXPERTS = {family.layer_class for family in FAMILIES.values() if family.moe is not None and family.model_class}
@@ -34,23 +31,6 @@ MIXTURES = [kind for kind in CASES if kind.split(",")[0] in _WITH_EXPERTS]
 # Relative to the largest logit: float32 sums of the experts of a few rows in another order, in two to four layers.
 TOLERANCE = {False: 1e-5, True: 2e-2}
 Models = Callable[[str], DecoderSpec]
-
-
-@pytest.fixture(scope="module")
-def specs(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    instances: dict[str, DecoderSpec] = {}
-
-    def find(kind: str) -> DecoderSpec:
-        if kind not in instances:
-            torch.manual_seed(7)
-            model = CASES[kind]().eval()
-            vary_(model)
-            folder = tmp_path_factory.mktemp("model") / "model"
-            hb.save(hb.quantize_(model, hb.Config("q8_0", compute="float")), folder)
-            instances[kind] = build_spec(*open_checkpoint(folder))
-        return instances[kind]
-
-    return find
 
 
 def both(spec: DecoderSpec, experts: int) -> tuple[GpuModel, GpuModel]:

@@ -10,10 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from tiny_decoders import CASES, vary_
 
-import halfbyte as hb
-from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache, Slots
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.lower_gpu import GpuModel
@@ -21,7 +18,6 @@ from halfbyte.decoder.offload.host_layers import HostLayers
 from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
-from halfbyte.language.checkpoint_tensors import open_checkpoint
 
 # Windows, soft caps, parallel residuals, residual multipliers, sinks, layer norms, longrope, no gates, experts.
 KINDS = [
@@ -31,23 +27,6 @@ KINDS = [
 # Relative to the largest logit: float32 sums in another order, in two to four layers; in 8 bits a key may get the next code.
 TOLERANCE = {False: 1e-5, True: 2e-2}
 Models = Callable[[str], DecoderSpec]
-
-
-@pytest.fixture(scope="module")
-def specs(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    instances: dict[str, DecoderSpec] = {}
-
-    def find(kind: str) -> DecoderSpec:
-        if kind not in instances:
-            torch.manual_seed(7)
-            model = CASES[kind]().eval()
-            vary_(model)
-            folder = tmp_path_factory.mktemp("model") / "model"
-            hb.save(hb.quantize_(model, hb.Config("q8_0", compute="float")), folder)
-            instances[kind] = build_spec(*open_checkpoint(folder))
-        return instances[kind]
-
-    return find
 
 
 def split(spec: DecoderSpec, layers: int) -> GpuModel:
