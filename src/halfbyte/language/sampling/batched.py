@@ -50,11 +50,9 @@ class BatchSampler:
         Returns:
             Ids int64 [B] on the same device; negative where `accept` has to decide.
         """
-        given = logits.unbind()
-        rows = [sampler.scores(row) for sampler, row in zip(self._samplers, given, strict=True)]
         self._logits, self._scores = logits, logits
-        if any(row is not one for row, one in zip(rows, given, strict=True)):
-            self._scores = torch.stack(rows)
+        if any(sampler.changes_logits for sampler in self._samplers):
+            self._scores = torch.stack([sampler.scores(row) for sampler, row in zip(self._samplers, logits, strict=True)])
         self._uniforms = [sampler.uniform() if sampler.draws else 0.0 for sampler in self._samplers]
         return choose_rows(self._scores, [sampler.sampling for sampler in self._samplers], self._uniforms)
 

@@ -165,7 +165,12 @@ class Sampler:
     @property
     def is_plain(self) -> bool:
         """Whether it chooses the most likely token, without penalties and log probabilities."""
-        return not self.draws and not self._penalizes and self.sampling.logprobs is None and not self._processors
+        return not self.draws and not self.changes_logits and self.sampling.logprobs is None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether it has penalties or processors."""
+        return self._penalizes or bool(self._processors)
 
     def choose(self, logits: Tensor) -> int | Choice:
         """Chooses the next token.
