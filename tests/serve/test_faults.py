@@ -219,7 +219,8 @@ def test_nothing_is_left_of_requests(model: LanguageModel) -> None:
 
         ask(30)
         before, after = ask(30), ask(60)
-        assert after[1:] == before[1:], "threads, file descriptors"
+        more = [then - first for first, then in zip(before[1:], after[1:], strict=True)]
+        assert max(more) <= 0, f"threads, file descriptors: {more}"  # those of other tests in this process may end meanwhile
         assert after[0] - before[0] < 60, "less than one object that Python's collector tracks is left of two requests"
         engine = server.serving._engine
         assert engine is not None
