@@ -321,10 +321,10 @@ class Engine:
             self._notify(changes)
 
     def _fail(self, error: Exception) -> None:
-        """End the sequence whose prompt could not be read, or all of them after an error of another step."""
+        """End the sequences whose prompts could not be read, or all of them after an error of another step."""
         _log.error("a step of the model has failed", exc_info=error)
         failed = self._batch.failed
-        ended = [job for generation, job in self._jobs.items() if failed is None or generation is failed]
+        ended = [job for generation, job in self._jobs.items() if not failed or generation in failed]
         for job in ended:
             assert job.generation is not None
             self._batch.cancel(job.generation)
