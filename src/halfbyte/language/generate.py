@@ -164,6 +164,12 @@ class Batch:
         return bool(self._active or self._waiting or self._interrupted)
 
     @property
+    def reads_prompt(self) -> bool:
+        """Whether the next step reads a prompt, or a part of it."""
+        has_slot = self._waiting and len(self._active) < self._capacity
+        return bool(self._interrupted or (has_slot and (self._read < PREFILL_CHUNK or not self._active)))
+
+    @property
     def prefilling(self) -> Generation | None:
         """The sequence whose prompt has been read in part."""
         return None if self._prefill is None else self._prefill.generation
@@ -229,7 +235,7 @@ class Batch:
     def _step(self) -> list[tuple[Generation, str]]:
         while self._interrupted:
             self._resume(self._interrupted[0])
-        if self._waiting and len(self._active) < self._capacity and (self._read < PREFILL_CHUNK or not self._active):
+        if self.reads_prompt:
             together = self._readable_together()
             return self._continue_prefill() if len(together) < 2 else self._prefill_together(together)
         self._read = 0
