@@ -93,7 +93,8 @@ class GpuModel:
         for index, layer in enumerate(spec.layers[self._cpu_layers :], self._cpu_layers):
             if (reason := why_not_layer(layer)) is not None:
                 raise UnsupportedError(f"layer {index} is not computed on a GPU: {reason}")
-        self._host = HostExperts(self._host_experts(), place)
+        memory = None if plan is None or plan.request.memory is None else max(0, plan.request.memory - plan.gpu_bytes)
+        self._host = HostExperts(self._host_experts(), place, memory)
         self._first = HostLayers(spec.layers[: self._cpu_layers], spec.ropes, place)
         self.most_prompts = 1 if self._has_host_parts else _MOST_PROMPTS
         if plan is not None:  # whose caches of few tokens fit into that of one sequence, which is planned for
@@ -116,6 +117,7 @@ class GpuModel:
         mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
         self._compiles = place.type == "cuda" and not mixed and not self._first and why_no_triton() is None and not env.tune()
         self.notes = tuple(torch_ops(spec, dtype, gpu(place.index or 0))) if place.type == "cuda" else ()
+        self.notes += (self._host.note,) if self._host.note else ()
 
     @property
     def _on_gpu(self) -> list[tuple[int, LayerSpec]]:
@@ -461,9 +463,9 @@ class GpuModel:
         lies behind the sequence in the cache.
         """
         longest, before = max(map(len, prompts)), cache.length
-        tokens = longest
-        rows = _rows_of_prompt(tokens)
-        if not self._has_host_parts and (cache.most is None or before + rows <= cache.most):
+        tokens, rows = longest, _rows_of_prompt(longest)
+        on_gpu = not self._first and (not self._host or self._host.streams(rows))
+        if on_gpu and (cache.most is None or before + rows <= cache.most):
             tokens = rows
         cache.reserve(tokens)
         self._compute_positions(before + tokens)
@@ -477,6 +479,7 @@ class GpuModel:
         given = torch.tensor(padded, dtype=torch.int64, device="cpu").to(self.device)
         x = self._embedded(given.flatten()).unflatten(0, given.shape)
         of_layers = self._per_layer_inputs(given, x)
+        self._host.begin(tokens)
         if self._first:
             self._first.step = HostStep(cache, range(before, before + tokens), total)
             x = self._first(x, at_once)

@@ -319,8 +319,8 @@ def sizes_of(spec: DecoderSpec, request: Request, dtype: torch.dtype) -> Sizes:
     for part in (spec.embedding, spec.norm, spec.lm_head, spec.lm_head_bias, spec.per_layer_inputs):
         for one in parts_of(part):
             if isinstance(one, Packed | Tensor):
-                seen[id(one)] = _bytes(one, dtype)
-    head = sum(_bytes(one, dtype) for one in parts_of(spec.lm_head) if isinstance(one, Packed | Tensor))
+                seen[id(one)] = bytes_on_gpu(one, dtype)
+    head = sum(bytes_on_gpu(one, dtype) for one in parts_of(spec.lm_head) if isinstance(one, Packed | Tensor))
     return Sizes(layers, sum(seen.values()), _workspace(spec, tokens, dtype) + max(caches, default=0), head, why_whole(spec))
 
 
@@ -334,15 +334,15 @@ def why_whole(spec: DecoderSpec) -> str | None:
 
 
 def _layer_size(layer: LayerSpec, cache: int, dtype: torch.dtype) -> LayerSize:
-    whole = sum(_bytes(one, dtype) for one in parts_of(layer) if isinstance(one, Packed | Tensor))
+    whole = sum(bytes_on_gpu(one, dtype) for one in parts_of(layer) if isinstance(one, Packed | Tensor))
     if not isinstance(layer.mlp, Experts):
         return LayerSize(whole, cache=cache)
     stacks = parts_of((layer.mlp.gate_up, layer.mlp.down_proj))
-    experts = sum(_bytes(one, dtype) for one in stacks if isinstance(one, Packed | Tensor))
+    experts = sum(bytes_on_gpu(one, dtype) for one in stacks if isinstance(one, Packed | Tensor))
     return LayerSize(whole - experts, experts, cache, layer.mlp.top_k / len(layer.mlp.router))
 
 
-def _bytes(part: Packed | Tensor, dtype: torch.dtype) -> int:
+def bytes_on_gpu(part: Packed | Tensor, dtype: torch.dtype) -> int:
     """Bytes of a weight on a GPU, at most."""
     if isinstance(part, Tensor):
         return part.numel() * max(dtype.itemsize, part.element_size())
