@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 128
 MOST_GUESSES = 64
-PREFILL_CHUNK = 512  # tokens of prompts that are read before others are decoded
+PREFILL_CHUNK = 512  # tokens of prompts that are read at a time
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -166,8 +166,9 @@ class Batch:
     @property
     def reads_prompt(self) -> bool:
         """Whether the next step reads a prompt, or a part of it."""
+        most = PREFILL_CHUNK * self._model.prefill_chunks
         has_slot = self._waiting and len(self._active) < self._capacity
-        return bool(self._interrupted or (has_slot and (self._read < PREFILL_CHUNK or not self._active)))
+        return bool(self._interrupted or (has_slot and (self._read < most or not self._active)))
 
     @property
     def prefilling(self) -> Generation | None:
@@ -444,7 +445,10 @@ class Batch:
                 self._interrupted.append(running)
             return []
         runs = list(self._active)
-        return [(run.generation, self._accept(run, chosen)) for run, chosen in zip(runs, self._chosen(runs, slots), strict=True)]
+        # From the last slot on: the last one that is taken moves to one that becomes free.
+        chosen = list(self._chosen(runs, slots))
+        accepted = [(run.generation, self._accept(run, token)) for run, token in zip(runs[::-1], chosen[::-1], strict=True)]
+        return accepted[::-1]
 
     def _accept(self, running: _Running, chosen: int | Choice) -> str:
         """Append a token to the answer; the new text."""
