@@ -7,6 +7,7 @@ that one's layers. What a config does not say is the default of its class in tra
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,6 +149,7 @@ FAMILIES = {
         size_20b={"num_hidden_layers": 24},
     ),
 }
+_MOST_LAYERS = 4  # whose weights differ, in a file of more than twice as many
 SIZES = sorted({size for family in FAMILIES.values() for size in family.sizes})
 
 
@@ -318,10 +320,42 @@ def make_tokenizer(size: int) -> Any:
 
 
 def make_file(config: Any, file: Path, folder: Path, device: str = "cpu", format: str = "q4_0") -> None:
-    """The model as a GGUF file, for llama.cpp too; `folder`: where it is before that."""
+    """The model as a GGUF file, for llama.cpp too; `folder`: where it is before that. One of many layers repeats the first ones."""
     from halfbyte.checkpoint import save
     from halfbyte.checkpoint.export_checkpoint import export
 
+    layers = config.num_hidden_layers
+    few = min(layers, _MOST_LAYERS) if layers > 2 * _MOST_LAYERS else layers
+    config.num_hidden_layers = few
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = config.layer_types[:few]
     save(make_model(config, device, format), folder)
     make_tokenizer(config.vocab_size).save_pretrained(folder)
-    export(folder, file, "gguf")
+    config.num_hidden_layers = layers
+    if few == layers:
+        export(folder, file, "gguf")
+        return
+    export(folder, part := file.with_stem(f"{file.stem}-part"), "gguf")
+    _repeat_layers(part, file, few, layers)
+    part.unlink()
+
+
+def _repeat_layers(source: Path, target: Path, few: int, layers: int) -> None:
+    """Write a GGUF file with the tensors of layer i % few of another one as those of layer i."""
+    import numpy as np
+    import torch
+
+    from halfbyte.io.gguf import Writer, read_header
+
+    header, copies = read_header(source), {}
+    for name in header.entries:
+        found = re.fullmatch(r"blk\.(\d+)\.(.*)", name)
+        places = [name] if found is None else [f"blk.{i}.{found[2]}" for i in range(int(found[1]), layers, few)]
+        copies |= dict.fromkeys(places, header.entries[name])
+    count = f"{header.metadata['general.architecture']}.block_count"
+    writer = Writer(target, {**header.metadata, count: layers}, {name: (one.kind, one.shape) for name, one in copies.items()})
+    for name, one in copies.items():
+        where = one.place
+        raw = np.fromfile(source, np.uint8, where.spec.nbytes, offset=where.offset)
+        writer.write(name, torch.from_numpy(raw).view(where.spec.dtype).view(where.spec.shape))
+    writer.finish()
