@@ -232,7 +232,7 @@ class LlamaCpp:
 class LlamaBench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.facts = args, {"weight_bytes": gguf(args).stat().st_size}
-        output_of([args.llama_bench, "--version"])
+        output_of([args.llama_bench, "--help"])
 
     def round(self) -> dict[str, float]:
         args = self.args
