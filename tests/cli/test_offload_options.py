@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,17 @@ def test_explain(run: Run, folder: Path) -> None:
     text = run(*asked, "--cpu-experts", 1).out
     assert "on the GPU: " in text
     assert "on the CPU: the routed experts of layer 0," in text
-    assert "ms, estimated from bytes over bandwidths" in text
+    assert "CPU memory " in text
+    assert "GPU memory 4.5 TB/s and link 25.0 GB/s assumed, as the GPU is not here\n" in text
+    assert "expected from bytes and operations over these: a token: " in text
+    assert re.search(r"; a prompt of 512 tokens: .* with experts computed on the CPU, .* with experts streamed to the GPU, which is ", text)
     assert text.count(" on the CPU  ") == 3
     found = run(*asked, "--gpu-memory", "1 GB", "--json").json
     assert found["plan"]["experts_on_cpu"] == 0
     assert found["plan"]["token_seconds"] > 0
+    assert found["plan"]["streamed_seconds"] is None
+    assert set(found["plan"]["gpu"]) == {"weights", "cache", "workspace", "prefix"}
+    assert not found["plan"]["rates"]["measured"]
     devices = {op["device"] for group in run(*asked, "--cpu-experts", 2, "--json").json["groups"] for op in group["ops"]}
     assert devices == {"cpu", "cuda"}
     assert "plan" not in run(*asked, "--json").json

@@ -18,7 +18,7 @@ from halfbyte.decoder.offload.placement import Placement
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.errors import ArgumentError
 from halfbyte.language import model as opening
-from halfbyte.language.model import LanguageModel, open_spec
+from halfbyte.language.model import LanguageModel
 from halfbyte.memory import size_text
 
 TEXTS = ["the quick brown fox", "an old oak", "red hen sleeps"]
@@ -157,7 +157,7 @@ def test_out_of_memory_while_it_is_opened(folder: Path, gpu: None, monkeypatch: 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate …")
 
     monkeypatch.setattr(LayerSpec, "check", full)
-    monkeypatch.setattr(opening, "free_memory", lambda device: 10**9)
-    for request, remedy in ((opening.Request(10**9), "give it less memory"), (None, "give memory='auto', which leaves a part of it")):
-        with pytest.raises(ArgumentError, match=rf"does not fit into the 1\.0 GB that were free on cpu: {remedy}"):
-            open_spec(folder, device="cpu", request=request)
+    monkeypatch.setattr("halfbyte.language.device.free_memory", lambda device: 10**9)
+    for memory, remedy in (("1 GB", "give it less memory"), (None, "give memory='auto', which leaves a part of it")):
+        with pytest.raises(ArgumentError, match=rf"does not fit into the 1\.0 GB that is free on cpu: {remedy}"):
+            LanguageModel.open(folder, memory=memory)

@@ -47,22 +47,23 @@ def _buffers(dim: int, int8: bool, where: OnGpu | None) -> list[tuple[int, torch
     return [(dim, torch.int8)] * 2 + [(scales_of(dim), torch.bfloat16)] * 2 if int8 else [(dim, where.dtype)] * 2
 
 
-def most_bytes(spec: LayerSpec, tokens: int, chunk: int, sequences: int, *, int8: bool, where: OnGpu) -> int:
+def most_bytes(spec: LayerSpec, *, tokens: int, chunk: int, sequences: int, several: bool = False, int8: bool, where: OnGpu) -> int:
     """Return the bytes that a layer's caches have on a GPU, at most.
 
     Args:
         spec: The layer.
         tokens: Of a sequence, at most.
         chunk: Tokens that are read at a time, at most.
-        sequences: That are decoded at the same time: of several, each is read in a cache of its own before it takes a slot.
+        sequences: That are decoded at the same time.
+        several: Whether they have slots, or are copied for others: then one may be read in a cache of its own while another one has one.
         int8, where: As for `LayerCache`.
     """
     window, heads = spec.sliding_window, spec.attention.heads
-    size = tokens if sequences == 1 else tokens + max(tokens // 4, _STEP_ON_GPU)
+    size = tokens if not several else tokens + max(tokens // 4, _STEP_ON_GPU)
     if window is not None:
         size = min(size, window + min(chunk, tokens) + window // 4 + _STEP)
     token = sum(width * dtype.itemsize for width, dtype in _buffers(heads.head_dim, int8, where)) * heads.num_kv_heads
-    return token * round_up(size, _STEP if window is not None else _STEP_ON_GPU) * (sequences if sequences == 1 else sequences + 1)
+    return token * round_up(size, _STEP if window is not None else _STEP_ON_GPU) * (sequences + 2 if several else sequences)
 
 
 class LayerCache:

@@ -275,6 +275,11 @@ class GpuModel:
         running = self._running
         return running is not None and running[1:3] == (cache.stamp, cache.length) and running[0].is_captured
 
+    def free_steps(self) -> None:
+        """Free what decode steps hold whose caches are gone."""
+        self._ahead = self._running = None
+        self._close_steps()
+
     def close_steps_of(self, cache: Cache) -> None:
         """Free what decode steps of a cache hold."""
         self._running = None

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, PrefixCache, Slots
 from halfbyte.errors import ArgumentError
+from halfbyte.language.device import is_out_of_memory, no_memory_to_run, returned_memory
+from halfbyte.language.report import Times
 from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampler, Sampling, most_likely
 from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
 from halfbyte.language.text_stream import TextStream
@@ -121,6 +123,7 @@ class Batch:
         speculate: int = 0,
         draft: CpuModel | GpuModel | None = None,
         prefix_bytes: int = 0,
+        times: Times | None = None,
     ) -> None:
         """Make an empty batch.
 
@@ -133,6 +136,7 @@ class Batch:
             draft: A smaller model with the same vocabulary that guesses; None: guesses are looked up in the text so far.
             prefix_bytes: Bytes of KV caches of earlier sequences that stay for prompts with the same beginning; 0: of the last sequence
                 that ran alone.
+            times: Are added to.
 
         Raises:
             ArgumentError: The model decodes fewer sequences at a time.
@@ -154,6 +158,7 @@ class Batch:
         self.failed: Generation | None = None
         self._read = 0  # tokens of prompts since the last decode step
         self._prefixes = PrefixCache(prefix_bytes)
+        self._times = Times() if times is None else times
         self.accepted = self.guessed = 0
 
     @property
@@ -218,22 +223,38 @@ class Batch:
         """
         try:
             return self._step()
-        except BaseException:
+        except BaseException as e:
             self.failed = self.prefilling
             self._forget_caches()
-            raise
+            if self._model.where is None or not is_out_of_memory(e):
+                raise
+        # Not in the handler, as the error's traceback holds memory.
+        model = cast("GpuModel", self._model)
+        model.free_steps()
+        count = len(self._interrupted) + (self.failed is not None)
+        raise no_memory_to_run(model.device, f"{count} sequence{'s' * (count > 1)}", returned_memory(model.device))
+
+    def free(self) -> None:
+        """Free the KV caches of earlier sequences."""
+        self._prefixes.clear()
 
     def _step(self) -> list[tuple[Generation, str]]:
         while self._interrupted:
             self._resume(self._interrupted[0])
+        start = time.perf_counter()
         if self._waiting and len(self._active) < self._capacity and (self._read < PREFILL_CHUNK or not self._active):
-            return self._continue_prefill()
+            before, found = self._read, self._continue_prefill()
+            self._times.add_prompt(self._read - before, start)
+            return found
         self._read = 0
         if not self._active:
             return []
         if len(self._active) == 1 and self._active[0].cache is not None:
-            return [self._decode_alone(self._active[0])]
-        return self._decode_slots()
+            found = [self._decode_alone(self._active[0])]
+        else:
+            found = self._decode_slots()
+        self._times.add_step(start)
+        return found
 
     def _forget_caches(self) -> None:
         """Forget keys and values, which an exception may have left half written: the sequences that run are read again."""
