@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.shared.device import add_device, add_offload, asked_dtype, offloads, placed, settle_device, waking
+from halfbyte.cli.shared.device import OFFLOAD, add_device, add_offload, asked_dtype, offloads, placed, settle_device, waking
 from halfbyte.cli.shared.output import Commands, add_command, path_argument, print_json, settling
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
 from halfbyte.io.files import is_file, is_there
@@ -94,8 +94,7 @@ def _check_native(args: argparse.Namespace) -> None:
         raise UnsupportedError(f"{args.model} runs with transformers, without speculative decoding: leave out --speculate and --draft")
     if offloads(args):
         how = "in several processes" if rank_and_count()[1] > 1 else "with transformers"
-        options = "--gpu-memory, --cpu-experts, --gpu-layers and --gpu-context"
-        raise UnsupportedError(f"{args.model} runs {how}, where a GPU and the CPU do not share a model: leave out {options}")
+        raise UnsupportedError(f"{args.model} runs {how}, where a GPU and the CPU do not share a model: leave out {OFFLOAD}")
 
 
 @settling()

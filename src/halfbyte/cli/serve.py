@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from halfbyte import env
 from halfbyte.cli.generate import writes_text
-from halfbyte.cli.shared.device import add_device, add_offload, asked_dtype, placed, settle_device, waking
+from halfbyte.cli.shared.device import add_device, add_offload, asked_dtype, placed, refuse_offload, settle_device, waking
 from halfbyte.cli.shared.output import Commands, add_command, path_argument, print_json, settling
 from halfbyte.errors import ArgumentError, UnsupportedError
 
@@ -85,12 +85,14 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     texts, encoders = _kinds(args.model)
+    if not texts:
+        refuse_offload(args, str(encoders[0]))
     from halfbyte.serve import server
 
     sock = server.listen(args.host, args.port)
     try:
         settle_device(args)
-        language = _open_language(args, texts[0]) if texts else None
+        language = _open_language(args, texts[0], settings.prefix_bytes) if texts else None
         sentences = _open_encoder(args, encoders[0]) if encoders else None
         serving = server.Serving(settings, language, sentences)
         if not settings.keys and not _is_loopback(sock.getsockname()[0]):
@@ -153,7 +155,7 @@ def _kinds(paths: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 @settling()
-def _open_language(args: argparse.Namespace, path: Path) -> Language:
+def _open_language(args: argparse.Namespace, path: Path, prefix_bytes: int) -> Language:
     from halfbyte.language.model import LanguageModel
     from halfbyte.language.sampling.defaults import sampling_defaults
     from halfbyte.serve.server import Language
@@ -163,7 +165,7 @@ def _open_language(args: argparse.Namespace, path: Path) -> Language:
         from halfbyte.nn.config import Config
 
         config = Config(args.format)
-    how = {"cache": args.cache, "sparse": args.sparse, "dtype": asked_dtype(args), **placed(args, args.parallel)}
+    how = {"cache": args.cache, "sparse": args.sparse, "dtype": asked_dtype(args), **placed(args, args.parallel, prefix_bytes=prefix_bytes)}
     try:
         with waking(args.device):
             model = LanguageModel.open(path, format=config, speculate=args.speculate, draft=args.draft, **how)
