@@ -74,12 +74,8 @@ def placed(args: argparse.Namespace, sequences: int = 1, context: int | None = N
     counts: dict[str, object] = {"gpu_layers": args.gpu_layers}
     counts |= {"experts": "cpu"} if args.cpu_experts == -1 else {"cpu_experts": args.cpu_experts}
     device = {"gpu": args.device} | {name: value for name, value in counts.items() if value is not None}
-    counts_of_cache = {
-        "context": context if args.gpu_context is None else args.gpu_context,
-        "sequences": sequences,
-        "prefix_bytes": prefix_bytes,
-    }
-    return {"device": device, "memory": args.gpu_memory, **counts_of_cache}
+    tokens = context if args.gpu_context is None else args.gpu_context
+    return {"device": device, "memory": args.gpu_memory, "context": tokens, "sequences": sequences, "prefix_bytes": prefix_bytes}
 
 
 def asked_dtype(args: argparse.Namespace) -> torch.dtype | None:
