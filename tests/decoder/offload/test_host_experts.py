@@ -65,14 +65,15 @@ def test_all_families_with_experts_are_tested() -> None:
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_logits_are_those_of_one_device(kind: str, specs: Models) -> None:
-    """Of a prompt, whose rows are too many for one native call of the experts, bit by bit; one token up to the order of sums."""
+    """Of a prompt, whose rows are too many for one native call of the experts, and of tokens after it; up to the order of sums, as products
+    of one device have more rows: some behind the prompt."""
     spec = specs(kind)
     for experts in range(1, len(spec.layers) + 1):
         one, split = both(spec, experts)
         ids = ids_of(70)
         caches = [Cache(model.spec, where=model.where) for model in (one, split)]
         expected, found = (model.prefill(ids, cache, every=True) for model, cache in zip((one, split), caches, strict=True))
-        assert torch.equal(found, expected)
+        assert_close(found, expected, TOLERANCE[False])
         for token in ids[:3]:
             assert_close(split.decode([token], caches[1]), one.decode([token], caches[0]), TOLERANCE[False])
         assert split.decode_tokens([5], caches[1], goes_on=True) == one.decode_tokens([5], caches[0])
@@ -106,10 +107,11 @@ def test_hidden_states_cross_through_buffers(specs: Models, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("kind", ["GptOssDecoderLayer", "Qwen3MoeDecoderLayer", "Glm4MoeDecoderLayer"])
+@pytest.mark.parametrize("kind", MIXTURES)
 def test_batches_of_sequences_that_come_and_go(kind: str, int8: bool, specs: Models) -> None:
     """Also beyond sliding windows, whose buffers move. In 8 bits sums in another order can move a key to the next code."""
-    models = both(specs(kind), 1)
+    spec = specs(kind)
+    models = both(spec, len(spec.layers) - 1)
     slots = [Slots(model.spec, 4, int8=int8, where=model.where) for model in models]
     chance = torch.Generator().manual_seed(3)
     for step in range(24):

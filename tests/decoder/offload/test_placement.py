@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tiny_decoders import CASES, vary_
 import halfbyte as hb
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache, OnGpu, Slots
-from halfbyte.decoder.offload.placement import LayerSize, Placement, Plan, Request, Sizes, bytes_of, plan_for, request_of, sizes_of
+from halfbyte.decoder.offload.placement import LayerSize, Placement, Plan, Request, Sizes, bytes_of, plan_for, plan_of, request_of, sizes_of
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError
 from halfbyte.language.checkpoint_tensors import open_checkpoint
@@ -202,4 +203,20 @@ def test_sizes_of_a_mixture(tmp_path: Path) -> None:
     assert any(layer.experts for layer in sizes.layers)
     tied = sizes_of(spec_of("LlamaDecoderLayer", tmp_path / "llama"), Request(None, 64), torch.bfloat16)
     assert 0 < tied.head <= tied.outside
-    assert sizes_of(spec_of("Gemma4TextDecoderLayer, shared keys", tmp_path / "gemma"), Request(None, 64), torch.bfloat16).why_whole
+
+
+@pytest.mark.parametrize("reason", ["its layers have per-layer inputs", "its layers reuse keys and values of others"])
+def test_layers_that_stay_together(reason: str, tmp_path: Path) -> None:
+    """Layers that share keys and values or have per-layer inputs are not split; all of them fit, or the message says how much they need."""
+    spec = spec_of("Gemma4TextDecoderLayer, shared keys", tmp_path)
+    if "reuse" in reason:
+        spec = replace(spec, per_layer_inputs=None)
+    sizes = sizes_of(spec, Request(None, 64), torch.bfloat16)
+    assert sizes.why_whole == reason
+    whole = sizes.on_gpu(Placement())
+    assert plan_of(spec, Request(whole, 64), torch.bfloat16).placement == Placement()
+    with pytest.raises(ArgumentError, match=r"the model needs at least .* of GPU memory for 64 tokens"):
+        plan_of(spec, Request(whole - 1, 64), torch.bfloat16)
+    count = len(spec.layers)
+    with pytest.raises(ArgumentError, match=f"1 of {count} layers cannot be on the CPU, as {reason}: leave gpu_layers out"):
+        plan_of(spec, Request(None, 64, gpu_layers=count - 1), torch.bfloat16)
