@@ -113,4 +113,4 @@ def explain_decoder(
     lowered = tuple(kernels_gpu.decode_kernels(program, here, rows, dtype))
     if plan is None:
         return DecoderExplanation(here.name, rows, dtype, program, lowered)
-    return DecoderExplanation(f"{here.name} and the CPU", rows, dtype, program, lowered, plan, expected(plan, rates_of(device)))
+    return DecoderExplanation(f"{here.name} and the CPU", rows, dtype, program, lowered, plan, expected(plan, rates_of(device), rows))

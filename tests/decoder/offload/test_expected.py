@@ -75,11 +75,14 @@ def test_by_hand() -> None:
     assert isclose(prompt_seconds(plan, 1000, MACHINE), 1e-4 + 2 * (1e-3 + 1000 * 8e8 / 4e12 + 30e-6), rel_tol=1e-9)
     multiplied = 1e-3 + max(1e-2 * (1 - 0.98**1000), 1000 * 8e8 / 4e14)
     assert isclose(prompt_seconds(plan, 1000, MACHINE, streamed=True), 1e-4 + (multiplied + 0.2) + 0.2, rel_tol=1e-9)
-    found = expected(plan, MACHINE, 1000)
+    found = expected(plan, MACHINE, prompt_tokens=1000)
     assert found.streams_from is not None
     assert 900 < found.streams_from < 1100
     assert f"which is faster from {found.streams_from} tokens on" in str(found)
     assert found.to_json()["token_seconds"] == gpu + cpu + crossings
+    several = expected(plan, MACHINE, 8)
+    assert isclose(several.cpu_seconds, 2 * 1e10 * (1 - 0.98**8) / 1e11)
+    assert "a token of each of 8 sequences: " in str(several)
     slow = MACHINE._replace(link_bandwidth=1e8)
     assert expected(plan, slow).streams_from is None
     assert "which is never faster" in str(expected(plan, slow))

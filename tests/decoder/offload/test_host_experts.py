@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -195,6 +196,32 @@ def test_interrupted_in_a_crossing(specs: Models, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(HostExperts, "_compute", compute)
     assert torch.equal(split.decode([5], cache), expected)
     assert (threading.active_count(), len(split._host._buffers)) == (threads, buffers)
+
+
+def test_interrupted_between_pieces(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a captured step is replayed: the same step again gives what it would have given, and so do those after it."""
+    monkeypatch.setattr(Pieces, "instances", [], raising=False)
+    monkeypatch.setattr(gpu_step, "CapturedGraph", Pieces)
+    monkeypatch.setattr(gpu_step, "can_capture", lambda device: True)
+    one, split = both(specs("GptOssDecoderLayer"), 3)
+    cache, other = read(split, ids_of(9)), read(one, ids_of(9))
+    compute, tokens = HostExperts._compute, [5]
+    for step in range(6):
+        expected = one.decode_tokens(tokens, other)
+        if step > 1:
+            calls = itertools.count()
+
+            def interrupted(*args: Any, calls: Iterator[int] = calls, layer: int = step % 3) -> None:
+                compute(*args)
+                if next(calls) == layer:
+                    raise KeyboardInterrupt
+
+            monkeypatch.setattr(HostExperts, "_compute", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                split.decode_tokens(tokens, cache, goes_on=True)
+            monkeypatch.setattr(HostExperts, "_compute", compute)
+        assert split.decode_tokens(tokens, cache, goes_on=True) == expected
+        tokens = expected
 
 
 def test_experts_elsewhere_than_placed(specs: Models) -> None:

@@ -23,7 +23,8 @@ class Expected(NamedTuple):
 
     Attributes:
         rates: Of the machine.
-        gpu_seconds, cpu_seconds, crossing_seconds: Of a token, which takes their sum.
+        sequences: That are decoded at the same time.
+        gpu_seconds, cpu_seconds, crossing_seconds: Of a token of each sequence, which takes their sum.
         prompt_tokens: Tokens of a prompt that is read at once.
         prompt_seconds: Of this prompt with everything computed where its weights are.
         streamed_seconds: Of this prompt where experts on the CPU cross to the GPU; None: there are none, or no memory for their buffers.
@@ -31,6 +32,7 @@ class Expected(NamedTuple):
     """
 
     rates: Rates
+    sequences: int
     gpu_seconds: float
     cpu_seconds: float
     crossing_seconds: float
@@ -41,7 +43,7 @@ class Expected(NamedTuple):
 
     @property
     def token_seconds(self) -> float:
-        """Seconds of a token."""
+        """Seconds of a token of each sequence."""
         return self.gpu_seconds + self.cpu_seconds + self.crossing_seconds
 
     def to_json(self) -> dict[str, object]:
@@ -55,27 +57,31 @@ class Expected(NamedTuple):
         if self.streamed_seconds is not None:
             begins = "which is never faster" if self.streams_from is None else f"which is faster from {self.streams_from} tokens on"
             prompt += f" with experts computed on the CPU, {time_text(self.streamed_seconds)} with experts streamed to the GPU, {begins}"
-        times = f"a token: {time_text(self.token_seconds)}{parts}; {prompt}"
+        token = "a token" if self.sequences == 1 else f"a token of each of {self.sequences} sequences"
+        times = f"{token}: {time_text(self.token_seconds)}{parts}; {prompt}"
         return f"{self.rates}\nexpected from bytes and operations over these: {times}"
 
 
-def expected(plan: Plan, rates: Rates, prompt_tokens: int = PROMPT) -> Expected:
+def expected(plan: Plan, rates: Rates, sequences: int = 1, prompt_tokens: int = PROMPT) -> Expected:
     """Estimate the times of a plan on a machine."""
-    gpu, cpu, crossing = token_seconds(plan, rates)
+    gpu, cpu, crossing = token_seconds(plan, rates, sequences)
     streamed = prompt_seconds(plan, prompt_tokens, rates, streamed=True) if plan.streams else None
     in_place = prompt_seconds(plan, prompt_tokens, rates)
-    return Expected(rates, gpu, cpu, crossing, prompt_tokens, in_place, streamed, streams_from(plan, rates))
+    return Expected(rates, sequences, gpu, cpu, crossing, prompt_tokens, in_place, streamed, streams_from(plan, rates))
 
 
-def token_seconds(plan: Plan, rates: Rates) -> tuple[float, float, float]:
-    """Estimate the seconds of one new token of a sequence: of the GPU, of the CPU, and of hidden states that cross."""
+def token_seconds(plan: Plan, rates: Rates, sequences: int = 1) -> tuple[float, float, float]:
+    """Estimate the seconds of one new token of each sequence: of the GPU, of the CPU, and of hidden states that cross."""
     gpu, cpu, crossings = plan.sizes.head / rates.gpu_bandwidth, 0.0, int(plan.placement.layers > 0)
     for index, layer in enumerate(plan.sizes.layers):
         rest, experts = plan.placement.on_cpu(index), bool(layer.experts) and plan.placement.on_cpu(index, experts=True)
         crossings += experts and not rest
-        on_cpu = rest * _rest_seconds(layer, 1, rates, cpu=True) + experts * _experts_seconds(layer, 1, rates, cpu=True)
-        on_gpu = (not rest) * _rest_seconds(layer, 1, rates) + (not experts) * _experts_seconds(layer, 1, rates)
-        gpu, cpu = gpu + on_gpu, cpu + on_cpu
+        times = (
+            (rest, _rest_seconds(layer, sequences, rates, cpu=rest)),
+            (experts, _experts_seconds(layer, sequences, rates, cpu=experts)),
+        )
+        gpu += sum(seconds for on_cpu, seconds in times if not on_cpu)
+        cpu += sum(seconds for on_cpu, seconds in times if on_cpu)
     return gpu, cpu, crossings * _CROSSING
 
 
