@@ -138,7 +138,7 @@ def test_what_is_refused(models: dict[str, CpuModel]) -> None:
             cache.cut(length)
     slots = Slots(model.spec, 1)
     slots.join(cache)
-    with pytest.raises(ArgumentError, match="slots are taken"):
+    with pytest.raises(ArgumentError, match="0 of 1 slots are free, got 1 sequences: wait until others have left"):
         slots.join(cache)
     for ids in ([99], [-1]):
         with pytest.raises(ArgumentError, match="lie in 0 … 98"):

@@ -27,6 +27,7 @@ from halfbyte.decoder.kernels_gpu import torch_ops
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.language import generate
 from halfbyte.language.checkpoint_tensors import PackedTensors, dtype_on_gpu, open_checkpoint
 from halfbyte.language.generate import Batch, run
 from halfbyte.language.model import LanguageModel
@@ -224,6 +225,26 @@ def test_prompts_are_read_in_few_numbers_of_rows(int8: bool, models: Any, monkey
             ids = ids[length:]
         assert caches[0].length == caches[1].length == sum(lengths)
     assert read == {1, 2, 4, 8, 16, 32, 64}
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("kind", [*SLOTS, "GptOssDecoderLayer", "Qwen2MoeDecoderLayer"])
+def test_prompts_that_are_read_together(kind: str, int8: bool, models: Any) -> None:
+    """Prompts of different lengths beside one that runs: their logits, and those of tokens after them in slots."""
+    cpu, gpu = models(kind)
+    texts = [ids_of(count, seed) for seed, count in enumerate((11, 5, 1, 30, 9))]
+    slots = Slots(gpu.spec, 6, int8=int8, where=gpu.where)
+    slots.join(_read(gpu, texts[0], int8=int8))
+    cache = Cache(gpu.spec, 4, int8=int8, most=32, where=gpu.where)
+    for found, text in zip(gpu.prefill_together(texts[1:], cache), texts[1:], strict=True):
+        assert_close(found, cpu.prefill(text, Cache(cpu.spec, int8=int8)), TOLERANCE[int8])
+    slots.join_all(cache, [len(text) for text in texts[1:]])
+    for step in range(12):
+        for index, text in enumerate(texts):
+            text.append(3 + (5 * index + step) % 80)
+        logits = gpu.decode([text[-1] for text in texts], slots, None, slots.positions())
+        for text, found in zip(texts, logits, strict=True):
+            assert_close(found, cpu.decode(text[-1:], _read(cpu, text[:-1], int8=int8))[0], TOLERANCE[int8])
 
 
 @pytest.mark.parametrize("kind", ["Gemma3DecoderLayer", "LlamaDecoderLayer"])
@@ -426,6 +447,46 @@ def test_batches_say_the_same(int8: bool, speculate: int, both: Any, graphs: lis
     assert sum(graphs) > 20
 
 
+@pytest.mark.parametrize("prefix_bytes", [0, 1 << 20])
+def test_a_batch_reads_short_prompts_together(prefix_bytes: int, both: Any, graphs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu, tokenizer = both
+    sampling, read, together = Sampling(max_new_tokens=6, ignore_eos=True), [], gpu.prefill_together
+
+    def counted(prompts: list[list[int]], cache: Cache) -> Tensor:
+        read.append([len(prompt) for prompt in prompts])
+        if len(read) == 2:
+            raise RuntimeError("out of memory")
+        return together(prompts, cache)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(gpu, "prefill_together", counted)
+    prompts = [ids_of(count, count) for count in (5, 7, 100, 6, 9, 3, 4)]
+    monkeypatch.setattr(generate, "PREFILL_CHUNK", 128)
+    found = []
+    for model in (cpu, gpu):
+        batch = Batch(model, tokenizer, slots=6, prefix_bytes=prefix_bytes)
+        started = [batch.submit(prompt, sampling) for prompt in prompts]
+        if model is gpu:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                list(iter(batch.step, None))
+            assert batch.failed == started[3:5]
+        for _ in run(batch, started):
+            pass
+        found.append([one.ids for one in started])
+    assert found[0] == found[1]
+    assert read[:2] == [[5, 7], [6, 9]], "the prompt of 100 tokens is read alone: with others, each would have as many rows"
+    batch = Batch(gpu, tokenizer, slots=6, prefix_bytes=prefix_bytes)
+    read.clear()
+    first = batch.submit(prompts[0], sampling)
+    while batch.running:
+        batch.step()
+    again = [batch.submit([*prompts[0], 5], sampling) for _ in range(2)]
+    while batch.running:
+        batch.step()
+    assert first.cached_tokens == 0
+    assert again[0].cached_tokens == 5, "a prefix that is cached is not read again"
+    assert not read
+
+
 def test_damaged_weights_are_told(tmp_path: Path, graphs: list[int]) -> None:
     _, gpu = make("LlamaDecoderLayer", tmp_path / "model")
     cache = _read(gpu, ids_of(5))
@@ -519,6 +580,14 @@ def test_mistakes(models: Any) -> None:
             gpu.prefill(wrong, cache)
     with _raises("at least one token"):
         gpu.prefill([], cache)
+    with _raises("got 1 prompts and a cache of 1 sequences with 2 tokens"):
+        gpu.prefill_together([[3]], cache)
+    with _raises("got 2 prompts"):
+        gpu.prefill_together([[3], []], Cache(gpu.spec, 2, where=gpu.where))
+    with _raises("0 of 1 slots are free, got 2 sequences"):
+        slots = Slots(gpu.spec, 1, where=gpu.where)
+        slots.join(cache)
+        slots.join_all(cache, [1, 1])
     assert cache.length == 2
 
 

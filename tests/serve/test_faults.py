@@ -218,10 +218,11 @@ def test_nothing_is_left_of_requests(model: LanguageModel) -> None:
             return len(gc.get_objects()), len(threads), len(list(folder.iterdir())) if folder.exists() else 0
 
         ask(30)
-        before, after = ask(30), ask(60)
-        more = [then - first for first, then in zip(before[1:], after[1:], strict=True)]
-        assert max(more) <= 0, f"threads, file descriptors: {more}"  # those of other tests in this process may end meanwhile
-        assert after[0] - before[0] < 60, "less than one object that Python's collector tracks is left of two requests"
+        counts = [ask(30), ask(60), ask(60)]
+        # Other tests of this process leave threads and caches that may change once meanwhile: a leak is in each difference.
+        more = [min(late - early, last - late) for early, late, last in zip(*counts, strict=True)]
+        assert max(more[1:]) <= 0, f"threads, file descriptors: {more}"
+        assert more[0] < 60, "less than one object that Python's collector tracks is left of two requests"
         engine = server.serving._engine
         assert engine is not None
         slots = engine._batch._slots

@@ -129,6 +129,7 @@ class LayerCache:
             grown, fits = wanted + max(wanted // self._share, self._step), size >= wanted
         if not fits:
             size = round_up(grown if most is None else max(wanted, min(grown, most)), _STEP if window is not None else self._step)
+            size = size if most is None else min(size, round_up(max(wanted, most), _STEP))
         self._move(self.length - kept, self.length, size)
         self.first += self.length - kept
         self.length = kept
@@ -157,6 +158,16 @@ class LayerCache:
             if target.is_cpu and stop > count:  # masked, but read: not a number would stay one. A GPU's slots never hold one
                 target[slot, :, : stop - count] = 0
             target[slot, :, stop - count : stop] = source[0, :, other.length - count : other.length]
+
+    def put_all(self, slots: slice, other: LayerCache, lengths: Tensor, length: int) -> None:
+        """Copy the sequences of another cache, which begin at 0 there and have `lengths` tokens [b], so that they end at `length`."""
+        count, stop = min(other.length, length - self.first), length - self.first
+        columns = lengths[:, None] - count + torch.arange(count, device=lengths.device)
+        for target, source in zip(self.buffers, other.buffers, strict=True):
+            if target.is_cpu:  # as in `put`
+                target[slots, :, : stop - count] = 0
+            at = columns.clamp(min=0)[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3])
+            target[slots, :, stop - count : stop] = source.gather(2, at)
 
     def copy_from(self, other: LayerCache, slot: int, start: int, length: int) -> None:
         """Replace the contents by those of another cache's slot, whose sequence begins at index `start` and has `length` tokens to copy."""
@@ -336,17 +347,41 @@ class Slots(Cache):
         Raises:
             ArgumentError: All slots are taken.
         """
-        if self.batch == self.capacity:
-            raise ArgumentError(f"all {self.capacity} slots are taken: wait until a sequence has left")
-        if self.batch == 0:
-            self._clear()
-        if sequence.length > self.length:
-            self._shift(sequence.length - self.length)
-        self.batch += 1
+        self._take(1, sequence.length)
         self.starts.append(self.length - sequence.length)
         for slot, other in zip(self.layers, sequence.layers, strict=True):
             slot.put(self.batch - 1, other, self.length)
         self._moved()
+
+    def join_all(self, sequences: Cache, lengths: Sequence[int]) -> None:
+        """Copy several sequences into the next free slots.
+
+        Args:
+            sequences: A cache in which all of them begin at index 0, with all of their tokens.
+            lengths: Tokens of each.
+
+        Raises:
+            ArgumentError: Fewer slots are free.
+        """
+        self._take(len(lengths), max(lengths))
+        self.starts += [self.length - length for length in lengths]
+        slots = slice(self.batch - len(lengths), self.batch)
+        counts = torch.tensor(lengths, dtype=torch.int64, device="cpu").to(self.layers[0].keys.device)
+        for slot, other in zip(self.layers, sequences.layers, strict=True):
+            slot.put_all(slots, other, counts, self.length)
+        self._moved()
+
+    def _take(self, count: int, length: int) -> None:
+        """Take the next free slots for sequences of at most `length` tokens."""
+        if self.batch + count > self.capacity:
+            raise ArgumentError(
+                f"{self.capacity - self.batch} of {self.capacity} slots are free, got {count} sequences: wait until others have left"
+            )
+        if self.batch == 0:
+            self._clear()
+        if length > self.length:
+            self._shift(length - self.length)
+        self.batch += count
 
     def copy_of(self, slot: int) -> Cache:
         """Copy the sequence of a slot to a cache of its own."""
@@ -439,12 +474,7 @@ class PrefixCache:
         """
         if most < least:
             return None
-        ids, best, longest = list(prompt), None, max(least, 1) - 1
-        for entry in self.entries:
-            same_frequencies = switch is None or (entry.cache.length > switch) == (len(ids) > switch)
-            same = common_prefix(entry.ids, ids, most)
-            if same_frequencies and same > longest and entry.cache.can_cut(same):
-                best, longest = entry, same
+        best, longest = self.find(prompt, most, least, switch)
         if best is None:
             if not self.limit:  # the cache that the caller makes replaces the newest sequence's: memory for both may not be there
                 self.clear()
@@ -455,6 +485,16 @@ class PrefixCache:
             return best.cache.copy(longest), longest
         best.cache.cut(longest)
         return best.cache, longest
+
+    def find(self, prompt: Sequence[int], most: int, least: int, switch: int | None) -> tuple[Prefix | None, int]:
+        """Return the entry that `take` would use, and the tokens of the prefix."""
+        ids, best, longest = list(prompt), None, max(least, 1) - 1
+        for entry in self.entries:
+            same_frequencies = switch is None or (entry.cache.length > switch) == (len(ids) > switch)
+            same = common_prefix(entry.ids, ids, most)
+            if same_frequencies and same > longest and entry.cache.can_cut(same):
+                best, longest = entry, same
+        return best, longest
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int], most: int) -> int:

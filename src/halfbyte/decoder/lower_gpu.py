@@ -44,6 +44,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_SEQUENCES = 256  # that are decoded at the same time
 _CHUNK = 4096  # tokens of a prompt at a time
 _MOST_VERIFY = 65  # tokens
+_MOST_PROMPTS = 32
 _FEW = 512  # where attention is computed in torch, or all logits are asked for
 _LEAST_POSITIONS = 2048  # for which there are cosines and sines at first
 _LONG = 1 << 62  # tokens of a sequence
@@ -63,6 +64,7 @@ class GpuModel:
         most_decode: Sequences that are decoded at the same time, at most.
         most_verify: Tokens of one sequence that are verified at the same time, at most.
         least_prefill: Tokens of a prompt that are read at a time, at least, where others of it are in the cache.
+        most_prompts: Prompts that are read at the same time, at most.
         notes: Which ops have no kernel on this device and are computed by torch's operations, and why.
     """
 
@@ -93,6 +95,9 @@ class GpuModel:
                 raise UnsupportedError(f"layer {index} is not computed on a GPU: {reason}")
         self._host = HostExperts(self._host_experts(), place)
         self._first = HostLayers(spec.layers[: self._cpu_layers], spec.ropes, place)
+        self.most_prompts = 1 if self._has_host_parts else _MOST_PROMPTS
+        if plan is not None:  # whose caches of few tokens fit into that of one sequence, which is planned for
+            self.most_prompts = max(1, min(self.most_prompts, plan.request.context // 64))
         if self._first and self.most_decode > MOST_ON_CPU:
             self.most_decode = MOST_ON_CPU
         self._layers = [self._lowered(index, layer) for index, layer in self._on_gpu]
@@ -398,10 +403,35 @@ class GpuModel:
             self._ahead = None
             self._compile_kernels(ids[:chunk], cache, total)
             for start in range(0, len(ids), chunk):
-                x = self._read(ids[start : start + chunk], cache, total, before)
+                x = self._read([ids[start : start + chunk]], cache, total, before)
                 if every:
                     logits.append(self._scaled(self._head(normed(x[0], self._norm))))
             return torch.cat(logits) if every else self._scaled(self._head(normed(x[0, -1:], self._norm)))[0]
+
+    @torch.inference_mode()
+    def prefill_together(self, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+        """Read several prompts side by side, each in as many rows as the longest has.
+
+        Args:
+            prompts: The tokens of each sequence, at least one; `most_prompts` sequences at most. All are at most as long as the spec's
+                `rope_switch`.
+            cache: Empty, of as many sequences, whose tokens begin at index 0. What is in it behind the tokens of a sequence is undefined.
+
+        Returns:
+            The logits after the last token of each prompt [B, N], float32 on the GPU.
+        """
+        if cache.batch != len(prompts) or cache.length or not all(prompts):
+            raise ArgumentError(
+                "prompts of at least one token are read into an empty cache of as many sequences, got"
+                f" {len(prompts)} prompts and a cache of {cache.batch} sequences with {cache.length} tokens"
+            )
+        for ids in prompts:
+            self._check_ids(ids)
+        with self._on:
+            self._ahead = None
+            x = self._read(prompts, cache, max(map(len, prompts)))
+            last = torch.tensor([len(ids) - 1 for ids in prompts], dtype=torch.int64, device="cpu").to(self.device)
+            return self._scaled(self._head(normed(x[torch.arange(len(prompts), device=self.device), last], self._norm)))
 
     def verify(self, ids: Sequence[int], cache: Cache) -> Tensor:
         """Read tokens of which the first is known and the others are guesses; the logits after each, as `decode` would give them up to the
@@ -421,19 +451,22 @@ class GpuModel:
         tape.why_not_replayed(self.device)
         scratch_cache = cache.empty()
         with launch.compiling(self.device):
-            self._head(normed(self._read(ids, scratch_cache, total)[0, -1:], self._norm))
+            self._head(normed(self._read([ids], scratch_cache, total)[0, -1:], self._norm))
             step, state = self._prepared(ids[-1:], scratch_cache, None)
             step(state, partial(self._compute, scratch_cache))
         self._steps.clear()
         self._caches.clear()
 
-    def _read(self, ids: Sequence[int], cache: Cache, total: int, before_layer: Callable[[int], object] | None = None) -> Tensor:
-        """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence.
+    def _read(
+        self, prompts: Sequence[Sequence[int]], cache: Cache, total: int, before_layer: Callable[[int], object] | None = None
+    ) -> Tensor:
+        """The hidden states [B, t, K] of tokens of each sequence after the last layer, t of the longest. total: length of the sequences.
 
         Rows behind the tokens are computed, too, so that there are recorded launches for few numbers of tokens. What these rows write
         lies behind the sequence in the cache.
         """
-        tokens, before = len(ids), cache.length
+        longest, before = max(map(len, prompts)), cache.length
+        tokens = longest
         rows = _rows_of_prompt(tokens)
         if not self._has_host_parts and (cache.most is None or before + rows <= cache.most):
             tokens = rows
@@ -445,8 +478,9 @@ class GpuModel:
         groups = self._groups(cache)
         lengths = [torch.full((1,), layer.length, dtype=torch.int64, device=self.device) for layer in groups]
         masks = [self._window_mask(window, tokens, layer) for window, layer in zip(self._windows, groups, strict=True)]
-        given = torch.tensor([[*ids, *[0] * (tokens - len(ids))]], dtype=torch.int64, device="cpu").to(self.device)
-        x = self._embedded(given[0])[None]
+        padded = [[*ids, *[0] * (tokens - len(ids))] for ids in prompts]
+        given = torch.tensor(padded, dtype=torch.int64, device="cpu").to(self.device)
+        x = self._embedded(given.flatten()).unflatten(0, given.shape)
         of_layers = self._per_layer_inputs(given, x)
         if self._first:
             self._first.step = HostStep(cache, range(before, before + tokens), total)
@@ -468,8 +502,9 @@ class GpuModel:
                 x, _ = prefill_with(layer, x, tables, partial(self._encoded, entry), mask, per_layer_input, length)
             if index in self._host:
                 x = self._host.add(index, x, at_once)
-        cache.append(len(ids))
-        return x[:, : len(ids)]
+        cache.append(longest)
+        read: Tensor = x[:, :longest]
+        return read
 
     def _per_layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:
         """The layers' own inputs [B, t, layers, P] of tokens ids [B, t] that are embedded as x; None where they have none."""
@@ -484,7 +519,7 @@ class GpuModel:
         return add_normed(projected, rows, norm, None, scale)[0]
 
     def _encoded(self, entry: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new keys and values [1, Hkv, t, D] in 8 bits; all that there are, dequantized."""
+        """Write new keys and values [B, Hkv, t, D] in 8 bits; all that there are, dequantized."""
         end = entry.length + keys.shape[2]
         for new, (codes, scales) in zip((keys, values), _codes_and_scales(entry), strict=True):
             codes[:, :, entry.length : end], scales[:, :, entry.length : end] = to_codes(new)

@@ -7,6 +7,7 @@ the same instructions, is read from where they differ. Long prompts are read in 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -103,7 +104,7 @@ class Batch:
 
     Attributes:
         guessed, accepted: Tokens that were guessed, and how many of these were right.
-        failed: The sequence whose prompt was being read when `step` raised an exception last; None: another step failed.
+        failed: The sequences whose prompts were being read when `step` raised an exception last; none: another step failed.
 
     Example:
         batch = Batch(model, tokenizer)
@@ -155,7 +156,8 @@ class Batch:
         self._active: list[_Running] = []
         self._interrupted: list[_Running] = []  # have no cache, after an exception in a step, and are read again
         self._prefill: _Prefill | None = None
-        self.failed: Generation | None = None
+        self.failed: Sequence[Generation] = ()
+        self._together: Sequence[Generation] = ()  # whose prompts are being read side by side
         self._read = 0  # tokens of prompts since the last decode step
         self._prefixes = PrefixCache(prefix_bytes)
         self._times = Times() if times is None else times
@@ -165,6 +167,12 @@ class Batch:
     def running(self) -> bool:
         """Whether there are sequences that have not finished."""
         return bool(self._active or self._waiting or self._interrupted)
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the next step reads a prompt, or a part of it."""
+        has_slot = self._waiting and len(self._active) < self._capacity
+        return bool(self._interrupted or (has_slot and (self._read < PREFILL_CHUNK or not self._active)))
 
     @property
     def prefilling(self) -> Generation | None:
@@ -224,14 +232,15 @@ class Batch:
         try:
             return self._step()
         except BaseException as e:
-            self.failed = self.prefilling
+            self.failed = self._together if self.prefilling is None else [self.prefilling]
+            self._together = ()
             self._forget_caches()
             if self._model.where is None or not is_out_of_memory(e):
                 raise
         # Not in the handler, as the error's traceback holds memory.
         model = cast("GpuModel", self._model)
         model.free_steps()
-        count = len(self._interrupted) + (self.failed is not None)
+        count = len(self._interrupted) + len(self.failed)
         raise no_memory_to_run(model.device, f"{count} sequence{'s' * (count > 1)}", returned_memory(model.device))
 
     def free(self) -> None:
@@ -241,9 +250,10 @@ class Batch:
     def _step(self) -> list[tuple[Generation, str]]:
         while self._interrupted:
             self._resume(self._interrupted[0])
-        start = time.perf_counter()
-        if self._waiting and len(self._active) < self._capacity and (self._read < PREFILL_CHUNK or not self._active):
-            before, found = self._read, self._continue_prefill()
+        start, before = time.perf_counter(), self._read
+        if self.reads_prompt:
+            together = self._readable_together()
+            found = self._continue_prefill() if len(together) < 2 else self._prefill_together(together)
             self._times.add_prompt(self._read - before, start)
             return found
         self._read = 0
@@ -303,33 +313,73 @@ class Batch:
             end = len(prompt) - self._model.least_prefill
         self._read += end - start
         logits = self._model.prefill(prompt[start:end], cache, total=len(prompt))
-        return [self._start(generation, cache, logits)] if end == len(prompt) else []
+        if end < len(prompt):
+            return []
+        found = self._start([self._running_of(generation, cache)], logits[None])
+        self._share_slots()
+        return found
+
+    def _readable_together(self) -> list[Generation]:
+        """Return the first prompts that wait and are read side by side: 1, 2, 4, … of them, few launches for all instead of for each."""
+        free, switch = min(self._capacity - len(self._active), self._model.most_prompts), self._model.spec.rope_switch
+        found: list[Generation] = []
+        if self._slots is None or self._prefill is not None or self._speculate:
+            return found
+        longest = 0
+        for generation in itertools.islice(self._waiting, free):
+            prompt = generation.prompt_ids
+            longest = max(longest, len(prompt))
+            rows = 1 << (longest - 1).bit_length()  # of each
+            if (len(found) + 1) * rows > PREFILL_CHUNK or (switch is not None and longest > switch):
+                break
+            if self._prefixes.find(prompt, len(prompt) - 1, 1, switch)[0] is not None:
+                break
+            found.append(generation)
+        return found[: 1 << (len(found).bit_length() - 1)] if found else found
+
+    def _prefill_together(self, generations: Sequence[Generation]) -> list[tuple[Generation, str]]:
+        """Read short prompts side by side, and choose their first tokens."""
+        slots, lengths = self._slots, [len(generation.prompt_ids) for generation in generations]
+        assert slots is not None
+        self._together, now = generations, time.perf_counter()
+        for generation in generations:
+            generation.started = now
+        if not self._prefixes.limit:
+            self._prefixes.clear()
+        most = PREFILL_CHUNK // len(generations)
+        cache = Cache(self._model.spec, len(generations), int8=self._int8, most=most, where=self._model.where)
+        logits = cast("GpuModel", self._model).prefill_together([generation.prompt_ids for generation in generations], cache)
+        self._read += sum(lengths)
+        for one in self._active:
+            self._take_slot(one)
+        slots.join_all(cache, lengths)
+        return self._start([self._running_of(generation, None) for generation in generations], logits)
 
     def _end_prefill(self, prefill: _Prefill) -> None:
         """Keep what has been read of the prompt of a sequence that is cancelled."""
         self._prefixes.put(prefill.generation.prompt_ids, prefill.cache)
         self._prefill = None
 
-    def _start(self, generation: Generation, cache: Cache, logits: Tensor) -> tuple[Generation, str]:
-        """Choose the first token after a prompt."""
+    def _running_of(self, generation: Generation, cache: Cache | None) -> _Running:
         is_float16 = self._model.where is not None and self._model.where.dtype == torch.float16
         sampler = Sampler(generation.sampling, generation.prompt_ids, generation.processors, is_float16=is_float16)
         stream = TextStream(self._tokenizer, generation.sampling.stop)
         guesser = self._draft or PromptLookup() if self._speculate else None
-        running, chosen = _Running(generation, sampler, stream, cache, 0, guesser), self._first_token(sampler, logits)
-        self._active.append(running)
-        self._waiting.remove(generation)
-        self._prefill = None
-        piece = self._accept(running, chosen)
-        generation.first_token = generation.last_token
-        self._share_slots()
-        return generation, piece
+        return _Running(generation, sampler, stream, cache, 0, guesser)
 
-    def _first_token(self, sampler: Sampler, logits: Tensor) -> int | Choice:
-        if self._model.where is None or sampler.is_plain:
-            return sampler.choose(logits)
-        chooser = _batch_sampler([sampler])
-        return chooser.accept(chooser(logits[None]).tolist())[0]
+    def _start(self, runs: Sequence[_Running], logits: Tensor) -> list[tuple[Generation, str]]:
+        """Choose the token after each prompt, whose logits [B, N] are given; the sequences run from then on."""
+        samplers = [one.sampler for one in runs]
+        if self._model.where is None:
+            first: Sequence[int | Choice] = [sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True)]
+        else:
+            chooser = _batch_sampler(samplers)
+            first = chooser.accept(chooser(logits).tolist())
+        self._prefill, self._together = None, ()
+        for one in runs:
+            self._active.append(one)
+            self._waiting.remove(one.generation)
+        return [(one.generation, self._accept(one, chosen)) for one, chosen in zip(runs, first, strict=True)]
 
     def _cache_for(self, prompt: list[int]) -> tuple[Cache, int]:
         """A cache for a prompt, and how many of its tokens are in there."""
@@ -423,6 +473,8 @@ class Batch:
         token = chosen if isinstance(chosen, int) else chosen.id
         generation.ids.append(token)
         generation.last_token = time.perf_counter()
+        if len(generation.ids) == 1:
+            generation.first_token = generation.last_token
         if isinstance(chosen, Choice):
             generation.choices.append(chosen)
         running.waiting = token

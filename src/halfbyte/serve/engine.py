@@ -1,7 +1,8 @@
 """`Engine`: the thread that owns a language model's `Batch`, and how the event loop talks to it.
 
 The event loop puts `Job`s, the sequences of a `Request`, into a queue. The thread moves them into the batch, decodes step by step, and
-hands new text to the event loop, once per step. The loop never waits for the model, and the model never for a client: text
+hands new text to the event loop, of each sequence 60 times a second at most: many steps of a GPU are shorter than that, and each event
+of a stream takes the time of a token of others. The loop never waits for the model, and the model never for a client: text
 that a slow client has not read yet waits in its request.
 """
 
@@ -24,6 +25,7 @@ from halfbyte.serve.metrics import Metrics
 from halfbyte.serve.replies import ApiError
 
 _log = logging.getLogger("halfbyte.serve")
+_INTERVAL = 1 / 60  # seconds between the texts that are sent of a sequence, at least: those of a display's frames
 
 
 class Processor(LogitsProcessor, Protocol):
@@ -147,6 +149,19 @@ class _Change(NamedTuple):
     new_tokens: int
     finish_reason: str | None
     error: ApiError | None
+    is_first: bool = False
+
+    def after(self, before: _Change | None) -> _Change:
+        """Return both changes as one."""
+        if before is None:
+            return self
+        text, choices, new_tokens = before.text + self.text, before.choices + self.choices, before.new_tokens + self.new_tokens
+        return self._replace(text=text, choices=choices, new_tokens=new_tokens)
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether a client waits for it: the first text of a sequence, or its end."""
+        return self.is_first or self.finish_reason is not None
 
 
 class Engine:
@@ -172,6 +187,8 @@ class Engine:
         self._most = parallel + most_waiting
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._jobs: dict[Generation, Job] = {}  # the thread's
+        self._unsent: dict[Job, _Change] = {}  # the thread's
+        self._sent = 0.0  # time at which all changes were sent
         self._unfinished = 0  # the event loop's
         self._closing, self._ending = False, False
         self._idle, self._hurried = asyncio.Event(), asyncio.Event()
@@ -234,7 +251,7 @@ class Engine:
         await asyncio.to_thread(self._thread.join, 30.0)
 
     def _deliver(self, changes: list[_Change]) -> None:
-        for job, text, choices, new_tokens, finish_reason, error in changes:
+        for job, text, choices, new_tokens, finish_reason, error, _ in changes:
             if text:
                 job.text.append(text)
             job.choices += choices
@@ -314,17 +331,16 @@ class Engine:
                 self._metrics.finished(generation)
                 faults = [processor.error for processor in job.processors if processor.error is not None]
                 error = ApiError(400, faults[0], "schema_too_complex", "response_format") if faults else None
-            changes.append(_Change(job, text, choices, count - job.sent_tokens, reason, error))
+            changes.append(_Change(job, text, choices, count - job.sent_tokens, reason, error, is_first=not job.sent_tokens))
             job.sent_tokens = count
         self._metrics.generated(sum(change.new_tokens for change in changes))
-        if changes:
-            self._notify(changes)
+        self._notify(changes)
 
     def _fail(self, error: Exception) -> None:
-        """End the sequence whose prompt could not be read, or all of them after an error of another step."""
+        """End the sequences whose prompts could not be read, or all of them after an error of another step."""
         _log.error("a step of the model has failed", exc_info=error)
         failed = self._batch.failed
-        ended = [job for generation, job in self._jobs.items() if failed is None or generation is failed]
+        ended = [job for generation, job in self._jobs.items() if not failed or generation in failed]
         for job in ended:
             assert job.generation is not None
             self._batch.cancel(job.generation)
@@ -345,6 +361,18 @@ class Engine:
         return _Change(job, "", [], 0, "cancelled", error)
 
     def _notify(self, changes: list[_Change]) -> None:
+        """Tell the event loop of changes: the beginnings and ends of sequences at once, others after `_INTERVAL`."""
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: no client waits
-            self._loop.call_soon_threadsafe(self._deliver, changes)
+        now, urgent = time.monotonic(), []
+        for change in changes:
+            whole = change.after(self._unsent.pop(change.job, None))
+            if whole.is_urgent:
+                urgent.append(whole)
+            else:
+                self._unsent[change.job] = whole
+        if now - self._sent >= _INTERVAL or self._batch.reads_prompt:  # which may take long
+            urgent += self._unsent.values()
+            self._unsent, self._sent = {}, now
+        if urgent:
+            with suppress(RuntimeError):  # the loop is closed: no client waits
+                self._loop.call_soon_threadsafe(self._deliver, urgent)

@@ -31,6 +31,7 @@ _BACKLOG = 1024
 _KEEP_ALIVE = 30  # seconds that a connection may be idle
 _AFTER = 2.0  # seconds for the last bytes of responses, after the time of grace
 _TEXT_THREADS = 2  # that tokenize, render templates and compile grammars
+_SWITCH = 5e-4  # seconds until the event loop lets the engine's thread run, which has to launch the next step
 
 
 class Language(NamedTuple):
@@ -186,6 +187,7 @@ def run(serving: Serving, sock: socket.socket, settings: Settings, ready: Callab
         ready: Called when requests are answered.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    sys.setswitchinterval(_SWITCH)
 
     async def main() -> None:
         serving.start()
