@@ -115,7 +115,7 @@ class GpuModel:
         self._chunk = _FEW if in_torch else _CHUNK
         mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
         self._compiles = place.type == "cuda" and not mixed and not self._first and why_no_triton() is None and not env.tune()
-        self.notes = tuple(torch_ops(spec, dtype, gpu(place.index or 0))) if place.type == "cuda" else ()
+        self.notes = (*(torch_ops(spec, dtype, gpu(place.index or 0)) if place.type == "cuda" else ()), *self._host.notes)
 
     @property
     def _on_gpu(self) -> list[tuple[int, LayerSpec]]:
@@ -282,7 +282,7 @@ class GpuModel:
 
     def free_steps(self) -> None:
         """Free what decode steps hold whose caches are gone."""
-        self._ahead = self._running = None
+        self._ahead = self._running = self._first.step = None
         self._close_steps()
 
     def close_steps_of(self, cache: Cache) -> None:

@@ -224,6 +224,15 @@ def test_interrupted_between_pieces(specs: Models, monkeypatch: pytest.MonkeyPat
         tokens = expected
 
 
+def test_experts_without_a_native_call(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed by torch's operations, which the notes tell once."""
+    monkeypatch.setattr(host_experts, "why_not", lambda *weights: "its gates are odd")
+    one, split = both(specs("MixtralDecoderLayer"), 2)
+    assert split.notes == ("torch computes experts on the CPU: its gates are odd",)
+    assert one.notes == ()
+    assert_close(split.decode([5], read(split, ids_of(9))), one.decode([5], read(one, ids_of(9))), TOLERANCE[False])
+
+
 def test_experts_elsewhere_than_placed(specs: Models) -> None:
     spec = specs("Qwen3MoeDecoderLayer")
     half = spec.layers[0].mlp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -128,6 +129,22 @@ def test_a_prompt_in_chunks_and_a_mask(specs: Models) -> None:
     mask = torch.ones(1, 1101, dtype=torch.bool)
     mask[:, 1090:1095] = False
     assert_close(model.decode([5], caches[1], mask, [1000]), one.decode([5], caches[0], mask, [1000]), TOLERANCE[False])
+
+
+def test_no_cache_is_held(specs: Models) -> None:
+    """A cache that is dropped is free at once, after prompts, steps, and one that was interrupted."""
+    model = split(specs("LlamaDecoderLayer"), 1)
+    cache = read(model, ids_of(9))
+    model.decode([5], cache)
+    held = weakref.ref(cache)
+    del cache
+    assert held() is None
+    cache = read(model, ids_of(9))
+    model._prepared([5], cache, None)
+    held = weakref.ref(cache)
+    del cache
+    model.free_steps()
+    assert held() is None
 
 
 def test_prompts_leave_no_buffers(specs: Models) -> None:

@@ -106,3 +106,9 @@ class HostExperts:
             found = _Buffers(*(torch.empty(one.shape, dtype=one.dtype, device="cpu", pin_memory=pinned) for one in wanted))
             self._buffers[key] = found
         return _Buffers(*(one[:rows] for one in found))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which experts are computed by torch's operations, and why."""
+        reasons = dict.fromkeys(why_not(half.gate_up, half.down_proj) for half in self._halves.values())
+        return tuple(f"torch computes experts on the CPU: {reason}" for reason in reasons if reason is not None)
