@@ -280,14 +280,9 @@ class GpuModel:
         running = self._running
         return running is not None and running[1:3] == (cache.stamp, cache.length) and running[0].is_captured
 
-    def free_steps(self) -> None:
-        """Free what decode steps hold whose caches are gone."""
+    def close_steps_of(self, cache: Cache | None) -> None:
+        """Free what decode steps of a cache hold; None: of caches that are gone."""
         self._ahead = self._running = self._first.step = None
-        self._close_steps()
-
-    def close_steps_of(self, cache: Cache) -> None:
-        """Free what decode steps of a cache hold."""
-        self._running = None
         for key in [key for key, step in self._steps.items() if self._caches[step]() is cache]:
             self._close_step(key)
 

@@ -239,7 +239,7 @@ class Batch:
                 raise
         # Not in the handler, as the error's traceback holds memory.
         model = cast("GpuModel", self._model)
-        model.free_steps()
+        model.close_steps_of(None)
         count = len(self._interrupted) + len(self.failed)
         raise no_memory_to_run(model.device, f"{count} sequence{'s' * (count > 1)}", returned_memory(model.device))
 

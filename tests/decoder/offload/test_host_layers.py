@@ -136,15 +136,15 @@ def test_no_cache_is_held(specs: Models) -> None:
     model = split(specs("LlamaDecoderLayer"), 1)
     cache = read(model, ids_of(9))
     model.decode([5], cache)
-    held = weakref.ref(cache)
+    reference = weakref.ref(cache)
     del cache
-    assert held() is None
+    assert reference() is None
     cache = read(model, ids_of(9))
     model._prepared([5], cache, None)
-    held = weakref.ref(cache)
+    reference = weakref.ref(cache)
     del cache
-    model.free_steps()
-    assert held() is None
+    model.close_steps_of(None)
+    assert reference() is None
 
 
 def test_prompts_leave_no_buffers(specs: Models) -> None:

@@ -341,8 +341,9 @@ def sizes_of(spec: DecoderSpec, request: Request, dtype: torch.dtype) -> Sizes:
     owners = [layer for layer in spec.layers if layer.kv_source is None]
     most = partial(most_bytes, tokens=tokens, chunk=CHUNK, int8=request.int8_cache, where=where)
     # One sequence may be read while another one, which runs alone or is copied for others, has a cache of its own, too.
-    slots, own = (request.sequences if request.sequences > 1 else 0), 1 + (request.sequences > 1 or request.prefix_bytes > 0)
-    caches = [0 if layer.kv_source is not None else most(layer, slots=slots, own=own) for layer in spec.layers]
+    slots = request.sequences if request.sequences > 1 else 0
+    singles = 2 if slots or request.prefix_bytes else 1
+    caches = [0 if layer.kv_source is not None else most(layer, slots=slots, singles=singles) for layer in spec.layers]
     # The newest sequence stays even if it is larger.
     prefix = max(request.prefix_bytes, sum(map(most, owners))) if request.prefix_bytes else 0
     layers = tuple(_layer_size(layer, cache, dtype) for layer, cache in zip(spec.layers, caches, strict=True))

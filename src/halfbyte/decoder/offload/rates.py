@@ -118,10 +118,10 @@ def _copy_seconds(target: torch.Tensor, source: torch.Tensor) -> float:
             times.append(time.perf_counter() - start)
         return min(times)
     with torch.cuda.device(target.device):
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(_COPIES + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(_COPIES + 1)]
+        events[0].record()
+        for event in events[1:]:
             copy()
-            mark.record()
-        marks[-1].synchronize()
-        return min(float(one.elapsed_time(other)) for one, other in pairwise(marks)) / 1e3
+            event.record()
+        events[-1].synchronize()
+        return min(float(one.elapsed_time(other)) for one, other in pairwise(events)) / 1e3
