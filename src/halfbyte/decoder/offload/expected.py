@@ -55,11 +55,11 @@ class Expected(NamedTuple):
         parts = f" (GPU {gpu}, CPU {cpu}, crossings {crossing})" if self.cpu_seconds else ""
         prompt = f"a prompt of {self.prompt_tokens} tokens: {time_text(self.prompt_seconds)}"
         if self.streamed_seconds is not None:
-            begins = "which is never faster" if self.streams_from is None else f"which is faster from {self.streams_from} tokens on"
+            least = self.streams_from
+            begins = "which is never faster" if least is None else f"which is faster from {least} token{'s' * (least > 1)} on"
             prompt += f" with experts computed on the CPU, {time_text(self.streamed_seconds)} with experts streamed to the GPU, {begins}"
         token = "a token" if self.sequences == 1 else f"a token of each of {self.sequences} sequences"
-        times = f"{token}: {time_text(self.token_seconds)}{parts}; {prompt}"
-        return f"{self.rates}\nexpected from bytes and operations over these: {times}"
+        return f"{self.rates}\nexpected of {token}: {time_text(self.token_seconds)}{parts}\nexpected of {prompt}"
 
 
 def expected(plan: Plan, rates: Rates, sequences: int = 1, prompt_tokens: int = PROMPT) -> Expected:
