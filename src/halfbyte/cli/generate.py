@@ -60,13 +60,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", metavar="P", type=float, help="sample from the most likely tokens with the total probability P")
     parser.add_argument("--repetition-penalty", metavar="X", type=float, help="above 1: tokens that have occurred become less likely")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
-    parser.add_argument("--cache", choices=("int8",), help="keep keys and values in 8 bits (default: in the dtype of activations)")
+    parser.add_argument("--cache", choices=("int8",), help="keys and values in 8 bits (default: as activations)")
     parser.add_argument("--draft", metavar="MODEL", type=path_argument, help="smaller model of the same vocabulary that guesses tokens")
     parser.add_argument(
         "--speculate",
         metavar="N",
         type=int,
-        help="guess up to N tokens at a time, by the draft model or from the text so far, and check them at once (default: 8 with --draft)",
+        help="guess up to N tokens at a time, by --draft or from the text so far (default: 8 with --draft)",
     )
     parser.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="leave zeros of 2:4 sparse weights out (default: on a CPU)")
     parser.add_argument("--compile", action="store_true", help="compile the decoding step by torch.compile first: slow to start")

@@ -66,7 +66,7 @@ def add(commands: Commands) -> None:
     model.add_argument(
         "--temperature", type=float, default=1.0, help="of requests that give none (default: %(default)s, as in OpenAI's API)"
     )
-    model.add_argument("--cache", choices=("int8",), help="keep keys and values in 8 bits (default: in the dtype of activations)")
+    model.add_argument("--cache", choices=("int8",), help="keys and values in 8 bits (default: as activations)")
     model.add_argument(
         "--prefix-cache", metavar="MB", type=float, default=512, help="KV caches kept for shared prefixes (default: %(default)s)"
     )
@@ -75,7 +75,7 @@ def add(commands: Commands) -> None:
         "--speculate",
         metavar="N",
         type=int,
-        help="guess up to N tokens at a time while one sequence runs, by the draft model or from the text so far (default: 8 with --draft)",
+        help="guess up to N tokens at a time while one sequence runs, by --draft or from the text so far (default: 8 with --draft)",
     )
     model.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="leave zeros of 2:4 sparse weights out (default: on a CPU)")
     add_device(parser)

@@ -22,8 +22,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """The arguments of the device and dtype of the computation."""
-    parser.add_argument("--device", help="cpu or cuda (default: the GPU where there is one that the kernels are for, else the CPU)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: float32 on a CPU, on a GPU the model's own)")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU that the kernels are for, else the CPU)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: float32 on a CPU, else the model's own)")
 
 
 class Placed(TypedDict, total=False):
