@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The arguments of the model and of sampling."""
     parser.add_argument("model", metavar="MODEL", type=path_argument, help="Hugging Face folder, halfbyte folder or .gguf file")
-    parser.add_argument("--format", help="quantize a float model as it loads: q4_0, q8_0, int4_g128, ... (default: as it is)")
+    parser.add_argument("--format", help="quantize a float model as it loads: q4_0, q8_0, int4_g128, ...")
     parser.add_argument(
         "--max-new-tokens",
         metavar="N",

@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
         help="Hugging Face folder, halfbyte folder or .gguf file; with an encoder, two",
     )
     parser.add_argument("--name", help="name of the language model in requests (default: that of its file or folder)")
-    parser.add_argument("--format", help="quantize float models as they load: q4_0, q8_0, int4_g128, ... (default: as they are)")
+    parser.add_argument("--format", help="quantize float models as they load: q4_0, q8_0, int4_g128, ...")
     address = parser.add_argument_group("address and access")
     address.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all (default: %(default)s)")
     address.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
