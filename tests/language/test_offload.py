@@ -209,6 +209,28 @@ def failing_after(monkeypatch: pytest.MonkeyPatch, calls: int, fail: Callable[..
     monkeypatch.setattr(HostExperts, "_compute", computed)
 
 
+def test_a_prompt_is_read_at_once_where_experts_cross(folder: Path, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all experts cross for each chunk; in chunks where others are decoded between these, or no experts cross."""
+    monkeypatch.setattr("halfbyte.language.generate.PREFILL_CHUNK", 64)
+    read, prefill = list[int](), GpuModel.prefill
+    monkeypatch.setattr(GpuModel, "prefill", lambda model, ids, *a, **k: (read.append(len(ids)), prefill(model, ids, *a, **k))[1])
+    for memory, chunks in ((None, [300]), ("1 GB", [64] * 4 + [44])):
+        model = opened(folder, memory=memory, device={} if memory else {"experts": "cpu"}, sequences=2)
+        assert model.plan is not None
+        assert model.plan.streams == (memory is None)
+        read.clear()
+        model.generate(ids_of(300, 1), max_new_tokens=2)
+        assert read == chunks
+    batch = opened(folder, device={"experts": "cpu"}, sequences=2).batch(2)
+    batch.submit(ids_of(20, 1), Sampling(max_new_tokens=30, ignore_eos=True))
+    batch.step()
+    read.clear()
+    batch.submit(ids_of(100, 2), Sampling(max_new_tokens=2))
+    while batch.running:
+        batch.step()
+    assert read == [64, 36]
+
+
 def test_what_was_built_is_free_after_it_did_not_fit(folder: Path, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the error is still known; another try has the memory."""
     built: list[weakref.ref[Tensor]] = []

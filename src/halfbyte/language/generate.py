@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, PrefixCache, Slots
+from halfbyte.decoder.offload.placement import CHUNK
 from halfbyte.errors import ArgumentError
 from halfbyte.language.device import is_out_of_memory, no_memory_to_run, returned_memory
 from halfbyte.language.report import Times
@@ -308,7 +309,8 @@ class Batch:
             self._prefill = _Prefill(generation, cache)
         generation, cache = self._prefill.generation, self._prefill.cache
         prompt, start = generation.prompt_ids, cache.length
-        end = min(len(prompt), start + PREFILL_CHUNK)
+        crosses = self._model.plan is not None and self._model.plan.streams and not self._active  # all experts, for each chunk
+        end = min(len(prompt), start + (CHUNK if crosses else PREFILL_CHUNK))
         if 0 < len(prompt) - end < self._model.least_prefill:
             end = len(prompt) - self._model.least_prefill
         self._read += end - start
