@@ -7,6 +7,7 @@
     python benchmarks/llm.py --family gemma3 --contenders halfbyte llama-bench --gguf gemma3.gguf    CPU: another family; makes the file
     python benchmarks/llm.py --device cuda --size 8b --contenders halfbyte halfbyte-compiled
     python benchmarks/llm.py --device cuda --size 8b --contenders halfbyte llama-bench --gguf model.gguf
+    python benchmarks/llm.py --device cuda --family qwen3-moe --size 30b --cpu-experts 48 --contenders halfbyte-model llama-bench
     python benchmarks/llm.py --device cuda --size 8b --batch 128 --contenders halfbyte halfbyte-int8-cache    a step of many sequences
     python benchmarks/llm.py --device cuda --family gemma3 --size 4b --contenders halfbyte halfbyte-fused     what replaced forwards gain
 
@@ -67,7 +68,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens to read (default: %(default)s)")
     parser.add_argument("--new", type=int, default=64, help="tokens to write (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a step on a GPU (default: %(default)s)")
-    parser.add_argument("--cpu-experts", type=int, metavar="N", help="routed experts of the first N layers on the CPU (halfbyte-model)")
+    parser.add_argument("--cpu-experts", type=int, metavar="N", help="of the first N layers, for halfbyte-model and llama-bench")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=["halfbyte", "halfbyte-compiled", "llama.cpp"])
     parser.add_argument("--llama-python", default=sys.executable, help="a Python that has xllamacpp (default: this one)")
@@ -240,6 +241,7 @@ class LlamaBench:
         for name, test in tests.items():
             command = [args.llama_bench, "-m", gguf(args), "-t", args.threads, "-r", 1, "-o", "json", *test]
             command += ["-ngl", 0 if args.device == "cpu" else 99]
+            command += [] if args.cpu_experts is None else ["-ncmoe", args.cpu_experts]
             rates[f"{name} tok/s"] = json.loads(output_of([*map(str, command)]))[0]["avg_ts"]
         return rates
 

@@ -31,8 +31,10 @@ _SMALL, _SMALL_TIED = _sizes(1536, 21, 24, 8, 4096, 32000), _sizes(1536, 20, 24,
 _GRANITE = {"attention_multiplier": 0.015625, "residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 8.0}
 
 
-def _family(config: str, small: Sizes, large: Sizes, always: Sizes | None = None, tiny: Sizes | None = None) -> Family:
-    return Family(config, always or {}, {"tiny": _TINY | (tiny or {}), "0.6b": small, "4b": large})
+def _family(config: str, small: Sizes, large: Sizes, always: Sizes | None = None, tiny: Sizes | None = None, **whole: Sizes) -> Family:
+    """whole: What a whole published model has in place of what is in `large`, by its size."""
+    sizes = {"tiny": _TINY | (tiny or {}), "0.6b": small, "4b": large}
+    return Family(config, always or {}, sizes | {size.removeprefix("size_"): large | more for size, more in whole.items()})
 
 
 _HEADS, _WINDOW = {"head_dim": 16}, {"sliding_window": 6}
@@ -123,6 +125,7 @@ FAMILIES = {
         _sizes(2048, 8, 32, 4, 6144, 151936, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
         {"norm_topk_prob": True},
         _HEADS | _EXPERTS,
+        size_30b={"num_hidden_layers": 48},
     ),
     "mixtral": _family(
         "MixtralConfig",
@@ -142,6 +145,7 @@ FAMILIES = {
         _sizes(1024, 12, 16, 4, 1024, 32000, head_dim=64, num_local_experts=16, num_experts_per_tok=4),
         _sizes(2880, 6, 64, 8, 2880, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4),
         tiny=_HEADS | _LOCAL_EXPERTS,
+        size_20b={"num_hidden_layers": 24},
     ),
 }
 SIZES = sorted({size for family in FAMILIES.values() for size in family.sizes})

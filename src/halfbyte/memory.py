@@ -164,6 +164,15 @@ def peak_memory() -> int | None:
         return None
 
 
+def available_memory() -> int | None:
+    """Bytes of main memory that programs can take without swapping; None where the system does not report it."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as status:
+            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("MemAvailable:")), None)
+    except OSError:
+        return None
+
+
 def size_text(count: int) -> str:
     """A human-readable number of bytes, in powers of 1000: "90.9 MB"."""
     value, units = float(count), ["B", "kB", "MB", "GB", "TB"]

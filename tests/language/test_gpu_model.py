@@ -124,6 +124,22 @@ def test_graphs_and_chains_compute_the_same_bits(kind: str, int8: bool, tmp_path
     assert torch.equal(steps(), first)
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("kind", ["LlamaDecoderLayer", "Gemma3DecoderLayer", "Qwen2MoeDecoderLayer"])
+def test_prompts_that_are_read_together(kind: str, int8: bool, tmp_path: Path) -> None:
+    cpu, gpu = opened(folder_of(kind, tmp_path), torch.float32)
+    texts, tolerance = [ids_of(count) for count in (9, 30, 1, 17)], TOLERANCES[torch.float32] + 0.03 * int8
+    for _ in range(3):  # the last time by recorded launches
+        cache, slots = Cache(gpu.spec, 4, int8=int8, most=32, where=gpu.where), Slots(gpu.spec, 4, int8=int8, where=gpu.where)
+        found = gpu.prefill_together(texts, cache)
+        slots.join_all(cache, [len(text) for text in texts])
+        then = gpu.decode([5, 6, 7, 8], slots, None, slots.positions())
+        for index, text in enumerate(texts):
+            alone = Cache(cpu.spec, int8=int8)
+            assert distance(found[index], cpu.prefill(text, alone)) < tolerance
+            assert distance(then[index], cpu.decode([5 + index], alone)[0]) < tolerance
+
+
 @pytest.mark.parametrize("kind", ["LlamaDecoderLayer", "Gemma3DecoderLayer", "Phi3DecoderLayer, longrope"])
 def test_steps_that_are_launched_ahead(kind: str, tmp_path: Path, captures: list[int]) -> None:
     cpu, gpu = opened(folder_of(kind, tmp_path), torch.float32)

@@ -93,7 +93,8 @@ class GpuModel:
         for index, layer in enumerate(spec.layers[self._cpu_layers :], self._cpu_layers):
             if (reason := why_not_layer(layer)) is not None:
                 raise UnsupportedError(f"layer {index} is not computed on a GPU: {reason}")
-        self._host = HostExperts(self._host_experts(), place)
+        memory = None if plan is None or plan.request.memory is None else plan.request.memory - plan.gpu_bytes + plan.stream_bytes
+        self._host = HostExperts(self._host_experts(), place, memory)
         self._first = HostLayers(spec.layers[: self._cpu_layers], spec.ropes, place)
         self.most_prompts = 1 if self._has_host_parts else _MOST_PROMPTS
         if plan is not None:  # whose caches of few tokens fit into that of one sequence, which is planned for
@@ -461,9 +462,9 @@ class GpuModel:
         lies behind the sequence in the cache.
         """
         longest, before = max(map(len, prompts)), cache.length
-        tokens = longest
-        rows = _rows_of_prompt(tokens)
-        if not self._has_host_parts and (cache.most is None or before + rows <= cache.most):
+        tokens, rows = longest, _rows_of_prompt(longest)
+        on_gpu = not self._first and (not self._host or self._host.streams(rows))
+        if on_gpu and (cache.most is None or before + rows <= cache.most):
             tokens = rows
         cache.reserve(tokens)
         self._compute_positions(before + tokens)
@@ -477,6 +478,7 @@ class GpuModel:
         given = torch.tensor(padded, dtype=torch.int64, device="cpu").to(self.device)
         x = self._embedded(given.flatten()).unflatten(0, given.shape)
         of_layers = self._per_layer_inputs(given, x)
+        self._host.begin(tokens)
         if self._first:
             self._first.step = HostStep(cache, range(before, before + tokens), total)
             x = self._first(x, at_once)

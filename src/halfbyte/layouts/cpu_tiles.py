@@ -235,7 +235,7 @@ def _from_planes(quads: Tensor, geo: Geometry) -> Tensor:
     packed_bits, groups = geo.format.packed_bits, plane_groups(geo.format.packed_bits)
     low, high = quads.unflatten(3, (-1, geo.unit * packed_bits // 32)).split((geo.unit // 8, geo.unit // 4 // groups), dim=4)
     low = torch.stack((low & 15, low >> 4), dim=5).flatten(4, 5)
-    shifts = torch.arange(groups, dtype=torch.uint8, device="cpu").view(-1, 1) * (packed_bits - 4)
+    shifts = torch.arange(groups, dtype=torch.uint8, device=quads.device).view(-1, 1) * (packed_bits - 4)
     high = (high.unsqueeze(5) >> shifts & (1 << packed_bits - 4) - 1).flatten(4, 5)
     q: Tensor = low | high << 4
     return (q + (geo.format.pad_index - (1 << packed_bits - 1) if geo.format.signed else 0)).flatten(3, 4)
@@ -368,5 +368,5 @@ def _canonical(tail: Tensor, scale_shape: tuple[int, ...], geo: Geometry) -> Ten
         return tail[:1, :1].reshape(scale_shape).clone()
     blocks = scale_shape[-1]
     if blocks != geo.blocks:
-        tail = tail[:, torch.arange(blocks, device="cpu") * geo.format.block_size(geo.k) // geo.block]
+        tail = tail[:, torch.arange(blocks, device=tail.device) * geo.format.block_size(geo.k) // geo.block]
     return tail.reshape(scale_shape).contiguous()

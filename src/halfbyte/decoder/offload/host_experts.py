@@ -3,8 +3,9 @@
     GPU   … attention, norm, router, top-k ─ z, ids, weights → pinned memory ─ shared expert ─ … ─ y → GPU, residual …
     CPU                                            routed experts: z → y, from the time that z is there
 
-Called by `lower_gpu.py` for each layer. A captured decode step is one CUDA graph for each stretch between host functions; the host waits
-for an event, not for the GPU. Without a GPU the same code runs on a CPU, as tests do.
+The GPU computes those of long prompts (`streamed_experts.py`). Called by `lower_gpu.py` for each layer. A captured decode step is one
+CUDA graph for each stretch between host functions; the host waits for an event, not for the GPU. Without a GPU the same code runs on a
+CPU, as tests do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfbyte.decoder.offload.streamed_experts import LEAST_ROWS, StreamedExperts
+from halfbyte.errors import UnsupportedError
 from halfbyte.ops.transformer.experts import Experts, Mixture, why_not
 from halfbyte.ops.transformer.routing import Routed, add_mixed, mixed, route, shared_output
 
@@ -38,10 +41,20 @@ class _Buffers(NamedTuple):
 
 
 class HostExperts:
-    """The routed experts of some layers."""
+    """The routed experts of some layers.
 
-    def __init__(self, halves: Mapping[int, Experts], device: torch.device) -> None:
-        """Prepare the experts of layers, by their index, packed for a CPU; what is not routed is on the device."""
+    Attributes:
+        notes: Why torch's operations compute some of them, or the CPU those of long prompts, too.
+    """
+
+    def __init__(self, halves: Mapping[int, Experts], device: torch.device, memory: int | None = None) -> None:
+        """Prepare the experts of layers.
+
+        Args:
+            halves: By the index of their layer, routed experts packed for a CPU, the rest on the device.
+            device: Of the other ops.
+            memory: Bytes of the device that experts of prompts may take (`streamed_experts.py`); None: no bound.
+        """
         self._halves, self._device = halves, device
         self._mixtures = {
             index: Mixture(half.gate_up, half.down_proj, half.clamped) if why_not(half.gate_up, half.down_proj) is None else None
@@ -49,6 +62,13 @@ class HostExperts:
         }
         self._buffers: dict[tuple[int, int], _Buffers] = {}
         self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._streamed: StreamedExperts | None = None
+        reasons = dict.fromkeys(why_not(half.gate_up, half.down_proj) for half in halves.values())
+        self.notes = tuple(f"torch computes experts on the CPU: {reason}" for reason in reasons if reason is not None)
+        try:
+            self._streamed = StreamedExperts(halves, device, memory) if halves else None
+        except UnsupportedError as e:
+            self.notes += (f"prompts are read with experts on the CPU, not on the GPU: {e}",)
 
     def __len__(self) -> int:
         """Number of layers."""
@@ -57,8 +77,19 @@ class HostExperts:
     def __contains__(self, layer: int) -> bool:
         return layer in self._halves
 
+    def streams(self, rows: int) -> bool:
+        """Whether the GPU computes the experts of so many rows of a prompt."""
+        return self._streamed is not None and rows >= LEAST_ROWS
+
+    def begin(self, rows: int) -> None:
+        """Prepare for the layers of so many rows of a prompt, in their order."""
+        if self._streamed is not None and self.streams(rows):
+            self._streamed.begin()
+
     def add(self, layer: int, x: Tensor, host: HostCall) -> Tensor:
         """Compute x + experts(norm(x)) of a layer, x [..., K] on the device."""
+        if self._streamed is not None and host is at_once and self.streams(x[..., 0].numel()):
+            return self._streamed.add(layer, x)
         half = self._halves[layer]
         routed = route(x, half)
         buffers = self._buffers_for(routed)
@@ -106,9 +137,3 @@ class HostExperts:
             found = _Buffers(*(torch.empty(one.shape, dtype=one.dtype, device="cpu", pin_memory=pinned) for one in wanted))
             self._buffers[key] = found
         return _Buffers(*(one[:rows] for one in found))
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Which experts are computed by torch's operations, and why."""
-        reasons = dict.fromkeys(why_not(half.gate_up, half.down_proj) for half in self._halves.values())
-        return tuple(f"torch computes experts on the CPU: {reason}" for reason in reasons if reason is not None)

@@ -351,8 +351,8 @@ def sizes_of(spec: DecoderSpec, request: Request, dtype: torch.dtype) -> Sizes:
     for part in (spec.embedding, spec.norm, spec.lm_head, spec.lm_head_bias, spec.per_layer_inputs):
         for one in parts_of(part):
             if isinstance(one, Packed | Tensor):
-                seen[id(one)] = _bytes(one, dtype)
-    head = sum(_bytes(one, dtype) for one in parts_of(spec.lm_head) if isinstance(one, Packed | Tensor))
+                seen[id(one)] = bytes_on_gpu(one, dtype)
+    head = sum(bytes_on_gpu(one, dtype) for one in parts_of(spec.lm_head) if isinstance(one, Packed | Tensor))
     workspace = _workspace(spec, tokens, dtype) + max(caches, default=0)
     return Sizes(layers, sum(seen.values()), workspace, head, why_whole(spec), prefix)
 
@@ -378,10 +378,10 @@ def _layer_size(layer: LayerSpec, cache: int, dtype: torch.dtype) -> LayerSize:
 def _sums(part: object, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes on a GPU and number of the weights of a part of a layer."""
     found = [one for one in parts_of(part) if isinstance(one, Packed | Tensor)]
-    return sum(_bytes(one, dtype) for one in found), sum(math.prod(one.shape) for one in found)
+    return sum(bytes_on_gpu(one, dtype) for one in found), sum(math.prod(one.shape) for one in found)
 
 
-def _bytes(part: Packed | Tensor, dtype: torch.dtype) -> int:
+def bytes_on_gpu(part: Packed | Tensor, dtype: torch.dtype) -> int:
     """Bytes of a weight on a GPU, at most."""
     if isinstance(part, Tensor):
         return part.numel() * max(dtype.itemsize, part.element_size())

@@ -1,0 +1,157 @@
+"""Computes routed experts that lie in main memory on the GPU: for prompts, whose rows use most of them.
+
+    link  experts of layer 0 → slot 0 | layer 1 → slot 1 |   layer 2 → slot 0   | …
+    GPU                      attention | experts, slot 0 | attention, experts, slot 1 | …
+
+A second copy of the experts, in the order of a GPU's kernels, lies in pinned memory, so that a layer crosses the link by two copies of
+many megabytes, on a stream of its own, while the layer before it computes. Without a GPU the same copies are made on a CPU, as tests do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from halfbyte.decoder.offload.placement import bytes_on_gpu
+from halfbyte.errors import UnsupportedError
+from halfbyte.layouts.base import Packed, round_up
+from halfbyte.memory import available_memory, size_text
+from halfbyte.ops.functions import pack, unpack
+from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.routing import add_experts
+
+LEAST_ROWS = 64  # from which a layer's experts cross the link faster than a CPU computes them
+_SLOTS = 2  # layers whose experts are on the GPU at the same time
+_ALIGNMENT = 256  # bytes, of stacks in `gpu_tiles`
+_SHARE = 0.5  # of the main memory that is available, for the second copy
+
+
+class _Slot:
+    """GPU memory for the experts of a layer.
+
+    Attributes:
+        data: uint8
+        filled: When they have arrived.
+        unused: When the kernels that read them have run.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.filled, self.unused = (torch.cuda.Event() if device.type == "cuda" else None for _ in range(2))
+
+
+class StreamedExperts:
+    """The routed experts of some layers, which are computed in the order of these.
+
+    Example:
+        streamed.begin()
+        for layer in layers:
+            x = streamed.add(layer, x)
+    """
+
+    def __init__(self, halves: Mapping[int, Experts], device: torch.device, memory: int | None = None) -> None:
+        """Copy the experts of layers.
+
+        Args:
+            halves: By the index of their layer, routed experts packed for a CPU, the rest on the device.
+            device: The GPU.
+            memory: Its bytes that may be taken; None: no bound.
+
+        Raises:
+            UnsupportedError: There is too little memory.
+        """
+        self._order, self._device = [*halves], device
+        largest = _SLOTS * max(map(_stack_bytes, halves.values()))
+        if memory is not None and largest > memory:
+            raise UnsupportedError(f"those of {_SLOTS} layers take {size_text(largest)} of GPU memory, and {size_text(memory)} are left")
+        needed, available = sum(_stack_bytes(half) for half in halves.values()), available_memory()
+        if available is not None and needed > _SHARE * available:
+            raise UnsupportedError(
+                f"a copy of them for the GPU takes {size_text(needed)} of main memory, and half of the {size_text(available)} that are"
+                " available may be used"
+            )
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._halves = {
+            index: half._replace(gate_up=_for_device(half.gate_up, device), down_proj=_for_device(half.down_proj, device))
+            for index, half in halves.items()
+        }
+        stacks = [_stacks(half) for half in self._halves.values()]
+        self._sizes = [max(round_up(both[i].nbytes, _ALIGNMENT) for both in stacks) for i in range(2)]
+        self._slots: list[_Slot] = []
+
+    def begin(self) -> None:
+        """Start to copy the experts of the first layers."""
+        self._slots = self._slots or [_Slot(sum(self._sizes), self._device) for _ in range(min(_SLOTS, len(self._order)))]
+        for place in range(len(self._slots)):
+            self._copy(place)
+
+    def add(self, layer: int, x: Tensor) -> Tensor:
+        """Compute x + experts(norm(x)) of a layer, x [..., K] on the device, and start to copy the experts of a later one."""
+        place = self._order.index(layer)
+        slot = self._slots[place % _SLOTS]
+        if slot.filled is not None:
+            torch.cuda.current_stream(self._device).wait_event(slot.filled)
+        y = add_experts(x, self._in_slot(layer, slot))
+        if slot.unused is not None:
+            slot.unused.record(torch.cuda.current_stream(self._device))
+        if place + _SLOTS < len(self._order):
+            self._copy(place + _SLOTS)
+        return y
+
+    def _copy(self, place: int) -> None:
+        """Copy the experts of the layer at a place of the order to its slot, after those that were there have been used."""
+        slot, parts = self._slots[place % _SLOTS], [stack.data for stack in _stacks(self._halves[self._order[place]])]
+        targets = [data[: part.nbytes] for data, part in zip(slot.data.split(self._sizes), parts, strict=True)]
+        if self._stream is None or slot.filled is None or slot.unused is None:
+            for target, part in zip(targets, parts, strict=True):
+                target.copy_(part)
+            return
+        self._stream.wait_event(slot.unused)
+        with torch.cuda.stream(self._stream):
+            for target, part in zip(targets, parts, strict=True):
+                target.copy_(part, non_blocking=True)
+            slot.filled.record(self._stream)
+
+    def _in_slot(self, layer: int, slot: _Slot) -> Experts:
+        """The experts of a layer whose stacks are in a slot."""
+        half = self._halves[layer]
+        stacks = [
+            replace(stack, data=data[: stack.data.numel()]) for data, stack in zip(slot.data.split(self._sizes), _stacks(half), strict=True)
+        ]
+        return _with_stacks(half, stacks)
+
+
+def _stacks(half: Experts) -> list[Packed]:
+    return [half.gate_up.packed, half.down_proj.packed]
+
+
+def _with_stacks(half: Experts, stacks: Sequence[Packed]) -> Experts:
+    gate_up, down = stacks
+    return half._replace(gate_up=half.gate_up._replace(packed=gate_up), down_proj=half.down_proj._replace(packed=down))
+
+
+def _stack_bytes(half: Experts) -> int:
+    """Bytes of the experts of a layer in the order of a GPU's kernels."""
+    return sum(round_up(bytes_on_gpu(stack, torch.float32), _ALIGNMENT) for stack in _stacks(half))
+
+
+def _for_device(weight: Weight, device: torch.device) -> Weight:
+    """A stack, packed for a device by that device, in main memory; its bias on the device."""
+    packed = pack(unpack(replace(weight.packed, data=weight.packed.data.to(device))), device)
+    bias = None if weight.bias is None else weight.bias.to(device)
+    return weight._replace(packed=replace(packed, data=_in_main_memory(packed.data)), bias=bias)
+
+
+def _in_main_memory(data: Tensor) -> Tensor:
+    """A copy in main memory from which a GPU copies by itself. torch's pinned memory would take a power of 2 of bytes."""
+    copy = torch.empty(data.shape, dtype=data.dtype, device="cpu")
+    if data.is_cuda:
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(copy.data_ptr(), copy.nbytes, 0)))
+        weakref.finalize(copy.untyped_storage(), runtime.cudaHostUnregister, copy.data_ptr())
+    return copy.copy_(data)

@@ -1,0 +1,84 @@
+"""Experts that cross to the GPU for prompts, without a GPU: both devices are the CPU, and the copies to two slots are made all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from test_host_experts import both, ids_of
+
+from halfbyte.decoder.cache import Cache
+from halfbyte.decoder.lower_gpu import GpuModel
+from halfbyte.decoder.offload import streamed_experts
+from halfbyte.decoder.offload.host_experts import HostExperts
+from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
+from halfbyte.decoder.offload.streamed_experts import LEAST_ROWS, StreamedExperts
+from halfbyte.decoder.spec import DecoderSpec
+from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.routing import add_experts
+
+Models = Callable[[str], DecoderSpec]
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers whose experts were computed where they were copied to."""
+    layers, add = list[int](), StreamedExperts.add
+
+    def counted(self: StreamedExperts, layer: int, x: Tensor) -> Tensor:
+        layers.append(layer)
+        return add(self, layer, x)
+
+    monkeypatch.setattr(StreamedExperts, "add", counted)
+    return layers
+
+
+def test_more_layers_than_slots(specs: Models) -> None:
+    half = specs("Qwen3MoeDecoderLayer").layers[0].mlp
+    assert isinstance(half, Experts)
+    order = torch.randperm(len(half.router), generator=torch.Generator().manual_seed(1))
+    halves = {3 * i: half._replace(router=half.router.roll(i, 0), top_k=1 + i % 2) for i in range(5)}
+    halves[0] = half._replace(router=half.router[order])
+    streamed, x = StreamedExperts(halves, torch.device("cpu")), torch.randn(3, half.k, generator=torch.Generator().manual_seed(2))
+    for _ in range(2):
+        streamed.begin()
+        for layer, one in halves.items():
+            assert torch.equal(streamed.add(layer, x), add_experts(x, one))
+
+
+@pytest.mark.parametrize("kind", ["Qwen3MoeDecoderLayer", "Qwen2MoeDecoderLayer", "GptOssDecoderLayer"])
+def test_prompts_are_streamed_from_a_number_of_tokens_on(kind: str, specs: Models, streamed: list[int]) -> None:
+    spec = specs(kind)
+    one, split = both(spec, len(spec.layers))
+    caches = [Cache(model.spec, where=model.where) for model in (one, split)]
+    mixtures = [index for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, Experts)]
+    for count, expected in ((LEAST_ROWS + 1, mixtures), (5, []), (LEAST_ROWS + 7, mixtures)):
+        streamed.clear()
+        found = [model.prefill(ids_of(count), cache) for model, cache in zip((one, split), caches, strict=True)]
+        assert torch.allclose(*found, atol=1e-5 * float(found[0].abs().max()), rtol=0)
+        assert streamed == expected
+
+
+@pytest.mark.parametrize("few", ["main memory", "GPU memory"])
+def test_without_memory_the_cpu_computes_prompts(few: str, specs: Models, streamed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = specs("Qwen3MoeDecoderLayer")
+    if few == "main memory":
+        monkeypatch.setattr(streamed_experts, "available_memory", lambda: 1000)
+    memory = None if few == "main memory" else 1000
+    split = GpuModel(spec, "cpu", torch.float32, Plan(Request(memory), Placement(len(spec.layers)), Sizes((), 0, 0)))
+    expected = GpuModel(spec, "cpu", torch.float32).prefill(ids_of(90), Cache(spec, where=split.where))
+    found = split.prefill(ids_of(90), Cache(spec, where=split.where))
+    assert torch.allclose(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+    assert not streamed
+    (note,) = [note for note in split.notes if "prompts" in note]
+    assert note.startswith("prompts are read with experts on the CPU, not on the GPU: ")
+    assert few in note
+
+
+def test_without_experts_nothing_is_copied() -> None:
+    assert HostExperts({}, torch.device("cpu")).notes == ()
