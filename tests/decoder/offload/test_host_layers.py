@@ -113,7 +113,7 @@ def test_any_split(specs: Models, data: st.DataObject) -> None:
             if leaving < some.batch > 1:
                 some.leave(leaving)
         if slots[0].batch < 3:
-            ids = ids_of(data.draw(st.integers(1, 40)), data.draw(st.integers(0, 3)))
+            ids = ids_of(data.draw(st.integers(1, 90)), data.draw(st.integers(0, 3)))
             for each, some in zip(whole, slots, strict=True):
                 some.join(read(each, ids, int8=int8))
         tokens = ids_of(slots[0].batch, data.draw(st.integers(4, 9)))

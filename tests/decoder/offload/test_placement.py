@@ -46,7 +46,7 @@ def test_a_plan_never_exceeds_the_memory(sizes: Sizes, memory: int) -> None:
     plan, whole = planned(sizes, memory), whole_of(sizes)
     if plan is not None:
         assert 0 <= plan.gpu_bytes <= memory
-        assert plan.gpu_bytes + plan.cpu_bytes == whole + plan.stream_bytes
+        assert plan.gpu_bytes + plan.cpu_bytes == whole + plan.stream_bytes + plan.cpu.copy
         assert (plan.gpu.prefix, plan.cpu.prefix, plan.cpu.workspace) == (sizes.prefix, 0, 0)
         assert sizes.why_whole is None or plan.placement.layers == 0
     else:
@@ -71,8 +71,8 @@ def test_experts_cross_through_two_buffers_of_the_largest(sizes: Sizes, memory: 
     plan = planned(sizes, memory)
     if plan is not None and plan.streams:
         largest = max(layer.experts for layer in sizes.layers[plan.placement.layers : plan.placement.experts])
-        assert plan.stream_bytes == 2 * largest > 0
-        assert plan.gpu_bytes == sizes.on_gpu(plan.placement) + 2 * largest
+        assert plan.stream_bytes == 2 * (largest + 512)
+        assert plan.gpu_bytes == sizes.on_gpu(plan.placement) + plan.stream_bytes
     elif plan is not None and plan.placement != Placement():  # no placement of experts alone has room for them
         alone = [one for one in sizes.placements() if not one.layers]
         assert all(sizes.on_gpu(one) + sizes.stream_buffers(one) > memory for one in alone)
@@ -123,10 +123,11 @@ def test_what_is_asked_for() -> None:
         "on the GPU: 107 B of 500 B given (weights 90 B, KV cache of 8192 tokens 10 B, workspaces 7 B); on the CPU: layer 0 and the routed "
     )
     assert str(plan) == said + "experts of layers 1-2, 610 B (weights 610 B)"
-    plan = plan_for(sizes, Request(1000, experts=3, gpu_layers=2, sequences=2))
-    assert (plan.streams, plan.gpu_bytes) == (True, 707)
-    assert "KV cache of 8192 tokens of 2 sequences 10 B, workspaces 607 B)" in str(plan)
-    assert plan.to_json()["gpu"] == {"weights": 90, "cache": 10, "workspace": 607, "prefix": 0}
+    plan = plan_for(sizes, Request(2000, experts=3, gpu_layers=2, sequences=2))
+    assert (plan.streams, plan.gpu_bytes) == (True, 1731)
+    assert "KV cache of 8192 tokens of 2 sequences 10 B, workspaces 1.6 kB)" in str(plan)
+    assert str(plan).endswith("1.2 kB (weights 610 B, copy for the GPU 600 B)")
+    assert plan.to_json()["gpu"] == {"weights": 90, "cache": 10, "workspace": 1631, "prefix": 0, "copy": 0}
     for asked, match in (
         ({"experts": 4}, "cpu_experts is 0 to 3, the layers of this model, got 4"),
         ({"gpu_layers": 4}, "gpu_layers is 0 to 3, the layers of this model, got 4"),

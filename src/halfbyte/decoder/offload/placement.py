@@ -32,7 +32,8 @@ DEFAULT_CONTEXT = 8192
 _SCRATCH = 320 << 20  # bytes of locks, workspaces and double buffers of kernels (`kernels/gpu/runtime/scratch.py`)
 _FEW = 512  # rows for which logits are computed at a time
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
-_STREAM_BUFFERS = 2  # of experts that cross: one layer's are multiplied while the next ones are on their way
+# Buffers of experts that cross (`streamed_experts.py`), and bytes by which their two stacks are aligned.
+_STREAM_BUFFERS, _ALIGNED = 2, 512
 
 
 class Placement(NamedTuple):
@@ -104,12 +105,14 @@ class Parts(NamedTuple):
         cache: Keys and values of the sequences that run.
         workspace: Activations, logits, scratch buffers, and buffers of experts that are streamed.
         prefix: KV caches of earlier sequences.
+        copy: Second copy of experts, in the GPU's layout, from which they are streamed.
     """
 
     weights: int
     cache: int
     workspace: int = 0
     prefix: int = 0
+    copy: int = 0
 
 
 class Sizes(NamedTuple):
@@ -146,8 +149,11 @@ class Sizes(NamedTuple):
 
     def stream_buffers(self, placement: Placement) -> int:
         """Bytes of GPU memory through which the experts on the CPU cross where a prompt is multiplied on the GPU."""
-        crossing = (layer.experts for layer in self.layers[placement.layers : placement.experts])
-        return _STREAM_BUFFERS * max(crossing, default=0)
+        return _STREAM_BUFFERS * max((layer.experts + _ALIGNED for layer in self.crossing(placement)), default=0)
+
+    def crossing(self, placement: Placement) -> list[LayerSize]:
+        """The layers on the GPU whose experts are on the CPU."""
+        return [layer for layer in self.layers[placement.layers : placement.experts] if layer.experts]
 
     def placements(self) -> Iterator[Placement]:
         """Yield the placements that the memory given is compared with, from all on the GPU on; each takes no more memory than the last."""
@@ -184,8 +190,9 @@ class Plan:
 
     @property
     def cpu(self) -> Parts:
-        """Bytes of weights and KV cache in main memory."""
-        return self.sizes.parts(self.placement, cpu=True)
+        """Bytes of main memory."""
+        copied = self.sizes.crossing(self.placement) if self.streams else []
+        return self.sizes.parts(self.placement, cpu=True)._replace(copy=sum(layer.experts for layer in copied))
 
     @property
     def gpu_bytes(self) -> int:
@@ -194,7 +201,7 @@ class Plan:
 
     @property
     def cpu_bytes(self) -> int:
-        """Bytes of weights and KV cache in main memory, all together."""
+        """Bytes of main memory, all together."""
         return sum(self.cpu)
 
     @property
@@ -219,7 +226,7 @@ class Plan:
 
 
 def _listed(parts: Parts, tokens: str) -> str:
-    names = "weights", f"KV cache of {tokens}", "workspaces", "prefix cache"
+    names = "weights", f"KV cache of {tokens}", "workspaces", "prefix cache", "copy for the GPU"
     return ", ".join(f"{name} {size_text(count)}" for name, count in zip(names, parts, strict=True) if count)
 
 
