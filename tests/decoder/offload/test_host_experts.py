@@ -20,7 +20,7 @@ from halfbyte.decoder import gpu_step
 from halfbyte.decoder.cache import Cache, Slots
 from halfbyte.decoder.families import FAMILIES
 from halfbyte.decoder.lower_gpu import GpuModel
-from halfbyte.decoder.offload import host_experts
+from halfbyte.decoder.offload import host_experts, rates
 from halfbyte.decoder.offload.host_experts import HostExperts
 from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
 from halfbyte.decoder.spec import DecoderSpec
@@ -231,6 +231,27 @@ def test_experts_without_a_native_call(specs: Models, monkeypatch: pytest.Monkey
     assert split.notes == ("torch computes experts on the CPU: its gates are odd",)
     assert one.notes == ()
     assert_close(split.decode([5], read(split, ids_of(9))), one.decode([5], read(one, ids_of(9))), TOLERANCE[False])
+
+
+def test_rows_from_which_experts_cross_are_measured(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the computation of one layer, all of whose experts are used; once, and not for a few tokens."""
+    _, split = both(specs("Qwen3MoeDecoderLayer"), 2)
+    used: list[Tensor] = []
+    routed = HostExperts._routed
+    monkeypatch.setattr(HostExperts, "_routed", lambda *args: (used.append(args[3]), routed(*args))[1])
+    assert split._host._measured_rows(0.0) == rates.FEWEST_ROWS
+    assert len(used[0]) == rates.FEWEST_ROWS
+    assert used[0].unique().tolist() == list(range(len(next(iter(split._host._halves.values())).router)))
+    measured: list[float] = []
+    monkeypatch.setattr(HostExperts, "_measured_rows", lambda host, crossing: (measured.append(crossing), 40)[1])
+    monkeypatch.setattr(host_experts, "link_bandwidth", lambda device: 1e9)
+    host = HostExperts(split._host._halves, torch.device("cpu"))
+    monkeypatch.setattr(host, "_device", torch.device("cuda", 0))
+    assert not host.streams(rates.FEWEST_ROWS - 1)
+    assert not measured
+    assert [host.streams(rows) for rows in (39, 40, 500)] == [False, True, True]
+    assert host._streamed is not None
+    assert measured == [host._streamed.layer_bytes / 1e9]
 
 
 def test_experts_elsewhere_than_placed(specs: Models) -> None:

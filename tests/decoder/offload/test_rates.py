@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfbyte.decoder.offload import rates
-from halfbyte.decoder.offload.rates import Rates, link_bandwidth, rates_of
+from halfbyte.decoder.offload.rates import Rates, link_bandwidth, rates_of, rows_worth_crossing
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.cpu import probe
 from halfbyte.machine import GPUS
@@ -71,6 +71,24 @@ def test_of_the_gpu_here(quick: list[int], monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_link_is_measured_by_copies() -> None:
     """Of pinned memory; between CPUs of main memory, which reads and writes at least 100 MB/s and less than 10 TB/s."""
     assert 1e8 < link_bandwidth(torch.device("cpu")) < 1e13
+
+
+def test_rows_that_are_worth_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A millisecond of reading and then 10 us a row: measured rows are 16, 32, …, and the number between two of them follows from both."""
+    asked: list[int] = []
+    monkeypatch.setattr(rates, "_seconds", lambda run: run())
+
+    def compute(rows: int) -> float:
+        asked.append(rows)
+        return 1e-3 + 1e-5 * rows
+
+    assert rows_worth_crossing(compute, 4e-3, 4096) == 300
+    assert sorted(set(asked)) == [16, 32, 64, 128, 256, 512]
+    assert len(asked) == 12, "the first time kernels may have to be compiled"
+    assert rows_worth_crossing(compute, 1e-4, 4096) == rates.FEWEST_ROWS
+    assert rows_worth_crossing(compute, 1.0, 4096) == 4097
+    assert rows_worth_crossing(compute, 1e-3 + 3e-2 + 1e-6, 3000) == 3001
+    assert rows_worth_crossing(compute, 1e-3 + 2.9e-2, 3000) in (2900, 2901)
 
 
 def test_rates_are_a_document() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from halfbyte.dispatch.explain_gpu import described_gpu
 from halfbyte.dispatch.roofline import gpu_ceilings
 from halfbyte.machine import Gpu, gpu, machine
 from halfbyte.memory import size_text
@@ -17,6 +18,7 @@ from halfbyte.memory import size_text
 _LINK = 25e9  # bytes per second, where there is no GPU to measure: 16 lanes of PCIe 4.0
 _COPIED = 32 << 20  # bytes of pinned memory
 _COPIES = 4
+FEWEST_ROWS = 16  # of a prompt whose experts may cross the link
 # What prompts reach of the peaks of products: int8 ones on a CPU for few rows of each expert, 16-bit ones on a GPU.
 _OF_DOTS, _OF_PRODUCTS = 0.5, 0.8
 
@@ -60,6 +62,8 @@ def rates_of(device: torch.device | str) -> Rates:
         UnsupportedError: There is no such GPU, or the architecture is unknown.
     """
     if isinstance(device, str) and not device.startswith("cuda"):
+        from halfbyte.dispatch.explain_gpu import described_gpu  # which decoding does not need
+
         ceilings = gpu_ceilings(described_gpu(device))
         bandwidth, operations = _cpu()
         return Rates(bandwidth, ceilings.bandwidth, _LINK, operations, _OF_PRODUCTS * ceilings.half, measured=False)
@@ -96,6 +100,31 @@ def link_bandwidth(device: torch.device) -> float:
     return _COPIED / _copy_seconds(torch.empty_like(source, device=device), source)
 
 
+def rows_worth_crossing(compute: Callable[[int], object], crossing: float, most: int) -> int:
+    """Measure from how many rows on weights cross the link in less time than the CPU multiplies the rows by them.
+
+    Args:
+        compute: Multiplies so many rows on the CPU. It is called for few rows, and for twice as many until that takes longer.
+        crossing: Seconds that the weights take to cross.
+        most: Rows, at most.
+
+    Returns:
+        The number of rows, between two that were measured in proportion to their times; `most` + 1: the CPU is always faster.
+    """
+    fewer, faster, rows = 0, 0.0, FEWEST_ROWS
+    while (slower := min(_seconds(partial(compute, rows)) for _ in range(2))) < crossing:
+        if rows >= most:
+            return most + 1
+        fewer, faster, rows = rows, slower, min(2 * rows, most)
+    return fewer + math.ceil((rows - fewer) * (crossing - faster) / (slower - faster)) if fewer else rows
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
 def _memory_bandwidth(here: Gpu, device: torch.device) -> float:
     """Bytes per second of a GPU's memory, measured by a copy, which reads and writes them; what its clocks give where there is no room."""
     size = max(_COPIED, 2 * here.l2)
@@ -111,12 +140,7 @@ def _copy_seconds(target: torch.Tensor, source: torch.Tensor) -> float:
     copy = partial(target.copy_, source, non_blocking=True)
     copy()
     if not target.is_cuda:
-        times = []
-        for _ in range(_COPIES):
-            start = time.perf_counter()
-            copy()
-            times.append(time.perf_counter() - start)
-        return min(times)
+        return min(_seconds(copy) for _ in range(_COPIES))
     with torch.cuda.device(target.device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(_COPIES + 1)]
         events[0].record()

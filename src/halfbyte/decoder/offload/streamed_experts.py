@@ -25,7 +25,7 @@ from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.routing import add_experts
 
-LEAST_ROWS = 64  # from which a layer's experts cross the link faster than a CPU computes them
+LEAST_ROWS = 64  # from which experts cross where there is no link to measure
 _SLOTS = 2  # layers whose experts are on the GPU at the same time
 _ALIGNMENT = 256  # bytes, of stacks in `gpu_tiles`
 _SHARE = 0.5  # of the main memory that is available, for the second copy
@@ -47,6 +47,9 @@ class _Slot:
 
 class StreamedExperts:
     """The routed experts of some layers, which are computed in the order of these.
+
+    Attributes:
+        layer_bytes: Bytes of a layer that cross the link, at most.
 
     Example:
         streamed.begin()
@@ -82,11 +85,11 @@ class StreamedExperts:
         }
         stacks = [_stacks(half) for half in self._halves.values()]
         self._sizes = [max(round_up(both[i].nbytes, _ALIGNMENT) for both in stacks) for i in range(2)]
-        self._slots: list[_Slot] = []
+        self.layer_bytes, self._slots = sum(self._sizes), list[_Slot]()
 
     def begin(self) -> None:
         """Start to copy the experts of the first layers."""
-        self._slots = self._slots or [_Slot(sum(self._sizes), self._device) for _ in range(min(_SLOTS, len(self._order)))]
+        self._slots = self._slots or [_Slot(self.layer_bytes, self._device) for _ in range(min(_SLOTS, len(self._order)))]
         for place in range(len(self._slots)):
             self._copy(place)
 
