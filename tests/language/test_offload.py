@@ -29,6 +29,7 @@ from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.decoder.offload.host_experts import HostExperts
 from halfbyte.decoder.offload.placement import Placement
 from halfbyte.decoder.offload.rates import Rates
+from halfbyte.decoder.offload.streamed_experts import StreamedExperts
 from halfbyte.decoder.spec import LayerSpec, tensors_of
 from halfbyte.errors import ArgumentError
 from halfbyte.language import model as opening
@@ -282,6 +283,31 @@ def test_out_of_memory_while_it_runs(
         with pytest.raises(ArgumentError, match="cpu has no memory for the logits of 9 tokens, memory is free"):
             model.logits(range(3, 12))
     assert torch.isfinite(model.logits(range(3, 12))).all()
+
+
+@pytest.mark.parametrize(("error", "expected_error"), [(torch.OutOfMemoryError, ArgumentError), (KeyboardInterrupt, KeyboardInterrupt)])
+def test_a_prompt_that_ends_while_experts_cross(
+    folder: Path,
+    gpu: None,
+    cached: Callable[[], int],
+    error: type[BaseException],
+    expected_error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the first of two layers, with the second one's experts on their way."""
+    model, prompt = opened(folder, device={"experts": "cpu"}), ids_of(90, 1)
+    expected = model.generate(prompt, max_new_tokens=8).ids
+    model._batch.free()
+
+    def interrupted(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamedExperts, "add", interrupted)
+        with pytest.raises(expected_error):
+            model.generate(prompt, max_new_tokens=8)
+    assert cached() == 0
+    assert model.generate(prompt, max_new_tokens=8).ids == expected
 
 
 @pytest.mark.parametrize("calls", [1, 4, 9])

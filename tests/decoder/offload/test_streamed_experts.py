@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from halfbyte.decoder.offload.host_experts import HostExperts
 from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
 from halfbyte.decoder.offload.streamed_experts import LEAST_ROWS, StreamedExperts
 from halfbyte.decoder.spec import DecoderSpec
+from halfbyte.errors import UnsupportedError
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.routing import add_experts
 
@@ -78,6 +81,17 @@ def test_without_memory_the_cpu_computes_prompts(few: str, specs: Models, stream
     (note,) = [note for note in split.notes if "prompts" in note]
     assert note.startswith("prompts are read with experts on the CPU, not on the GPU: ")
     assert few in note
+
+
+def test_main_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(code: int) -> None:
+        raise RuntimeError(f"out of memory ({code})")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    on_gpu: Any = SimpleNamespace(shape=(4,), dtype=torch.uint8, is_cuda=True)
+    with pytest.raises(UnsupportedError, match=r"main memory of 4 B cannot be pinned \(out of memory \(2\)\)"):
+        streamed_experts._in_main_memory(on_gpu)
 
 
 def test_without_experts_nothing_is_copied() -> None:

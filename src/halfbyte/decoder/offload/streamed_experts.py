@@ -155,6 +155,9 @@ def _in_main_memory(data: Tensor) -> Tensor:
     copy = torch.empty(data.shape, dtype=data.dtype, device="cpu")
     if data.is_cuda:
         runtime = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(copy.data_ptr(), copy.nbytes, 0)))
+        try:
+            torch.cuda.check_error(int(runtime.cudaHostRegister(copy.data_ptr(), copy.nbytes, 0)))
+        except RuntimeError as e:  # as `ulimit -l` or a container may bound it
+            raise UnsupportedError(f"main memory of {size_text(copy.nbytes)} cannot be pinned ({e})") from e
         weakref.finalize(copy.untyped_storage(), runtime.cudaHostUnregister, copy.data_ptr())
     return copy.copy_(data)
