@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -41,7 +40,10 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return layers
 
 
-def test_more_layers_than_slots(specs: Models) -> None:
+@pytest.mark.parametrize("piece", [1, 1 << 15, 1 << 30])
+def test_more_layers_than_slots(piece: int, specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed expert by expert, some at a time, and at once."""
+    monkeypatch.setattr(streamed_experts, "_PIECE", piece)
     half = specs("Qwen3MoeDecoderLayer").layers[0].mlp
     assert isinstance(half, Experts)
     order = torch.randperm(len(half.router), generator=torch.Generator().manual_seed(1))
@@ -89,9 +91,8 @@ def test_main_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     monkeypatch.setattr(torch.cuda, "check_error", check)
-    on_gpu: Any = SimpleNamespace(shape=(4,), dtype=torch.uint8, is_cuda=True)
     with pytest.raises(UnsupportedError, match=r"main memory of 4 B cannot be pinned \(out of memory \(2\)\)"):
-        streamed_experts._in_main_memory(on_gpu)
+        streamed_experts._main_memory(4, torch.device("cuda", 0))
 
 
 def test_without_experts_nothing_is_copied() -> None:
