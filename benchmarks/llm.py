@@ -437,6 +437,7 @@ class Model:
         from llm_models import make_spec, make_split_spec
 
         from halfbyte.decoder.build import build_spec
+        from halfbyte.decoder.offload.placement import Request, plan_of
         from halfbyte.language.checkpoint_tensors import open_checkpoint
 
         args = self.args
@@ -445,7 +446,12 @@ class Model:
                 return make_spec(config(args), args.device, args.format)
             self.plan, *opened = make_split_spec(config(args), args.format, args.cpu_experts, args.prompt + args.new + 1)
             return opened
-        values, tensors = open_checkpoint(args.gguf, device=torch.device("cuda", 0) if self.on_gpu else None)
+        offloads = args.cpu_experts is not None
+        values, tensors = open_checkpoint(args.gguf, device=torch.device("cuda", 0) if self.on_gpu else None, offloads=offloads)
+        if offloads:
+            request = Request(None, args.prompt + args.new + 1, args.cpu_experts)
+            self.plan = plan_of(build_spec(values, tensors.sized()), request, tensors.dtype)
+            tensors.placement = self.plan.placement
         return build_spec(values, tensors), tensors.dtype
 
     def cache(self) -> Any:
