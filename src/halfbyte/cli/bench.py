@@ -25,10 +25,9 @@ def add(commands: Commands) -> None:
         "bench",
         run,
         "time a linear layer, compared with torch, or a model's decode step",
-        "Time y = x W^T for x [M, K] and W [N, K]. The contenders run in turn, each in its own process, and rotate over copies of the "
-        "weight that exceed the caches, so that weights come from memory, as in a whole model. Results are checked first. On a GPU "
-        "the contenders run in turn in one process, by replays of CUDA graphs. With --model: time a decode step of a language model, and "
-        "each of its linear layers by itself.",
+        "Time y = x W^T for x [M, K] and W [N, K]. Contenders run in turn, each in its own process, over copies of the weight that exceed "
+        "the caches; on a GPU in one process, by replays of CUDA graphs. Results are checked first. With --model: time a decode step of a "
+        "language model, and each of its linear layers.",
     )
     parser.add_argument("--model", metavar="MODEL", type=path_argument, help="time a decode step of this language model")
     parser.add_argument("--html", metavar="FILE", type=path_argument, help="write a page with a roofline and plots")

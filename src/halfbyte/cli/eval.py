@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from halfbyte.cli.generate import writes_text
-from halfbyte.cli.shared.device import add_device, settle_device
+from halfbyte.cli.shared.device import OFFLOAD, add_device, add_offload, offloads, refuse_offload, settle_device
 from halfbyte.cli.shared.eval_models import Opened, open_model
 from halfbyte.cli.shared.output import (
     Advance,
@@ -60,6 +60,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--html", metavar="FILE", type=path_argument, help="write a page of size against quality, of a language model")
     parser.add_argument("--plot", metavar="FILE", type=path_argument, help="write a plot of perplexity against size, as SVG")
     add_device(parser)
+    add_offload(parser, has_context=True)
     parser.add_argument("--batch", type=int, default=32, help="lines at a time, for other than language models (default: %(default)s)")
     parser.add_argument("--max-length", type=int, default=256, help="maximum tokens of a line, for those (default: %(default)s)")
 
@@ -79,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         return _language(args, text)
     if args.against is None or args.format or args.lambada_like or args.plot or args.html or args.cache:
         raise ArgumentError(f"{source} is not a language model: compare a quantized one, eval QUANTIZED --against {source} --text FILE")
+    refuse_offload(args, str(source))
     return _lines(args, text)
 
 
@@ -108,6 +110,8 @@ def _language(args: argparse.Namespace, text: str) -> int:
     settle_device(args)
     if args.format and args.against:
         raise ArgumentError("--format quantizes MODEL, --against compares it unchanged: give one of the two")
+    if offloads(args) and (args.format or args.against):
+        raise ArgumentError(f"{OFFLOAD} place one model, got --format or --against for others: evaluate one after the other, without these")
     label = "original" if args.against is not None or args.format else args.model.name
     opened = {label: open_model(args, args.against or args.model, label)}
     if args.against is not None:

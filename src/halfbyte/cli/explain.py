@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from halfbyte.cli.generate import writes_text
-from halfbyte.cli.shared.device import add_offload, asked_dtype, offloads, placed
+from halfbyte.cli.shared.device import add_offload, asked_dtype, offloads, placed, refuse_offload
 from halfbyte.cli.shared.output import Commands, add_command, check_fits, path_argument, show
 from halfbyte.errors import ArgumentError
 
@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.model or args.named
     if args.model is not None:
         return _run_model(args)
+    refuse_offload(args, "a shape")
     if args.conv or args.attention or args.mixture:
         return _run_shape(args)
     check_fits(args.n * max(1, args.experts or 1), args.k)
@@ -118,6 +119,7 @@ def _run_model(args: argparse.Namespace) -> int:
         described_gpu(args.device)  # refuses what is none
     config = None if args.format is None else Config(args.format)
     if not writes_text(args.model):
+        refuse_offload(args, str(args.model))
         return _run_modules(args, config, "it is no causal language model")
     from halfbyte.decoder.explain import explain_decoder
     from halfbyte.language.model import open_spec

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.cli.shared.device import add_device, add_offload, asked_dtype, offloads, placed, settle_device, waking
+from halfbyte.cli.shared.device import OFFLOAD, add_device, add_offload, asked_dtype, offloads, placed, settle_device, waking
 from halfbyte.cli.shared.output import Commands, add_command, path_argument, print_json, settling
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, not_there
 from halfbyte.io.files import is_file, is_there
@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The arguments of the model and of sampling."""
     parser.add_argument("model", metavar="MODEL", type=path_argument, help="Hugging Face folder, halfbyte folder or .gguf file")
-    parser.add_argument("--format", help="quantize a float model as it loads: q4_0, q8_0, int4_g128, ... (default: as it is)")
+    parser.add_argument("--format", help="quantize a float model as it loads: q4_0, q8_0, int4_g128, ...")
     parser.add_argument(
         "--max-new-tokens",
         metavar="N",
@@ -60,13 +60,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", metavar="P", type=float, help="sample from the most likely tokens with the total probability P")
     parser.add_argument("--repetition-penalty", metavar="X", type=float, help="above 1: tokens that have occurred become less likely")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
-    parser.add_argument("--cache", choices=("int8",), help="keep keys and values in 8 bits (default: in the dtype of activations)")
+    parser.add_argument("--cache", choices=("int8",), help="keys and values in 8 bits (default: as activations)")
     parser.add_argument("--draft", metavar="MODEL", type=path_argument, help="smaller model of the same vocabulary that guesses tokens")
     parser.add_argument(
         "--speculate",
         metavar="N",
         type=int,
-        help="guess up to N tokens at a time, by the draft model or from the text so far, and check them at once (default: 8 with --draft)",
+        help="guess up to N tokens at a time, by --draft or from the text so far (default: 8 with --draft)",
     )
     parser.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="leave zeros of 2:4 sparse weights out (default: on a CPU)")
     parser.add_argument("--compile", action="store_true", help="compile the decoding step by torch.compile first: slow to start")
@@ -94,8 +94,7 @@ def _check_native(args: argparse.Namespace) -> None:
         raise UnsupportedError(f"{args.model} runs with transformers, without speculative decoding: leave out --speculate and --draft")
     if offloads(args):
         how = "in several processes" if rank_and_count()[1] > 1 else "with transformers"
-        options = "--gpu-memory, --cpu-experts, --gpu-layers and --gpu-context"
-        raise UnsupportedError(f"{args.model} runs {how}, where a GPU and the CPU do not share a model: leave out {options}")
+        raise UnsupportedError(f"{args.model} runs {how}, where a GPU and the CPU do not share a model: leave out {OFFLOAD}")
 
 
 @settling()

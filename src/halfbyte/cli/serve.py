@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from halfbyte import env
 from halfbyte.cli.generate import writes_text
-from halfbyte.cli.shared.device import add_device, add_offload, asked_dtype, placed, settle_device, waking
+from halfbyte.cli.shared.device import add_device, add_offload, asked_dtype, placed, refuse_offload, settle_device, waking
 from halfbyte.cli.shared.output import Commands, add_command, path_argument, print_json, settling
 from halfbyte.errors import ArgumentError, UnsupportedError
 
@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
         help="Hugging Face folder, halfbyte folder or .gguf file; with an encoder, two",
     )
     parser.add_argument("--name", help="name of the language model in requests (default: that of its file or folder)")
-    parser.add_argument("--format", help="quantize float models as they load: q4_0, q8_0, int4_g128, ... (default: as they are)")
+    parser.add_argument("--format", help="quantize float models as they load: q4_0, q8_0, int4_g128, ...")
     address = parser.add_argument_group("address and access")
     address.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all (default: %(default)s)")
     address.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
@@ -66,7 +66,7 @@ def add(commands: Commands) -> None:
     model.add_argument(
         "--temperature", type=float, default=1.0, help="of requests that give none (default: %(default)s, as in OpenAI's API)"
     )
-    model.add_argument("--cache", choices=("int8",), help="keep keys and values in 8 bits (default: in the dtype of activations)")
+    model.add_argument("--cache", choices=("int8",), help="keys and values in 8 bits (default: as activations)")
     model.add_argument(
         "--prefix-cache", metavar="MB", type=float, default=512, help="KV caches kept for shared prefixes (default: %(default)s)"
     )
@@ -75,7 +75,7 @@ def add(commands: Commands) -> None:
         "--speculate",
         metavar="N",
         type=int,
-        help="guess up to N tokens at a time while one sequence runs, by the draft model or from the text so far (default: 8 with --draft)",
+        help="guess up to N tokens at a time while one sequence runs, by --draft or from the text so far (default: 8 with --draft)",
     )
     model.add_argument("--sparse", action=argparse.BooleanOptionalAction, help="leave zeros of 2:4 sparse weights out (default: on a CPU)")
     add_device(parser)
@@ -85,12 +85,14 @@ def add(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     texts, encoders = _kinds(args.model)
+    if not texts:
+        refuse_offload(args, str(encoders[0]))
     from halfbyte.serve import server
 
     sock = server.listen(args.host, args.port)
     try:
         settle_device(args)
-        language = _open_language(args, texts[0]) if texts else None
+        language = _open_language(args, texts[0], settings.prefix_bytes) if texts else None
         sentences = _open_encoder(args, encoders[0]) if encoders else None
         serving = server.Serving(settings, language, sentences)
         if not settings.keys and not _is_loopback(sock.getsockname()[0]):
@@ -153,7 +155,7 @@ def _kinds(paths: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 @settling()
-def _open_language(args: argparse.Namespace, path: Path) -> Language:
+def _open_language(args: argparse.Namespace, path: Path, prefix_bytes: int) -> Language:
     from halfbyte.language.model import LanguageModel
     from halfbyte.language.sampling.defaults import sampling_defaults
     from halfbyte.serve.server import Language
@@ -163,7 +165,7 @@ def _open_language(args: argparse.Namespace, path: Path) -> Language:
         from halfbyte.nn.config import Config
 
         config = Config(args.format)
-    how = {"cache": args.cache, "sparse": args.sparse, "dtype": asked_dtype(args), **placed(args, args.parallel)}
+    how = {"cache": args.cache, "sparse": args.sparse, "dtype": asked_dtype(args), **placed(args, args.parallel, prefix_bytes=prefix_bytes)}
     try:
         with waking(args.device):
             model = LanguageModel.open(path, format=config, speculate=args.speculate, draft=args.draft, **how)

@@ -47,22 +47,26 @@ def _buffers(dim: int, int8: bool, where: OnGpu | None) -> list[tuple[int, torch
     return [(dim, torch.int8)] * 2 + [(scales_of(dim), torch.bfloat16)] * 2 if int8 else [(dim, where.dtype)] * 2
 
 
-def most_bytes(spec: LayerSpec, tokens: int, chunk: int, sequences: int, *, int8: bool, where: OnGpu) -> int:
+def most_bytes(spec: LayerSpec, *, tokens: int, chunk: int, slots: int = 0, singles: int = 1, int8: bool, where: OnGpu) -> int:
     """Return the bytes that a layer's caches have on a GPU, at most.
 
     Args:
         spec: The layer.
         tokens: Of a sequence, at most.
         chunk: Tokens that are read at a time, at most.
-        sequences: That are decoded at the same time: of several, each is read in a cache of its own before it takes a slot.
+        slots: Of sequences that are decoded at the same time.
+        singles: Sequences that have a cache of their own at the same time.
         int8, where: As for `LayerCache`.
     """
     window, heads = spec.sliding_window, spec.attention.heads
-    size = tokens if sequences == 1 else tokens + max(tokens // 4, _STEP_ON_GPU)
-    if window is not None:
-        size = min(size, window + min(chunk, tokens) + window // 4 + _STEP)
+
+    def sized(size: int) -> int:
+        if window is not None:
+            size = min(size, window + min(chunk, tokens) + window // 4 + _STEP)
+        return round_up(size, _STEP if window is not None else _STEP_ON_GPU)
+
     token = sum(width * dtype.itemsize for width, dtype in _buffers(heads.head_dim, int8, where)) * heads.num_kv_heads
-    return token * round_up(size, _STEP if window is not None else _STEP_ON_GPU) * (sequences if sequences == 1 else sequences + 1)
+    return token * (slots * sized(tokens + max(tokens // 4, _STEP_ON_GPU)) + singles * sized(tokens))
 
 
 class LayerCache:

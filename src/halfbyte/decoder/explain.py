@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.decoder import kernels_gpu, lower_cpu
+from halfbyte.decoder.offload.expected import Expected, expected
 from halfbyte.decoder.offload.placement import ON_GPU, Plan, Request, plan_of
+from halfbyte.decoder.offload.rates import rates_of
 from halfbyte.decoder.program import Lowered, Program, grouped, kernel_columns, lines_of, program_of
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.dispatch.explain_gpu import described_gpu
-from halfbyte.dispatch.roofline import gpu_ceilings
 from halfbyte.errors import ArgumentError, UnsupportedError
-from halfbyte.machine import machine, named_device
+from halfbyte.machine import named_device
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class DecoderExplanation:
         program: The ops.
         kernels: What computes each of them, in the same order.
         plan: What is on the CPU, the rest on a GPU; None: nothing was asked for.
-        token_seconds: Estimated seconds of a step, where there is a plan: bytes read over bandwidths, that of the CPU measured.
+        expected: Expected times of the plan.
     """
 
     machine: str
@@ -39,7 +40,7 @@ class DecoderExplanation:
     program: Program
     kernels: tuple[Lowered, ...]
     plan: Plan | None = None
-    token_seconds: float | None = None
+    expected: Expected | None = None
 
     @property
     def groups(self) -> list[tuple[tuple[int, ...], tuple[Lowered, ...]]]:
@@ -51,7 +52,8 @@ class DecoderExplanation:
         """Return what is said as a document of JSON."""
         groups = [{"layers": [*layers], "ops": [lowered.to_json() for lowered in ops]} for layers, ops in self.groups]
         about = {"machine": self.machine, "encoder": False, "rows": self.rows, "dtype": str(self.dtype).removeprefix("torch.")}
-        placed = {} if self.plan is None else {"plan": {**self.plan.to_json(), "token_seconds": self.token_seconds}}
+        times = {} if self.expected is None else self.expected.to_json()
+        placed = {} if self.plan is None else {"plan": {**self.plan.to_json(), **times}}
         return {**about, **placed, "native_calls": self.native_calls, "groups": groups}
 
     @property
@@ -62,8 +64,8 @@ class DecoderExplanation:
     def __str__(self) -> str:
         sequences = f"{self.rows} sequence{'s' if self.rows > 1 else ''}"
         lines = [f"one new token of {sequences} on {self.machine}, {str(self.dtype).removeprefix('torch.')} activations"]
-        if self.plan is not None and self.token_seconds is not None:
-            lines += [str(self.plan), f"a token takes {1e3 * self.token_seconds:.2f} ms, estimated from bytes over bandwidths"]
+        if self.plan is not None:
+            lines += [*str(self.plan).split("; "), *str(self.expected).splitlines()]
         elif self.native_calls:
             others = any(lowered.call is None for lowered in self.kernels)
             lines.append(f"one native call ({', '.join(self.native_calls)}){', in addition to what torch computes' if others else ''}")
@@ -104,8 +106,6 @@ def explain_decoder(
         if rows > (most := lower_cpu.most_decode(spec)):
             raise ArgumentError(f"this model decodes 1 to {most} sequences at a time on a CPU, got {rows}: ask for {most}, others wait")
         return DecoderExplanation("the CPU", rows, torch.float32, program, tuple(kernels))
-    from halfbyte.kernels.cpu.probe import read_bandwidth
-
     here, dtype = described_gpu(str(device)), dtype or torch.bfloat16
     plan = None if request is None else plan_of(spec, request, dtype)
     name = "cuda" if asked is None else str(asked)  # a GPU that is not here is named by its architecture
@@ -113,5 +113,4 @@ def explain_decoder(
     lowered = tuple(kernels_gpu.decode_kernels(program, here, rows, dtype))
     if plan is None:
         return DecoderExplanation(here.name, rows, dtype, program, lowered)
-    seconds = plan.token_seconds(gpu_ceilings(here).bandwidth, read_bandwidth(machine().cores))
-    return DecoderExplanation(f"{here.name} and the CPU", rows, dtype, program, lowered, plan, seconds)
+    return DecoderExplanation(f"{here.name} and the CPU", rows, dtype, program, lowered, plan, expected(plan, rates_of(device), rows))

@@ -93,7 +93,7 @@ class GpuModel:
         for index, layer in enumerate(spec.layers[self._cpu_layers :], self._cpu_layers):
             if (reason := why_not_layer(layer)) is not None:
                 raise UnsupportedError(f"layer {index} is not computed on a GPU: {reason}")
-        memory = None if plan is None or plan.request.memory is None else max(0, plan.request.memory - plan.gpu_bytes)
+        memory = None if plan is None or plan.request.memory is None else plan.request.memory - plan.gpu_bytes + plan.stream_bytes
         self._host = HostExperts(self._host_experts(), place, memory)
         self._first = HostLayers(spec.layers[: self._cpu_layers], spec.ropes, place)
         self.most_prompts, self.prefill_chunks = (1, 1) if self._has_host_parts else (_MOST_PROMPTS, _CHUNKS)
@@ -116,8 +116,7 @@ class GpuModel:
         self._chunk = _FEW if in_torch else _CHUNK
         mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
         self._compiles = place.type == "cuda" and not mixed and not self._first and why_no_triton() is None and not env.tune()
-        self.notes = tuple(torch_ops(spec, dtype, gpu(place.index or 0))) if place.type == "cuda" else ()
-        self.notes += (self._host.note,) if self._host.note else ()
+        self.notes = (*(torch_ops(spec, dtype, gpu(place.index or 0)) if place.type == "cuda" else ()), *self._host.notes)
 
     @property
     def _on_gpu(self) -> list[tuple[int, LayerSpec]]:
@@ -282,9 +281,9 @@ class GpuModel:
         running = self._running
         return running is not None and running[1:3] == (cache.stamp, cache.length) and running[0].is_captured
 
-    def close_steps_of(self, cache: Cache) -> None:
-        """Free what decode steps of a cache hold."""
-        self._running = None
+    def close_steps_of(self, cache: Cache | None) -> None:
+        """Free what decode steps of a cache hold; None: of caches that are gone."""
+        self._ahead = self._running = self._first.step = None
         for key in [key for key, step in self._steps.items() if self._caches[step]() is cache]:
             self._close_step(key)
 

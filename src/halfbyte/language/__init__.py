@@ -3,6 +3,7 @@
 Models
   model.py                `LanguageModel`: opens a checkpoint of any kind, generates and streams text
   generate.py             `Batch`: sequences that join and leave while others run; `Generation`: one of them
+  report.py               `LanguageReport`: what was measured, next to what a plan is expected to take
   speculate.py            tokens that are guessed, and checked several at a time
   checkpoint_tensors.py   the tensors of a checkpoint, for `decoder.build`, packed for a device (device.py)
 Text

@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, HalfbyteError
+from halfbyte.memory import size_text
+
+T = TypeVar("T")
 
 _OLDEST = (8, 0)  # the oldest compute capability that the kernels are for: Ampere
 
@@ -51,6 +57,44 @@ def free_memory(device: torch.device) -> int | None:
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def fitting(build: Callable[[], T], device: torch.device, refusal: Callable[[str], HalfbyteError]) -> T:
+    """Return what a function builds on a device.
+
+    Args:
+        build: The function.
+        device: Where.
+        refusal: From a text, how much memory is free, to the error where that is not enough. It is raised when all that was built is free
+            again: no traceback holds it.
+    """
+    try:
+        return build()
+    except RuntimeError as e:
+        if not is_out_of_memory(e):
+            raise
+    raise refusal(returned_memory(device))
+
+
+def no_memory_to_run(device: torch.device, what: str, free: str) -> ArgumentError:
+    """Return the error of a computation for which there is no memory; nothing of it is left."""
+    return ArgumentError(
+        f"{device} has no memory for {what}, {free} is free: use fewer tokens or sequences at a time, end other programs that use it, "
+        "or open the model with less memory"
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a GPU's memory, or main memory that a GPU reads, is full."""
+    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and "out of memory" in str(error))
+
+
+def returned_memory(device: torch.device) -> str:
+    """Return memory that torch holds and no tensor uses to a GPU, and say how much is free there then."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    free = free_memory(device)
+    return "memory" if free is None else size_text(free)
 
 
 def find_device(name: torch.device | str) -> torch.device:

@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, PrefixCache, Slots
+from halfbyte.decoder.offload.placement import CHUNK
 from halfbyte.errors import ArgumentError
+from halfbyte.language.device import is_out_of_memory, no_memory_to_run, returned_memory
+from halfbyte.language.report import Times
 from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampler, Sampling, most_likely
 from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
 from halfbyte.language.text_stream import TextStream
@@ -122,6 +125,7 @@ class Batch:
         speculate: int = 0,
         draft: CpuModel | GpuModel | None = None,
         prefix_bytes: int = 0,
+        times: Times | None = None,
     ) -> None:
         """Make an empty batch.
 
@@ -134,6 +138,7 @@ class Batch:
             draft: A smaller model with the same vocabulary that guesses; None: guesses are looked up in the text so far.
             prefix_bytes: Bytes of KV caches of earlier sequences that stay for prompts with the same beginning; 0: of the last sequence
                 that ran alone.
+            times: Are added to.
 
         Raises:
             ArgumentError: The model decodes fewer sequences at a time.
@@ -156,6 +161,7 @@ class Batch:
         self._together: Sequence[Generation] = ()  # whose prompts are being read side by side
         self._read = 0  # tokens of prompts since the last decode step
         self._prefixes = PrefixCache(prefix_bytes)
+        self._times = Times() if times is None else times
         self.accepted = self.guessed = 0
 
     @property
@@ -227,24 +233,40 @@ class Batch:
         """
         try:
             return self._step()
-        except BaseException:
+        except BaseException as e:
             self.failed = self._together if self.prefilling is None else [self.prefilling]
             self._together = ()
             self._forget_caches()
-            raise
+            if self._model.where is None or not is_out_of_memory(e):
+                raise
+        # Not in the handler, as the error's traceback holds memory.
+        model = cast("GpuModel", self._model)
+        model.close_steps_of(None)
+        count = len(self._interrupted) + len(self.failed)
+        raise no_memory_to_run(model.device, f"{count} sequence{'s' * (count > 1)}", returned_memory(model.device))
+
+    def free(self) -> None:
+        """Free the KV caches of earlier sequences."""
+        self._prefixes.clear()
 
     def _step(self) -> list[tuple[Generation, str]]:
         while self._interrupted:
             self._resume(self._interrupted[0])
+        start, before = time.perf_counter(), self._read
         if self.reads_prompt:
             together = self._readable_together()
-            return self._continue_prefill() if len(together) < 2 else self._prefill_together(together)
+            found = self._continue_prefill() if len(together) < 2 else self._prefill_together(together)
+            self._times.add_prompt(self._read - before, start)
+            return found
         self._read = 0
         if not self._active:
             return []
         if len(self._active) == 1 and self._active[0].cache is not None:
-            return [self._decode_alone(self._active[0])]
-        return self._decode_slots()
+            found = [self._decode_alone(self._active[0])]
+        else:
+            found = self._decode_slots()
+        self._times.add_step(start)
+        return found
 
     def _forget_caches(self) -> None:
         """Forget keys and values, which an exception may have left half written: the sequences that run are read again."""
@@ -288,7 +310,8 @@ class Batch:
             self._prefill = _Prefill(generation, cache)
         generation, cache = self._prefill.generation, self._prefill.cache
         prompt, start = generation.prompt_ids, cache.length
-        end = min(len(prompt), start + PREFILL_CHUNK)
+        crosses = self._model.plan is not None and self._model.plan.streams and not self._active  # all experts, for each chunk
+        end = min(len(prompt), start + (CHUNK if crosses else PREFILL_CHUNK))
         if 0 < len(prompt) - end < self._model.least_prefill:
             end = len(prompt) - self._model.least_prefill
         self._read += end - start

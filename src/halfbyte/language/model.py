@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,8 +24,9 @@ from halfbyte.io.files import is_file, is_there
 from halfbyte.io.gguf import File, is_gguf, read_header
 from halfbyte.language.chat_template import render
 from halfbyte.language.checkpoint_tensors import open_checkpoint
-from halfbyte.language.device import find_device, find_gpu, free_memory
+from halfbyte.language.device import find_device, find_gpu, fitting, free_memory, no_memory_to_run
 from halfbyte.language.generate import MOST_GUESSES, Batch, Generation, run
+from halfbyte.language.report import LanguageReport, Times
 from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 from halfbyte.memory import size_text
@@ -71,7 +73,7 @@ class LanguageModel:
         """Make a model of a specification; `LanguageModel.open` reads one from a checkpoint. Its weights' device computes, a GPU with
         activations of `dtype`, and for what a plan leaves there the CPU."""
         self.spec, self.tokenizer, self.path, self.plan = spec, tokenizer, path, plan
-        self._model, self._int8 = _lowered(spec, dtype, plan), int8_cache
+        self._model, self._int8, self._times = _lowered(spec, dtype, plan), int8_cache, Times()
         self._set_speculation(speculate, draft)
 
     @classmethod
@@ -89,6 +91,7 @@ class LanguageModel:
         memory: int | str | None = None,
         context: int | None = None,
         sequences: int = 1,
+        prefix_bytes: int = 0,
     ) -> LanguageModel:
         """Open a model.
 
@@ -112,6 +115,7 @@ class LanguageModel:
                 cache for `context` tokens, and the rest on the CPU; see `plan`.
             context: Tokens of a sequence, at most, where `memory` is given; None: 8192, or what the model has positions for.
             sequences: That are decoded at the same time, at most, where `memory` is given.
+            prefix_bytes: As of `batch`, at most, where `memory` is given.
 
         Raises:
             UnsupportedError: Its architecture, or a part of it, is not supported without transformers: `halfbyte.load` may read it.
@@ -122,15 +126,19 @@ class LanguageModel:
         if cache not in (None, "int8"):
             raise ArgumentError(f"the KV cache is 'int8' or None, for the type of activations, got cache={cache!r}")
         _check_speculation(speculate, draft)
-        place, request = _request(device, memory, context, sequences, int8=cache == "int8")
+        place, request = _request(device, memory, context, sequences, int8=cache == "int8", prefix_bytes=prefix_bytes)
         if request is not None and draft is not None:
             raise ArgumentError("a draft model takes GPU memory that is not planned for: leave out draft, or memory and what is on the CPU")
-        opened = open_spec(source, format=format, sparse=sparse, device=place, dtype=dtype, request=request)
-        tokenizer, is_int8 = Tokenizer.open(source, opened.header), cache == "int8"
-        try:
-            model = cls(opened.spec, tokenizer, source, int8_cache=is_int8, dtype=opened.dtype, plan=opened.plan)
-        except ArgumentError as e:
-            raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
+
+        def build() -> LanguageModel:
+            opened = open_spec(source, format=format, sparse=sparse, device=place, dtype=dtype, request=request)
+            tokenizer = Tokenizer.open(source, opened.header)
+            try:
+                return cls(opened.spec, tokenizer, source, int8_cache=cache == "int8", dtype=opened.dtype, plan=opened.plan)
+            except ArgumentError as e:
+                raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
+
+        model = fitting(build, find_device(place), partial(_does_not_fit, source, place, is_planned=request is not None))
         if draft is not None and not isinstance(draft, LanguageModel):
             draft = cls.open(draft, format=format, cache=cache, sparse=sparse, device=place, dtype=dtype)
         model._set_speculation(speculate, draft)
@@ -156,7 +164,18 @@ class LanguageModel:
                 that ran alone.
         """
         slots = min(16, self.most_sequences) if slots is None else slots
-        how: dict[str, Any] = {"int8_cache": self._int8, "speculate": self._speculate, "draft": self._draft, "prefix_bytes": prefix_bytes}
+        if self.plan is not None and prefix_bytes > self.plan.request.prefix_bytes:
+            planned = size_text(self.plan.request.prefix_bytes)
+            raise ArgumentError(
+                f"{planned} are planned for KV caches of earlier sequences, got prefix_bytes={prefix_bytes}: open the model with as many"
+            )
+        how: dict[str, Any] = {
+            "times": self._times,
+            "int8_cache": self._int8,
+            "speculate": self._speculate,
+            "draft": self._draft,
+            "prefix_bytes": prefix_bytes,
+        }
         return Batch(self._model, self.tokenizer, slots=slots, **how)
 
     @property
@@ -187,6 +206,7 @@ class LanguageModel:
         chosen = _sampling(sampling, settings)
         if _is_several(prompts):
             texts = [str(text) for text in prompts]
+            self._batch.free()
             batch = self.batch(min(max(1, len(texts)), self.most_sequences))
             generations = [batch.submit(self._ids(text), chosen) for text in texts]
             for _ in run(batch, generations):
@@ -227,8 +247,32 @@ class LanguageModel:
             ids: The tokens.
             int8_cache: Whether keys and values are kept in 8 bits; None: as the model was opened.
         """
-        int8 = self._int8 if int8_cache is None else int8_cache
-        return self._model.prefill(list(ids), Cache(self.spec, int8=int8, most=len(ids), where=self._model.where), every=True)
+        int8, given, device = self._int8 if int8_cache is None else int8_cache, list(ids), self.spec.embedding.device
+        if self.plan is not None and len(given) > self.plan.request.context:
+            raise ArgumentError(
+                f"this model's memory is planned for {self.plan.request.context} tokens, got {len(given)}: open it with a larger context"
+            )
+
+        def compute() -> Tensor:
+            return self._model.prefill(given, Cache(self.spec, int8=int8, most=len(given), where=self._model.where), every=True)
+
+        return fitting(compute, device, partial(no_memory_to_run, device, f"the logits of {len(given)} tokens"))
+
+    def report(self) -> LanguageReport:
+        """Tell what was measured: the rates of the machine and the times of what this model has generated, next to those expected of its
+        plan.
+
+        Example:
+            model = LanguageModel.open("Qwen3-30B-A3B-Q4_K_M.gguf", memory="12 GB")
+            model.generate("What is a nibble?")
+            print(model.report())
+        """
+        if self.plan is None:
+            return LanguageReport(replace(self._times))
+        from halfbyte.decoder.offload.expected import expected
+        from halfbyte.decoder.offload.rates import rates_of
+
+        return LanguageReport(replace(self._times), self.plan, expected(self.plan, rates_of(self.spec.embedding.device)))
 
     def explain(self, device: torch.device | str | None = None, rows: int = 1, *, dtype: torch.dtype | None = None) -> DecoderExplanation:
         """Say which kernels decode one new token of each of several sequences: the model's program, op by op.
@@ -335,19 +379,20 @@ def open_spec(
     if request is not None:
         plan = plan_of(build_spec(config, tensors.sized()), request, tensors.dtype)
         tensors.placement = plan.placement
-    free = free_memory(place)
     try:
         spec = build_spec(config, tensors)
         for layer in spec.layers:
             layer.check()
     except ArgumentError as e:
         raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
-    except torch.OutOfMemoryError as e:
-        remedy = "give memory='auto', which leaves a part of it on the CPU" if plan is None else "give it less memory"
-        raise ArgumentError(f"{source} does not fit into the {size_text(free or 0)} that were free on {place}: {remedy}") from e
     tensors.store()
     spec = spec if plan is None else replace(spec, max_positions=plan.request.context)
     return Opened(spec, tensors.dtype, header, plan)
+
+
+def _does_not_fit(source: Path, place: torch.device | str, free: str, *, is_planned: bool) -> ArgumentError:
+    remedy = "give it less memory" if is_planned else "give memory='auto', which leaves a part of it on the CPU"
+    return ArgumentError(f"{source} does not fit into the {free} that is free on {place}: {remedy}")
 
 
 def _check_speculation(speculate: int | None, draft: object) -> None:
@@ -366,14 +411,14 @@ def _lowered(spec: DecoderSpec, dtype: torch.dtype, plan: Plan | None) -> CpuMod
 
 
 def _request(
-    device: _Device, memory: int | str | None, context: int | None, sequences: int, *, int8: bool
+    device: _Device, memory: int | str | None, context: int | None, sequences: int, *, int8: bool, prefix_bytes: int
 ) -> tuple[torch.device | str, Request | None]:
     """The device, and what was asked for of a part on the CPU, the rest on a GPU; None where nothing was."""
     if not isinstance(device, Mapping) and memory is None:
         if context is not None:
             raise ArgumentError(f"context bounds the KV cache of a model that is given GPU memory, got context={context} without memory")
         return device, None
-    gpu, request = make_request(device, memory, context, sequences, int8=int8)
+    gpu, request = make_request(device, memory, context, sequences, int8=int8, prefix_bytes=prefix_bytes)
     place = find_gpu(gpu)
     free = free_memory(place)
     if free is not None and (request.memory or 0) > free:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from halfbyte.decoder import gpu_step
 from halfbyte.decoder.cache import Cache, Slots
 from halfbyte.decoder.families import FAMILIES
 from halfbyte.decoder.lower_gpu import GpuModel
-from halfbyte.decoder.offload import host_experts
+from halfbyte.decoder.offload import host_experts, rates
 from halfbyte.decoder.offload.host_experts import HostExperts
 from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
 from halfbyte.decoder.spec import DecoderSpec
@@ -65,14 +66,15 @@ def test_all_families_with_experts_are_tested() -> None:
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_logits_are_those_of_one_device(kind: str, specs: Models) -> None:
-    """Of a prompt, whose rows are too many for one native call of the experts, bit by bit; one token up to the order of sums."""
+    """Of a prompt, whose rows are too many for one native call of the experts, and of tokens after it; up to the order of sums, as products
+    of one device have more rows: some behind the prompt."""
     spec = specs(kind)
     for experts in range(1, len(spec.layers) + 1):
         one, split = both(spec, experts)
         ids = ids_of(70)
         caches = [Cache(model.spec, where=model.where) for model in (one, split)]
         expected, found = (model.prefill(ids, cache, every=True) for model, cache in zip((one, split), caches, strict=True))
-        assert torch.equal(found, expected)
+        assert_close(found, expected, TOLERANCE[False])
         for token in ids[:3]:
             assert_close(split.decode([token], caches[1]), one.decode([token], caches[0]), TOLERANCE[False])
         assert split.decode_tokens([5], caches[1], goes_on=True) == one.decode_tokens([5], caches[0])
@@ -106,10 +108,11 @@ def test_hidden_states_cross_through_buffers(specs: Models, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("kind", ["GptOssDecoderLayer", "Qwen3MoeDecoderLayer", "Glm4MoeDecoderLayer"])
+@pytest.mark.parametrize("kind", MIXTURES)
 def test_batches_of_sequences_that_come_and_go(kind: str, int8: bool, specs: Models) -> None:
     """Also beyond sliding windows, whose buffers move. In 8 bits sums in another order can move a key to the next code."""
-    models = both(specs(kind), 1)
+    spec = specs(kind)
+    models = both(spec, len(spec.layers) - 1)
     slots = [Slots(model.spec, 4, int8=int8, where=model.where) for model in models]
     chance = torch.Generator().manual_seed(3)
     for step in range(24):
@@ -193,6 +196,62 @@ def test_interrupted_in_a_crossing(specs: Models, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(HostExperts, "_compute", compute)
     assert torch.equal(split.decode([5], cache), expected)
     assert (threading.active_count(), len(split._host._buffers)) == (threads, buffers)
+
+
+def test_interrupted_between_pieces(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a captured step is replayed: the same step again gives what it would have given, and so do those after it."""
+    monkeypatch.setattr(Pieces, "instances", [], raising=False)
+    monkeypatch.setattr(gpu_step, "CapturedGraph", Pieces)
+    monkeypatch.setattr(gpu_step, "can_capture", lambda device: True)
+    one, split = both(specs("GptOssDecoderLayer"), 3)
+    cache, other = read(split, ids_of(9)), read(one, ids_of(9))
+    compute, tokens = HostExperts._compute, [5]
+    for step in range(6):
+        expected = one.decode_tokens(tokens, other)
+        if step > 1:
+            calls = itertools.count()
+
+            def interrupted(*args: Any, calls: Iterator[int] = calls, layer: int = step % 3) -> None:
+                compute(*args)
+                if next(calls) == layer:
+                    raise KeyboardInterrupt
+
+            monkeypatch.setattr(HostExperts, "_compute", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                split.decode_tokens(tokens, cache, goes_on=True)
+            monkeypatch.setattr(HostExperts, "_compute", compute)
+        assert split.decode_tokens(tokens, cache, goes_on=True) == expected
+        tokens = expected
+
+
+def test_experts_without_a_native_call(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed by torch's operations, which the notes tell once."""
+    monkeypatch.setattr(host_experts, "why_not", lambda *weights: "its gates are odd")
+    one, split = both(specs("MixtralDecoderLayer"), 2)
+    assert split.notes == ("torch computes experts on the CPU: its gates are odd",)
+    assert one.notes == ()
+    assert_close(split.decode([5], read(split, ids_of(9))), one.decode([5], read(one, ids_of(9))), TOLERANCE[False])
+
+
+def test_rows_from_which_experts_cross_are_measured(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the computation of one layer, all of whose experts are used; once, and not for a few tokens."""
+    _, split = both(specs("Qwen3MoeDecoderLayer"), 2)
+    used: list[Tensor] = []
+    routed = HostExperts._routed
+    monkeypatch.setattr(HostExperts, "_routed", lambda *args: (used.append(args[3]), routed(*args))[1])
+    assert split._host._measured_rows(0.0) == rates.FEWEST_ROWS
+    assert len(used[0]) == rates.FEWEST_ROWS
+    assert used[0].unique().tolist() == list(range(len(next(iter(split._host._halves.values())).router)))
+    measured: list[float] = []
+    monkeypatch.setattr(HostExperts, "_measured_rows", lambda host, crossing: (measured.append(crossing), 40)[1])
+    monkeypatch.setattr(host_experts, "link_bandwidth", lambda device: 1e9)
+    host = HostExperts(split._host._halves, torch.device("cpu"))
+    monkeypatch.setattr(host, "_device", torch.device("cuda", 0))
+    assert not host.streams(rates.FEWEST_ROWS - 1)
+    assert not measured
+    assert [host.streams(rows) for rows in (39, 40, 500)] == [False, True, True]
+    assert host._streamed is not None
+    assert measured == [host._streamed.layer_bytes / 1e9]
 
 
 def test_experts_elsewhere_than_placed(specs: Models) -> None:

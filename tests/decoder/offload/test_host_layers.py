@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from tiny_decoders import CASES
 
 from halfbyte.decoder.cache import Cache, Slots
+from halfbyte.decoder.families import FAMILIES
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.decoder.offload.host_layers import HostLayers
@@ -19,18 +24,22 @@ from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
 
+_WITH_EXPERTS = {family.layer_class for family in FAMILIES.values() if family.moe is not None and family.model_class}
+MIXTURES = [kind for kind in CASES if kind.split(",")[0] in _WITH_EXPERTS]
 # Windows, soft caps, parallel residuals, residual multipliers, sinks, layer norms, longrope, no gates, experts.
 KINDS = [
-    *("LlamaDecoderLayer", "Gemma2DecoderLayer", "Gemma3DecoderLayer", "Cohere2DecoderLayer", "GraniteDecoderLayer", "GptOssDecoderLayer"),
-    *("Phi3DecoderLayer, longrope", "Starcoder2DecoderLayer", "Glm4MoeDecoderLayer", "Qwen2MoeDecoderLayer"),
+    *("LlamaDecoderLayer", "Gemma2DecoderLayer", "Gemma3DecoderLayer", "Cohere2DecoderLayer", "GraniteDecoderLayer"),
+    *("Phi3DecoderLayer, longrope", "Starcoder2DecoderLayer"),
+    *MIXTURES,
 ]
 # Relative to the largest logit: float32 sums in another order, in two to four layers; in 8 bits a key may get the next code.
 TOLERANCE = {False: 1e-5, True: 2e-2}
 Models = Callable[[str], DecoderSpec]
 
 
-def split(spec: DecoderSpec, layers: int) -> GpuModel:
-    plan = Plan(Request(None, sequences=8), Placement(len(spec.layers), layers), Sizes((), 0, 0))
+def split(spec: DecoderSpec, layers: int, experts: int | None = None) -> GpuModel:
+    placement = Placement(len(spec.layers) if experts is None else experts, layers)
+    plan = Plan(Request(None, sequences=8), placement, Sizes((), 0, 0))
     return GpuModel(spec, "cpu", torch.float32, plan)
 
 
@@ -89,6 +98,29 @@ def test_batches_of_sequences_that_come_and_go(kind: str, int8: bool, specs: Mod
         assert_close(model.decode(tokens, slots[1], None, slots[1].positions()), expected, TOLERANCE[int8])
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_split(specs: Models, data: st.DataObject) -> None:
+    """Of any mixture: first layers and experts on the CPU, in any number; sequences of any length join, decode and leave."""
+    spec = specs(data.draw(st.sampled_from(MIXTURES)))
+    layers = data.draw(st.integers(0, len(spec.layers)))
+    experts, int8 = data.draw(st.integers(layers, len(spec.layers))), data.draw(st.booleans())
+    whole = (split(spec, 0, 0), split(spec, layers, experts))
+    slots = [Slots(spec, 3, int8=int8, where=each.where) for each in whole]
+    for _ in range(data.draw(st.integers(1, 6))):
+        leaving = data.draw(st.integers(0, 2))
+        for some in slots:
+            if leaving < some.batch > 1:
+                some.leave(leaving)
+        if slots[0].batch < 3:
+            ids = ids_of(data.draw(st.integers(1, 90)), data.draw(st.integers(0, 3)))
+            for each, some in zip(whole, slots, strict=True):
+                some.join(read(each, ids, int8=int8))
+        tokens = ids_of(slots[0].batch, data.draw(st.integers(4, 9)))
+        expected, found = (each.decode(tokens, some, None, some.positions()) for each, some in zip(whole, slots, strict=True))
+        assert_close(found, expected, TOLERANCE[int8])
+
+
 def test_a_prompt_in_chunks_and_a_mask(specs: Models) -> None:
     spec = specs("Gemma3DecoderLayer")
     one, model = CpuModel(spec), split(spec, 2)
@@ -97,6 +129,22 @@ def test_a_prompt_in_chunks_and_a_mask(specs: Models) -> None:
     mask = torch.ones(1, 1101, dtype=torch.bool)
     mask[:, 1090:1095] = False
     assert_close(model.decode([5], caches[1], mask, [1000]), one.decode([5], caches[0], mask, [1000]), TOLERANCE[False])
+
+
+def test_no_cache_is_held(specs: Models) -> None:
+    """A cache that is dropped is free at once, after prompts, steps, and one that was interrupted."""
+    model = split(specs("LlamaDecoderLayer"), 1)
+    cache = read(model, ids_of(9))
+    model.decode([5], cache)
+    reference = weakref.ref(cache)
+    del cache
+    assert reference() is None
+    cache = read(model, ids_of(9))
+    model._prepared([5], cache, None)
+    reference = weakref.ref(cache)
+    del cache
+    model.close_steps_of(None)
+    assert reference() is None
 
 
 def test_prompts_leave_no_buffers(specs: Models) -> None:

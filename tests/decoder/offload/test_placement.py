@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,19 @@ from tiny_decoders import CASES, vary_
 import halfbyte as hb
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache, OnGpu, Slots
-from halfbyte.decoder.offload.placement import LayerSize, Placement, Plan, Request, Sizes, bytes_of, plan_for, request_of, sizes_of
+from halfbyte.decoder.offload.placement import LayerSize, Placement, Plan, Request, Sizes, bytes_of, plan_for, plan_of, request_of, sizes_of
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 
 BYTES = st.integers(0, 10**9)
-LAYERS = st.lists(st.builds(LayerSize, BYTES, st.one_of(st.just(0), BYTES), BYTES, st.floats(0.01, 1.0)), min_size=1, max_size=12)
-SIZES = st.builds(Sizes, LAYERS.map(tuple), BYTES, BYTES, BYTES, st.sampled_from([None, "its layers share keys"]))
+LAYER = st.builds(LayerSize, BYTES, st.one_of(st.just(0), BYTES), BYTES, st.floats(0.01, 1.0), BYTES, BYTES)
+LAYERS = st.lists(LAYER, min_size=1, max_size=12)
+SIZES = st.builds(Sizes, LAYERS.map(tuple), BYTES, BYTES, BYTES, st.sampled_from([None, "its layers share keys"]), BYTES)
+
+
+def whole_of(sizes: Sizes) -> int:
+    return sizes.outside + sizes.workspace + sizes.prefix + sum(sum(layer[:3]) for layer in sizes.layers)
 
 
 def planned(sizes: Sizes, memory: int | None, **asked: Any) -> Plan | None:
@@ -38,11 +43,11 @@ def planned(sizes: Sizes, memory: int | None, **asked: Any) -> Plan | None:
 
 @given(SIZES, st.integers(1, 3 * 10**10))
 def test_a_plan_never_exceeds_the_memory(sizes: Sizes, memory: int) -> None:
-    plan = planned(sizes, memory)
-    whole = sizes.outside + sizes.workspace + sum(sum(layer[:3]) for layer in sizes.layers)
+    plan, whole = planned(sizes, memory), whole_of(sizes)
     if plan is not None:
         assert 0 <= plan.gpu_bytes <= memory
-        assert plan.gpu_bytes + plan.cpu_bytes == whole
+        assert plan.gpu_bytes + plan.cpu_bytes == whole + plan.stream_bytes + plan.cpu.copy
+        assert (plan.gpu.prefix, plan.cpu.prefix, plan.cpu.workspace) == (sizes.prefix, 0, 0)
         assert sizes.why_whole is None or plan.placement.layers == 0
     else:
         assert memory < whole
@@ -50,18 +55,32 @@ def test_a_plan_never_exceeds_the_memory(sizes: Sizes, memory: int) -> None:
 
 @given(SIZES, st.integers(1, 3 * 10**10), st.integers(0, 10**10))
 def test_more_memory_moves_nothing_to_the_cpu(sizes: Sizes, memory: int, more: int) -> None:
+    """But for the buffers through which experts cross, once there is memory for these."""
     plan, larger = planned(sizes, memory), planned(sizes, memory + more)
     if plan is not None:
         assert larger is not None
-        assert larger.placement <= plan.placement
-        assert larger.placement.layers <= plan.placement.layers
         assert larger.gpu_bytes >= plan.gpu_bytes
+        assert larger.placement.layers <= plan.placement.layers
+        assert not plan.streams or larger.streams or not sizes.stream_buffers(larger.placement)
+        if larger.streams == plan.streams:
+            assert larger.placement <= plan.placement
+
+
+@given(SIZES, st.integers(1, 3 * 10**10))
+def test_experts_cross_through_two_buffers_of_the_largest(sizes: Sizes, memory: int) -> None:
+    plan = planned(sizes, memory)
+    if plan is not None and plan.streams:
+        largest = max(layer.experts for layer in sizes.layers[plan.placement.layers : plan.placement.experts])
+        assert plan.stream_bytes == 2 * (largest + 512)
+        assert plan.gpu_bytes == sizes.on_gpu(plan.placement) + plan.stream_bytes
+    elif plan is not None and plan.placement != Placement():  # no placement of experts alone has room for them
+        alone = [one for one in sizes.placements() if not one.layers]
+        assert all(sizes.on_gpu(one) + sizes.stream_buffers(one) > memory for one in alone)
 
 
 @given(SIZES)
 def test_everything_is_on_one_device_at_the_extremes(sizes: Sizes) -> None:
-    whole = sizes.outside + sizes.workspace + sum(sum(layer[:3]) for layer in sizes.layers)
-    for memory in (None, max(whole, 1)):
+    for memory in (None, max(whole_of(sizes), 1)):
         plan = planned(sizes, memory)
         assert plan is not None
         assert plan.placement == Placement()
@@ -69,7 +88,7 @@ def test_everything_is_on_one_device_at_the_extremes(sizes: Sizes) -> None:
     *_, last = sizes.placements()
     assert all(last.on_cpu(i, experts=True) for i, layer in enumerate(sizes.layers) if layer.experts)
     if sizes.why_whole is None:
-        assert sizes.on_gpu(last) == sizes.outside + sizes.workspace
+        assert sizes.on_gpu(last) == sizes.outside + sizes.workspace + sizes.prefix
         assert all(last.on_cpu(index) for index in range(len(sizes.layers)))
 
 
@@ -95,23 +114,20 @@ def test_what_fits_nothing_says_how_much_is_needed(sizes: Sizes, memory: int) ->
     assert "\n" not in str(told.value)
 
 
-@given(SIZES, st.floats(1e9, 1e12), st.floats(1e9, 1e12))
-def test_time_of_a_token(sizes: Sizes, gpu: float, cpu: float) -> None:
-    """A token reads all weights once, of the routed experts the active ones, wherever they are."""
-    read = sizes.head + sum(layer.rest + layer.experts * layer.active for layer in sizes.layers)
-    for placement in sizes.placements():
-        plan = Plan(Request(None), placement, sizes)
-        assert math.isclose(plan.token_seconds(gpu, gpu), read / gpu + plan.crossings * 30e-6, rel_tol=1e-9)
-        assert plan.token_seconds(gpu, cpu) >= read / max(gpu, cpu) * (1 - 1e-9)
-
-
 def test_what_is_asked_for() -> None:
     sizes = Sizes((LayerSize(10), LayerSize(20, 300, 5, 0.1), LayerSize(20, 300, 5, 0.1)), 50, 7)
     assert plan_for(sizes, Request(None, experts=2)).placement == Placement(2, 0)
     plan = plan_for(sizes, Request(500, experts=3, gpu_layers=2))
-    assert (plan.placement, plan.gpu_bytes, plan.cpu_bytes) == (Placement(3, 1), 107, 610)
-    assert "layer 0 and the routed experts of layers 1-2, 610 B" in str(plan)
-    assert plan.crossings == 3
+    assert (plan.placement, plan.streams, plan.gpu_bytes, plan.cpu_bytes) == (Placement(3, 1), False, 107, 610)
+    said = (
+        "on the GPU: 107 B of 500 B given (weights 90 B, KV cache of 8192 tokens 10 B, workspaces 7 B); on the CPU: layer 0 and the routed "
+    )
+    assert str(plan) == said + "experts of layers 1-2, 610 B (weights 610 B)"
+    plan = plan_for(sizes, Request(2000, experts=3, gpu_layers=2, sequences=2))
+    assert (plan.streams, plan.gpu_bytes) == (True, 1731)
+    assert "KV cache of 8192 tokens of 2 sequences 10 B, workspaces 1.6 kB)" in str(plan)
+    assert str(plan).endswith("1.2 kB (weights 610 B, copy for the GPU 600 B)")
+    assert plan.to_json()["gpu"] == {"weights": 90, "cache": 10, "workspace": 1631, "prefix": 0, "copy": 0}
     for asked, match in (
         ({"experts": 4}, "cpu_experts is 0 to 3, the layers of this model, got 4"),
         ({"gpu_layers": 4}, "gpu_layers is 0 to 3, the layers of this model, got 4"),
@@ -188,4 +204,20 @@ def test_sizes_of_a_mixture(tmp_path: Path) -> None:
     assert any(layer.experts for layer in sizes.layers)
     tied = sizes_of(spec_of("LlamaDecoderLayer", tmp_path / "llama"), Request(None, 64), torch.bfloat16)
     assert 0 < tied.head <= tied.outside
-    assert sizes_of(spec_of("Gemma4TextDecoderLayer, shared keys", tmp_path / "gemma"), Request(None, 64), torch.bfloat16).why_whole
+
+
+@pytest.mark.parametrize("reason", ["its layers have per-layer inputs", "its layers reuse keys and values of others"])
+def test_layers_that_stay_together(reason: str, tmp_path: Path) -> None:
+    """Layers that share keys and values or have per-layer inputs are not split; all of them fit, or the message says how much they need."""
+    spec = spec_of("Gemma4TextDecoderLayer, shared keys", tmp_path)
+    if "reuse" in reason:
+        spec = replace(spec, per_layer_inputs=None)
+    sizes = sizes_of(spec, Request(None, 64), torch.bfloat16)
+    assert sizes.why_whole == reason
+    whole = sizes.on_gpu(Placement())
+    assert plan_of(spec, Request(whole, 64), torch.bfloat16).placement == Placement()
+    with pytest.raises(ArgumentError, match=r"the model needs at least .* of GPU memory for 64 tokens"):
+        plan_of(spec, Request(whole - 1, 64), torch.bfloat16)
+    count = len(spec.layers)
+    with pytest.raises(ArgumentError, match=f"1 of {count} layers cannot be on the CPU, as {reason}: leave gpu_layers out"):
+        plan_of(spec, Request(None, 64, gpu_layers=count - 1), torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from halfbyte.decoder.offload.host_experts import HostExperts
 from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
 from halfbyte.decoder.offload.streamed_experts import LEAST_ROWS, StreamedExperts
 from halfbyte.decoder.spec import DecoderSpec
+from halfbyte.errors import UnsupportedError
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.routing import add_experts
 
@@ -38,7 +40,10 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return layers
 
 
-def test_more_layers_than_slots(specs: Models) -> None:
+@pytest.mark.parametrize("piece", [1, 1 << 15, 1 << 30])
+def test_more_layers_than_slots(piece: int, specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed expert by expert, some at a time, and at once."""
+    monkeypatch.setattr(streamed_experts, "_PIECE", piece)
     half = specs("Qwen3MoeDecoderLayer").layers[0].mlp
     assert isinstance(half, Experts)
     order = torch.randperm(len(half.router), generator=torch.Generator().manual_seed(1))
@@ -80,5 +85,15 @@ def test_without_memory_the_cpu_computes_prompts(few: str, specs: Models, stream
     assert few in note
 
 
+def test_main_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(code: int) -> None:
+        raise RuntimeError(f"out of memory ({code})")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    with pytest.raises(UnsupportedError, match=r"main memory of 4 B cannot be pinned \(out of memory \(2\)\)"):
+        streamed_experts._main_memory(4, torch.device("cuda", 0))
+
+
 def test_without_experts_nothing_is_copied() -> None:
-    assert HostExperts({}, torch.device("cpu")).note == ""
+    assert HostExperts({}, torch.device("cpu")).notes == ()

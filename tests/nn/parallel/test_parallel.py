@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or sys.plat
 import parallel_worker  # noqa: E402
 from language_model import make_language_model  # noqa: E402
 
+from halfbyte.integrations.transformers.quantizer import HalfbyteQuantizer  # noqa: E402
+
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -150,3 +152,30 @@ def test_layers_on_devices_of_a_map(models: Path, tmp_path: Path) -> None:
     assert torch.equal(build_mapped(models / "blocks", device_map=dict.fromkeys(names, "cpu"))(ids).logits, wanted)
     with pytest.raises(UnsupportedError, match=r"the device_map of model\.layers\.1"):
         build_mapped(models / "blocks", device_map={**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}, offload_folder=tmp_path)
+
+
+@pytest.mark.parametrize("place", ["cpu", torch.device("cpu")])
+def test_layers_on_the_cpu_next_to_a_gpu(models: Path, place: object) -> None:
+    """What accelerate would move to the GPU for each call is refused, with what to use instead; also where the map is computed."""
+    quantizer = HalfbyteQuantizer(hb.HalfbyteConfig("q8_0"))
+    remedy = r"open a language model by halfbyte\.LanguageModel\.open\(path, device=\{'experts': 'cpu'\}\) or memory='12 GB'"
+    for gpu in (0, "cuda:0", torch.device("cuda", 1)):
+        device_map = {"": gpu, "model.layers.0.mlp.experts": place, "model.layers.1.mlp.experts": place}
+        match = rf"got a device_map with 'model\.layers\.0\.mlp\.experts' and 1 more on the CPU: map all to GPUs, or {remedy}"
+        with pytest.raises(UnsupportedError, match=match):
+            quantizer.validate_environment(device_map=device_map)
+        with pytest.raises(UnsupportedError, match=remedy):
+            transformers.AutoModelForCausalLM.from_pretrained(models / "blocks", device_map=device_map)
+        quantizer.validate_environment(device_map=dict.fromkeys(device_map, gpu))
+
+
+def test_an_optimized_model_of_a_map(models: Path) -> None:
+    """Layers with accelerate's hooks, which move activations from device to device, are called one by one, as the notes say."""
+    accelerate = pytest.importorskip("accelerate")
+    names = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+    model = hb.load(models / "blocks")
+    wanted = model(parallel_worker.IDS).logits.detach()
+    model = hb.optimize_(accelerate.dispatch_model(model, dict.fromkeys(names, "cpu"), force_hooks=True))
+    # fuse_ computes projections of the same input in one product: float32 sums in the same order
+    assert torch.allclose(model(parallel_worker.IDS).logits, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    assert any("its layers are called one by one: layer 0: gate_proj+up_proj" in note for note in hb.report(model).notes)

@@ -16,13 +16,14 @@ from halfbyte.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
+OFFLOAD = "--gpu-memory, --cpu-experts, --gpu-layers and --gpu-context"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """The arguments of the device and dtype of the computation."""
-    parser.add_argument("--device", help="cpu or cuda (default: the GPU where there is one that the kernels are for, else the CPU)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: float32 on a CPU, on a GPU the model's own)")
+    parser.add_argument("--device", help="cpu or cuda (default: a GPU that the kernels are for, else the CPU)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of activations (default: float32 on a CPU, else the model's own)")
 
 
 class Placed(TypedDict, total=False):
@@ -32,15 +33,19 @@ class Placed(TypedDict, total=False):
     memory: str | None
     context: int | None
     sequences: int
+    prefix_bytes: int
 
 
-def add_offload(parser: argparse.ArgumentParser) -> None:
-    """The arguments of what a GPU has no memory for."""
+def add_offload(parser: argparse.ArgumentParser, *, has_context: bool = False) -> None:
+    """The arguments of what a GPU has no memory for; `has_context`: the parser has an argument --context of its own."""
     group = parser.add_argument_group("a model larger than the GPU's memory")
-    group.add_argument("--gpu-memory", metavar="SIZE", help="of the GPU: 12GB, or auto for what is free; what does not fit is on the CPU")
-    group.add_argument("--cpu-experts", metavar="N", type=int, help="routed experts of the first N layers on the CPU; -1: of all")
+    group.add_argument("--gpu-memory", metavar="SIZE", help="12GB, or auto: all that is free; the rest is on the CPU")
+    group.add_argument("--cpu-experts", metavar="N", type=int, help="layers whose routed experts are on the CPU; -1: all")
     group.add_argument("--gpu-layers", metavar="N", type=int, help="only the last N layers on the GPU")
-    group.add_argument("--gpu-context", metavar="N", type=int, help="tokens of a sequence that memory is planned for (default: 8192)")
+    if has_context:
+        parser.set_defaults(gpu_context=None)
+    else:
+        group.add_argument("--gpu-context", metavar="N", type=int, help="tokens of a sequence to plan for (default: 8192)")
 
 
 def offloads(args: argparse.Namespace) -> bool:
@@ -48,16 +53,29 @@ def offloads(args: argparse.Namespace) -> bool:
     return any(value is not None for value in (args.gpu_memory, args.cpu_experts, args.gpu_layers, args.gpu_context))
 
 
-def placed(args: argparse.Namespace, sequences: int = 1) -> Placed:
-    """The arguments of `LanguageModel.open` that say where the model is. Raises ArgumentError for a part on the CPU without a GPU."""
+def refuse_offload(args: argparse.Namespace, got: str) -> None:
+    """Raise ArgumentError where a part on the CPU was asked for of what is no language model."""
+    if offloads(args):
+        raise ArgumentError(f"{OFFLOAD} are for a language model, got {got}: leave them out")
+
+
+def placed(args: argparse.Namespace, sequences: int = 1, context: int | None = None, prefix_bytes: int = 0) -> Placed:
+    """The arguments of `LanguageModel.open` that say where the model is. Raises ArgumentError for a part on the CPU without a GPU.
+
+    Args:
+        args: Of the command.
+        sequences, prefix_bytes: As for `LanguageModel.open`.
+        context: Likewise, where --gpu-context was not given.
+    """
     if not offloads(args):
         return {"device": args.device}
     if args.device == "cpu":
-        raise ArgumentError("--gpu-memory, --cpu-experts, --gpu-layers and --gpu-context are for a GPU, got --device cpu: leave them out")
+        raise ArgumentError(f"{OFFLOAD} are for a GPU, got --device cpu: leave them out")
     counts: dict[str, object] = {"gpu_layers": args.gpu_layers}
     counts |= {"experts": "cpu"} if args.cpu_experts == -1 else {"cpu_experts": args.cpu_experts}
     device = {"gpu": args.device} | {name: value for name, value in counts.items() if value is not None}
-    return {"device": device, "memory": args.gpu_memory, "context": args.gpu_context, "sequences": sequences}
+    tokens = context if args.gpu_context is None else args.gpu_context
+    return {"device": device, "memory": args.gpu_memory, "context": tokens, "sequences": sequences, "prefix_bytes": prefix_bytes}
 
 
 def asked_dtype(args: argparse.Namespace) -> torch.dtype | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from halfbyte.cli.shared.device import asked_dtype, waking
+from halfbyte.cli.shared.device import asked_dtype, offloads, placed, waking
 from halfbyte.cli.shared.output import settling
 from halfbyte.errors import UnsupportedError
 
@@ -58,6 +58,8 @@ def open_model(args: argparse.Namespace, path: Path, name: str, format: str | No
     try:
         return _open_native(args, path, config)
     except UnsupportedError as e:
+        if offloads(args):
+            raise
         if not args.quiet:
             print(f"transformers runs {name}, as halfbyte's own decoder does not: {e}", file=sys.stderr)
     from halfbyte.integrations.transformers import text
@@ -72,8 +74,8 @@ def _open_native(args: argparse.Namespace, path: Path, config: Config | None) ->
 
     if args.device == "cpu" and args.dtype not in (None, "float32"):
         raise UnsupportedError(f"it computes in float32 on a CPU, not in {args.dtype}")
-    model = LanguageModel.open(path, format=config, device=args.device, dtype=asked_dtype(args))
-    for note in () if args.quiet else model.notes:
+    model = LanguageModel.open(path, format=config, dtype=asked_dtype(args), **placed(args, context=args.context))
+    for note in () if args.quiet else (*model.notes, *([] if model.plan is None else [model.plan])):
         print(note, file=sys.stderr)
     return Opened(_Native(model), _Encoder(model), model.spec.nbytes, model.spec.max_positions, _Native(model, int8=True))
 

@@ -11,12 +11,14 @@ CPU, as tests do.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from halfbyte.decoder.offload.placement import CHUNK
+from halfbyte.decoder.offload.rates import FEWEST_ROWS, link_bandwidth, rows_worth_crossing
 from halfbyte.decoder.offload.streamed_experts import LEAST_ROWS, StreamedExperts
 from halfbyte.errors import UnsupportedError
 from halfbyte.ops.transformer.experts import Experts, Mixture, why_not
@@ -44,7 +46,7 @@ class HostExperts:
     """The routed experts of some layers.
 
     Attributes:
-        note: Why the CPU computes those of long prompts, too; "": it does not.
+        notes: Why torch's operations compute some of them, or the CPU those of long prompts, too.
     """
 
     def __init__(self, halves: Mapping[int, Experts], device: torch.device, memory: int | None = None) -> None:
@@ -63,11 +65,12 @@ class HostExperts:
         self._buffers: dict[tuple[int, int], _Buffers] = {}
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._streamed: StreamedExperts | None = None
-        self.note = ""
+        reasons = dict.fromkeys(why_not(half.gate_up, half.down_proj) for half in halves.values())
+        self.notes = tuple(f"torch computes experts on the CPU: {reason}" for reason in reasons if reason is not None)
         try:
             self._streamed = StreamedExperts(halves, device, memory) if halves else None
         except UnsupportedError as e:
-            self.note = f"prompts are read with experts on the CPU, not on the GPU: {e}"
+            self.notes += (f"prompts are read with experts on the CPU, not on the GPU: {e}",)
 
     def __len__(self) -> int:
         """Number of layers."""
@@ -78,7 +81,24 @@ class HostExperts:
 
     def streams(self, rows: int) -> bool:
         """Whether the GPU computes the experts of so many rows of a prompt."""
-        return self._streamed is not None and rows >= LEAST_ROWS
+        return self._streamed is not None and rows >= FEWEST_ROWS and rows >= self._least_rows
+
+    @cached_property
+    def _least_rows(self) -> int:
+        """Rows of a prompt from which a layer's experts cross the link faster than the CPU computes them, measured where there is one."""
+        if self._streamed is None or self._device.type != "cuda":
+            return LEAST_ROWS
+        return self._measured_rows(self._streamed.layer_bytes / link_bandwidth(self._device))
+
+    def _measured_rows(self, crossing: float) -> int:
+        layer, half = next(iter(self._halves.items()))
+        experts, top_k = len(half.router), half.top_k
+
+        def compute(rows: int) -> Tensor:  # which choose all experts equally often
+            ids = torch.arange(rows * top_k, device="cpu").view(rows, top_k) % experts
+            return self._routed(layer, torch.ones(rows, half.k, dtype=torch.float32, device="cpu"), ids, ids.float())
+
+        return rows_worth_crossing(compute, crossing, CHUNK)
 
     def begin(self, rows: int) -> None:
         """Prepare for the layers of so many rows of a prompt, in their order."""
@@ -119,9 +139,13 @@ class HostExperts:
         """Compute y of the rows in pinned memory, as soon as they are there."""
         if self._event is not None:
             self._event.synchronize()
-        half, mixture, (z, ids, weights, y) = self._halves[layer], self._mixtures[layer], buffers
+        buffers.y.copy_(self._routed(layer, *buffers[:3]))
+
+    def _routed(self, layer: int, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The sum of the routed experts of rows by their weights."""
+        half, mixture = self._halves[layer], self._mixtures[layer]
         few = mixture is not None and len(z) <= half.most_rows
-        y.copy_(mixture(z.float(), ids, weights) if few and mixture is not None else mixed(z.float(), ids.long(), weights, half))
+        return mixture(z.float(), ids, weights) if few and mixture is not None else mixed(z.float(), ids.long(), weights, half)
 
     def _on_device(self, y: Tensor) -> Tensor:
         return torch.empty_like(y, device=self._device).copy_(y, non_blocking=True)

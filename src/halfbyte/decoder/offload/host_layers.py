@@ -45,7 +45,8 @@ class HostLayers:
     """The first layers of a model.
 
     Attributes:
-        step: What is computed next; the caller sets it before launches, also of those that were captured.
+        step: What is computed next; the caller sets it before launches, also of those that were captured. It is None afterwards, as it
+            holds a cache.
     """
 
     step: HostStep | None = None
@@ -95,7 +96,7 @@ class HostLayers:
 
     def _computed(self, x: Tensor) -> Tensor:
         """The hidden states, float32, after all layers; new keys and values enter the cache."""
-        step = self.step
+        step, self.step = self.step, None
         assert step is not None
         if step.total is None:
             tables = [[rope.tables(place, place + 1, place + 1) for place in step.positions] for rope in self._ropes]

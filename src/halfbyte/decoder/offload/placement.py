@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ DEFAULT_CONTEXT = 8192
 _SCRATCH = 320 << 20  # bytes of locks, workspaces and double buffers of kernels (`kernels/gpu/runtime/scratch.py`)
 _FEW = 512  # rows for which logits are computed at a time
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
-_CROSSING = 30e-6  # seconds of a hidden state to the CPU and back
+# Buffers of experts that cross (`streamed_experts.py`), and bytes by which their two stacks are aligned.
+_STREAM_BUFFERS, _ALIGNED = 2, 512
 
 
 class Placement(NamedTuple):
@@ -63,6 +65,7 @@ class Request(NamedTuple):
         gpu_layers: The last layers that are on the GPU, the others are on the CPU; None: as many as fit the memory.
         sequences: That are decoded at the same time.
         int8_cache: Whether keys and values are in 8 bits.
+        prefix_bytes: Of KV caches of earlier sequences that stay for prompts with the same beginning.
     """
 
     memory: int | None
@@ -71,6 +74,7 @@ class Request(NamedTuple):
     gpu_layers: int | None = None
     sequences: int = 1
     int8_cache: bool = False
+    prefix_bytes: int = 0
 
 
 class LayerSize(NamedTuple):
@@ -81,17 +85,34 @@ class LayerSize(NamedTuple):
         experts: Routed experts.
         cache: Keys and values.
         active: Fraction of the routed experts that a token reads.
+        rest_weights: Number of weights in `rest`.
+        expert_weights: Number of weights of the routed experts.
     """
 
     rest: int
     experts: int = 0
     cache: int = 0
     active: float = 1.0
+    rest_weights: int = 0
+    expert_weights: int = 0
 
-    @property
-    def read(self) -> float:
-        """Bytes of routed experts that a token reads."""
-        return self.experts * self.active
+
+class Parts(NamedTuple):
+    """Bytes on a device.
+
+    Attributes:
+        weights: Of the model.
+        cache: Keys and values of the sequences that run.
+        workspace: Activations, logits, scratch buffers, and buffers of experts that are streamed.
+        prefix: KV caches of earlier sequences.
+        copy: Second copy of experts, in the GPU's layout, from which they are streamed.
+    """
+
+    weights: int
+    cache: int
+    workspace: int = 0
+    prefix: int = 0
+    copy: int = 0
 
 
 class Sizes(NamedTuple):
@@ -103,6 +124,7 @@ class Sizes(NamedTuple):
         workspace: Activations, logits and scratch buffers.
         head: The head alone, which a token reads.
         why_whole: Why layers stay on the GPU but for their experts; None: they may go.
+        prefix: KV caches of earlier sequences.
     """
 
     layers: tuple[LayerSize, ...]
@@ -110,22 +132,28 @@ class Sizes(NamedTuple):
     workspace: int
     head: int = 0
     why_whole: str | None = None
+    prefix: int = 0
+
+    def parts(self, placement: Placement, *, cpu: bool) -> Parts:
+        """Bytes that a placement takes on the CPU, or on the GPU without buffers for experts that are streamed."""
+        weights = cache = 0
+        for index, layer in enumerate(self.layers):
+            weights += layer.rest if placement.on_cpu(index) == cpu else 0
+            weights += layer.experts if placement.on_cpu(index, experts=True) == cpu else 0
+            cache += layer.cache if placement.on_cpu(index) == cpu else 0
+        return Parts(weights, cache) if cpu else Parts(self.outside + weights, cache, self.workspace, self.prefix)
 
     def on_gpu(self, placement: Placement) -> int:
-        """Bytes of GPU memory that a placement takes."""
-        return (
-            self.outside
-            + self.workspace
-            + sum(
-                layer.rest + layer.cache + (0 if placement.on_cpu(index, experts=True) else layer.experts)
-                for index, layer in enumerate(self.layers)
-                if not placement.on_cpu(index)
-            )
-        )
+        """Bytes of GPU memory that a placement takes, without buffers for experts that are streamed."""
+        return sum(self.parts(placement, cpu=False))
 
-    def on_cpu(self, placement: Placement) -> int:
-        """Bytes of main memory that a placement takes."""
-        return self.outside + self.workspace + sum(sum(layer[:3]) for layer in self.layers) - self.on_gpu(placement)
+    def stream_buffers(self, placement: Placement) -> int:
+        """Bytes of GPU memory through which the experts on the CPU cross where a prompt is multiplied on the GPU."""
+        return _STREAM_BUFFERS * max((layer.experts + _ALIGNED for layer in self.crossing(placement)), default=0)
+
+    def crossing(self, placement: Placement) -> list[LayerSize]:
+        """The layers on the GPU whose experts are on the CPU."""
+        return [layer for layer in self.layers[placement.layers : placement.experts] if layer.experts]
 
     def placements(self) -> Iterator[Placement]:
         """Yield the placements that the memory given is compared with, from all on the GPU on; each takes no more memory than the last."""
@@ -146,58 +174,60 @@ class Plan:
         request: What was asked for.
         placement: What is on the CPU.
         sizes: Bytes of the model.
+        streams: Whether GPU memory is left for buffers through which experts on the CPU cross, so that the GPU multiplies long prompts.
     """
 
     request: Request
     placement: Placement
     sizes: Sizes
+    streams: bool = False
+
+    @property
+    def gpu(self) -> Parts:
+        """Bytes of GPU memory."""
+        parts = self.sizes.parts(self.placement, cpu=False)
+        return parts._replace(workspace=parts.workspace + self.stream_bytes)
+
+    @property
+    def cpu(self) -> Parts:
+        """Bytes of main memory."""
+        copied = self.sizes.crossing(self.placement) if self.streams else []
+        return self.sizes.parts(self.placement, cpu=True)._replace(copy=sum(layer.experts for layer in copied))
 
     @property
     def gpu_bytes(self) -> int:
-        """Bytes of GPU memory."""
-        return self.sizes.on_gpu(self.placement)
+        """Bytes of GPU memory, all together."""
+        return sum(self.gpu)
 
     @property
     def cpu_bytes(self) -> int:
-        """Bytes of weights and KV cache in main memory."""
-        return self.sizes.on_cpu(self.placement)
+        """Bytes of main memory, all together."""
+        return sum(self.cpu)
 
     @property
-    def crossings(self) -> int:
-        """How often a hidden state goes to the CPU and back for one token."""
-        experts = sum(
-            bool(layer.experts) and self.placement.on_cpu(index, experts=True) and not self.placement.on_cpu(index)
-            for index, layer in enumerate(self.sizes.layers)
-        )
-        return experts + (self.placement.layers > 0)
-
-    def token_seconds(self, gpu_bandwidth: float, cpu_bandwidth: float) -> float:
-        """Estimate the seconds of one new token: weights over bandwidths in bytes per second, and crossings."""
-        placed = [(self.placement.on_cpu(i), self.placement.on_cpu(i, experts=True), layer) for i, layer in enumerate(self.sizes.layers)]
-        on_cpu = sum(rest * layer.rest + experts * layer.read for rest, experts, layer in placed)
-        on_gpu = self.sizes.head + sum((not rest) * layer.rest + (not experts) * layer.read for rest, experts, layer in placed)
-        return on_gpu / gpu_bandwidth + on_cpu / cpu_bandwidth + self.crossings * _CROSSING
+    def stream_bytes(self) -> int:
+        """Bytes of GPU memory, a part of its workspaces, through which experts on the CPU cross."""
+        return self.sizes.stream_buffers(self.placement) if self.streams else 0
 
     def to_json(self) -> dict[str, object]:
         """Return what is said as a document of JSON."""
         about = {"experts_on_cpu": self.placement.experts, "layers_on_cpu": self.placement.layers, "context": self.request.context}
-        return {**about, "memory": self.request.memory, "gpu_bytes": self.gpu_bytes, "cpu_bytes": self.cpu_bytes}
+        devices = {"gpu_bytes": self.gpu_bytes, "cpu_bytes": self.cpu_bytes, "gpu": self.gpu._asdict(), "cpu": self.cpu._asdict()}
+        return {**about, "memory": self.request.memory, **devices, "stream_bytes": self.stream_bytes}
 
     def __str__(self) -> str:
-        sizes, (experts, layers) = self.sizes, self.placement
+        experts, layers = self.placement
         cpu = [_layers(0, layers)] if layers else []
         cpu += [f"the routed experts of {_layers(layers, experts)}"] if experts > layers else []
-        weights = sizes.outside + sum(
-            (0 if self.placement.on_cpu(i) else one.rest) + (0 if self.placement.on_cpu(i, experts=True) else one.experts)
-            for i, one in enumerate(sizes.layers)
-        )
-        cache = sum(one.cache for i, one in enumerate(sizes.layers) if not self.placement.on_cpu(i))
         given = "" if self.request.memory is None else f" of {size_text(self.request.memory)} given"
-        return (
-            f"on the GPU: {size_text(self.gpu_bytes)}{given} (weights {size_text(weights)}, KV cache of {self.request.context} tokens "
-            f"{size_text(cache)}, workspaces {size_text(sizes.workspace)}); on the CPU: "
-            + (f"{' and '.join(cpu)}, {size_text(self.cpu_bytes)}" if cpu else "nothing")
-        )
+        tokens = f"{self.request.context} tokens" + (f" of {self.request.sequences} sequences" if self.request.sequences > 1 else "")
+        on_cpu = f"{' and '.join(cpu)}, {size_text(self.cpu_bytes)} ({_listed(self.cpu, tokens)})" if cpu else "nothing"
+        return f"on the GPU: {size_text(self.gpu_bytes)}{given} ({_listed(self.gpu, tokens)}); on the CPU: {on_cpu}"
+
+
+def _listed(parts: Parts, tokens: str) -> str:
+    names = "weights", f"KV cache of {tokens}", "workspaces", "prefix cache", "copy for the GPU"
+    return ", ".join(f"{name} {size_text(count)}" for name, count in zip(names, parts, strict=True) if count)
 
 
 def _layers(first: int, stop: int) -> str:
@@ -211,7 +241,8 @@ def plan_of(spec: DecoderSpec, request: Request, dtype: torch.dtype) -> Plan:
 
 
 def plan_for(sizes: Sizes, request: Request) -> Plan:
-    """Choose what is on the CPU: as little as the memory allows, or what was asked for.
+    """Choose what is on the CPU: as little as the memory allows, with buffers for experts that are streamed as long as only experts are
+    on the CPU; or what was asked for.
 
     Raises:
         ArgumentError: Nothing fits the memory, or what was asked for does not, or is missing.
@@ -230,9 +261,10 @@ def plan_for(sizes: Sizes, request: Request) -> Plan:
         placements = [Placement(experts or 0, layers or 0)]
     else:
         placements = [*sizes.placements()]
-    for placement in placements:
-        if memory is None or sizes.on_gpu(placement) <= memory:
-            return Plan(request, placement, sizes)
+    with_buffers = [(one, sizes.stream_buffers(one)) for one in placements if len(placements) == 1 or not one.layers]
+    for placement, buffers in (*with_buffers, *((one, 0) for one in placements)):
+        if memory is None or sizes.on_gpu(placement) + buffers <= memory:
+            return Plan(request, placement, sizes, streams=buffers > 0)
     least = sizes.on_gpu(placements[-1])
     asked = "" if experts is None and layers is None else " with what is to be on the CPU"
     raise ArgumentError(
@@ -289,6 +321,7 @@ def make_request(
     sequences: int,
     *,
     int8: bool = False,
+    prefix_bytes: int = 0,
 ) -> tuple[torch.device | str, Request]:
     """Check what a user asks for, and return the GPU and the request, without a bound for memory="auto".
 
@@ -299,8 +332,10 @@ def make_request(
     for name, value in (("context", context), ("sequences", sequences)):
         if value is not None and (type(value) is not int or value < 1):
             raise ArgumentError(f"{name} is a number of at least 1, got {value!r:.99}")
+    if type(prefix_bytes) is not int or prefix_bytes < 0:
+        raise ArgumentError(f"prefix_bytes is a number of bytes, 0 for none, got {prefix_bytes!r:.99}")
     given = None if memory in (None, "auto") else bytes_of(memory)
-    return gpu, Request(given, context or DEFAULT_CONTEXT, experts, layers, sequences, int8)
+    return gpu, Request(given, context or DEFAULT_CONTEXT, experts, layers, sequences, int8, prefix_bytes)
 
 
 # Sizes
@@ -310,10 +345,14 @@ def sizes_of(spec: DecoderSpec, request: Request, dtype: torch.dtype) -> Sizes:
     """Compute the bytes of a model on a GPU, with activations of `dtype`; its weights may be packed for any device, or absent."""
     where = OnGpu(torch.device("cpu"), dtype)
     tokens = min(request.context, spec.max_positions or request.context)
-    caches = [
-        0 if layer.kv_source is not None else most_bytes(layer, tokens, CHUNK, request.sequences, int8=request.int8_cache, where=where)
-        for layer in spec.layers
-    ]
+    owners = [layer for layer in spec.layers if layer.kv_source is None]
+    most = partial(most_bytes, tokens=tokens, chunk=CHUNK, int8=request.int8_cache, where=where)
+    # One sequence may be read while another one, which runs alone or is copied for others, has a cache of its own, too.
+    slots = request.sequences if request.sequences > 1 else 0
+    singles = 2 if slots or request.prefix_bytes else 1
+    caches = [0 if layer.kv_source is not None else most(layer, slots=slots, singles=singles) for layer in spec.layers]
+    # The newest sequence stays even if it is larger.
+    prefix = max(request.prefix_bytes, sum(map(most, owners))) if request.prefix_bytes else 0
     layers = tuple(_layer_size(layer, cache, dtype) for layer, cache in zip(spec.layers, caches, strict=True))
     seen: dict[int, int] = {}
     for part in (spec.embedding, spec.norm, spec.lm_head, spec.lm_head_bias, spec.per_layer_inputs):
@@ -321,7 +360,8 @@ def sizes_of(spec: DecoderSpec, request: Request, dtype: torch.dtype) -> Sizes:
             if isinstance(one, Packed | Tensor):
                 seen[id(one)] = bytes_on_gpu(one, dtype)
     head = sum(bytes_on_gpu(one, dtype) for one in parts_of(spec.lm_head) if isinstance(one, Packed | Tensor))
-    return Sizes(layers, sum(seen.values()), _workspace(spec, tokens, dtype) + max(caches, default=0), head, why_whole(spec))
+    workspace = _workspace(spec, tokens, dtype) + max(caches, default=0)
+    return Sizes(layers, sum(seen.values()), workspace, head, why_whole(spec), prefix)
 
 
 def why_whole(spec: DecoderSpec) -> str | None:
@@ -334,12 +374,18 @@ def why_whole(spec: DecoderSpec) -> str | None:
 
 
 def _layer_size(layer: LayerSpec, cache: int, dtype: torch.dtype) -> LayerSize:
-    whole = sum(bytes_on_gpu(one, dtype) for one in parts_of(layer) if isinstance(one, Packed | Tensor))
+    whole, weights = _sums(layer, dtype)
     if not isinstance(layer.mlp, Experts):
-        return LayerSize(whole, cache=cache)
-    stacks = parts_of((layer.mlp.gate_up, layer.mlp.down_proj))
-    experts = sum(bytes_on_gpu(one, dtype) for one in stacks if isinstance(one, Packed | Tensor))
-    return LayerSize(whole - experts, experts, cache, layer.mlp.top_k / len(layer.mlp.router))
+        return LayerSize(whole, cache=cache, rest_weights=weights)
+    experts, expert_weights = _sums((layer.mlp.gate_up, layer.mlp.down_proj), dtype)
+    active = layer.mlp.top_k / len(layer.mlp.router)
+    return LayerSize(whole - experts, experts, cache, active, weights - expert_weights, expert_weights)
+
+
+def _sums(part: object, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes on a GPU and number of the weights of a part of a layer."""
+    found = [one for one in parts_of(part) if isinstance(one, Packed | Tensor)]
+    return sum(bytes_on_gpu(one, dtype) for one in found), sum(math.prod(one.shape) for one in found)
 
 
 def bytes_on_gpu(part: Packed | Tensor, dtype: torch.dtype) -> int:

@@ -25,9 +25,10 @@ from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.routing import add_experts
 
-LEAST_ROWS = 64  # from which a layer's experts cross the link faster than a CPU computes them
+LEAST_ROWS = 64  # from which experts cross where there is no link to measure
 _SLOTS = 2  # layers whose experts are on the GPU at the same time
 _ALIGNMENT = 256  # bytes, of stacks in `gpu_tiles`
+_PIECE = 32 << 20  # bytes of experts that are packed at a time
 _SHARE = 0.5  # of the main memory that is available, for the second copy
 
 
@@ -47,6 +48,9 @@ class _Slot:
 
 class StreamedExperts:
     """The routed experts of some layers, which are computed in the order of these.
+
+    Attributes:
+        layer_bytes: Bytes of a layer that cross the link, at most.
 
     Example:
         streamed.begin()
@@ -82,11 +86,11 @@ class StreamedExperts:
         }
         stacks = [_stacks(half) for half in self._halves.values()]
         self._sizes = [max(round_up(both[i].nbytes, _ALIGNMENT) for both in stacks) for i in range(2)]
-        self._slots: list[_Slot] = []
+        self.layer_bytes, self._slots = sum(self._sizes), list[_Slot]()
 
     def begin(self) -> None:
         """Start to copy the experts of the first layers."""
-        self._slots = self._slots or [_Slot(sum(self._sizes), self._device) for _ in range(min(_SLOTS, len(self._order)))]
+        self._slots = self._slots or [_Slot(self.layer_bytes, self._device) for _ in range(min(_SLOTS, len(self._order)))]
         for place in range(len(self._slots)):
             self._copy(place)
 
@@ -141,17 +145,30 @@ def _stack_bytes(half: Experts) -> int:
 
 
 def _for_device(weight: Weight, device: torch.device) -> Weight:
-    """A stack, packed for a device by that device, in main memory; its bias on the device."""
-    packed = pack(unpack(replace(weight.packed, data=weight.packed.data.to(device))), device)
+    """A stack, packed for a device by that device, in main memory; its bias on the device. Some experts at a time, as the device has little
+    memory for their codes."""
+    stack, (count, *shape) = weight.packed, weight.packed.shape
+    some, matrices, target = max(1, _PIECE * count // stack.data.nbytes), stack.data.view(count, -1), None
+    for first in range(0, count, some):
+        data = matrices[first : first + some].to(device).flatten()
+        piece = pack(unpack(replace(stack, data=data, shape=(min(some, count - first), *shape))), device)
+        if target is None:
+            nbytes = piece.data.nbytes // piece.shape[0]
+            target, packed = _main_memory(count * nbytes, device), replace(piece, shape=stack.shape)
+        target[first * nbytes : first * nbytes + piece.data.nbytes] = piece.data
+    assert target is not None  # of no expert
     bias = None if weight.bias is None else weight.bias.to(device)
-    return weight._replace(packed=replace(packed, data=_in_main_memory(packed.data)), bias=bias)
+    return weight._replace(packed=replace(packed, data=target), bias=bias)
 
 
-def _in_main_memory(data: Tensor) -> Tensor:
-    """A copy in main memory from which a GPU copies by itself. torch's pinned memory would take a power of 2 of bytes."""
-    copy = torch.empty(data.shape, dtype=data.dtype, device="cpu")
-    if data.is_cuda:
+def _main_memory(nbytes: int, device: torch.device) -> Tensor:
+    """Main memory from which a GPU copies by itself. torch's pinned memory would take a power of 2 of bytes."""
+    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    if device.type == "cuda":
         runtime = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(copy.data_ptr(), copy.nbytes, 0)))
-        weakref.finalize(copy.untyped_storage(), runtime.cudaHostUnregister, copy.data_ptr())
-    return copy.copy_(data)
+        try:
+            torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)))
+        except RuntimeError as e:  # as `ulimit -l` or a container may bound it
+            raise UnsupportedError(f"main memory of {size_text(nbytes)} cannot be pinned ({e})") from e
+        weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
+    return memory

@@ -170,9 +170,20 @@ class HalfbyteQuantizer(HfQuantizer):
         return True
 
     def validate_environment(self, *args: object, device_map: object = None, **kwargs: object) -> None:
-        """Raises UnsupportedError for layers that would be offloaded to the disk."""
-        if isinstance(device_map, Mapping) and (places := [name for name, place in device_map.items() if place == "disk"]):
+        """Raises UnsupportedError for layers that would be offloaded to the disk, or to the CPU next to a GPU, where a device map that
+        transformers computes ends, too."""
+        if not isinstance(device_map, Mapping):
+            return
+        if places := [name for name, place in device_map.items() if place == "disk"]:
             raise UnsupportedError(f"packed weights cannot be offloaded to the disk, the device_map of {places[0]}: map it to a device")
+        on_cpu = [name for name, place in device_map.items() if str(place).startswith("cpu")]
+        if 0 < len(on_cpu) < len(device_map):
+            more = f" and {len(on_cpu) - 1} more" if len(on_cpu) > 1 else ""
+            raise UnsupportedError(
+                f"packed weights are not moved to a GPU for each call, got a device_map with {on_cpu[0]!r}{more} on the CPU: map all to "
+                "GPUs, or open a language model by halfbyte.LanguageModel.open(path, device={'experts': 'cpu'}) or memory='12 GB', which "
+                "computes these on the CPU"
+            )
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: object) -> bool:
         return param_name in self._stacks or (param_name.endswith(".weight") and param_name.removesuffix(".weight") in self._decisions)

@@ -96,6 +96,11 @@ def _buffer(size: int) -> torch.Tensor:
     return in_huge_pages(torch.empty(size // 4, dtype=torch.int32, device="cpu")).random_(100)  # as weights are
 
 
+def free_buffers() -> None:
+    """Free what is read, up to 1 GB."""
+    _buffer.cache_clear()
+
+
 def _seconds(phase: str, buffer: torch.Tensor, size: int, threads: int) -> float:
     out = torch.zeros(threads * 16, dtype=torch.int32, device="cpu")
     block = PROBE.struct().pack(_phases()[phase], 0, runtime.openmp_address(), 0, buffer.data_ptr(), out.data_ptr(), size)

@@ -1,0 +1,141 @@
+"""What a plan is expected to take: seconds of a token and of a prompt, from bytes and operations over a machine's rates.
+
+    seconds of a part = max(bytes read / bandwidth, operations / operations per second)
+
+The GPU, the CPU and the link work one after the other, but for experts that are streamed: those of the next layer cross while the GPU
+multiplies. Attention between tokens is not counted, which is little of a prompt of some hundred tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from halfbyte.decoder.offload.placement import CHUNK, LayerSize, Plan
+from halfbyte.decoder.offload.rates import Rates
+from halfbyte.timing import time_text
+
+PROMPT = 512  # tokens, of which `expected` tells the time
+_CROSSING = 30e-6  # seconds of a hidden state to the CPU and back
+
+
+class Expected(NamedTuple):
+    """Expected times of a plan on a machine.
+
+    Attributes:
+        rates: Of the machine.
+        sequences: That are decoded at the same time.
+        gpu_seconds, cpu_seconds, crossing_seconds: Of a token of each sequence, which takes their sum.
+        prompt_tokens: Tokens of a prompt that is read at once.
+        prompt_seconds: Of this prompt with everything computed where its weights are.
+        streamed_seconds: Of this prompt where experts on the CPU cross to the GPU; None: there are none, or no memory for their buffers.
+        streams_from: Number of tokens from which that is expected to be faster; None: it never is.
+    """
+
+    rates: Rates
+    sequences: int
+    gpu_seconds: float
+    cpu_seconds: float
+    crossing_seconds: float
+    prompt_tokens: int
+    prompt_seconds: float
+    streamed_seconds: float | None
+    streams_from: int | None
+
+    @property
+    def token_seconds(self) -> float:
+        """Seconds of a token of each sequence."""
+        return self.gpu_seconds + self.cpu_seconds + self.crossing_seconds
+
+    def to_json(self) -> dict[str, object]:
+        """Return what is said as a document of JSON."""
+        return {"token_seconds": self.token_seconds, **self._asdict(), "rates": self.rates.to_json()}
+
+    def __str__(self) -> str:
+        gpu, cpu, crossing = map(time_text, (self.gpu_seconds, self.cpu_seconds, self.crossing_seconds))
+        parts = f" (GPU {gpu}, CPU {cpu}, crossings {crossing})" if self.cpu_seconds else ""
+        prompt = f"a prompt of {self.prompt_tokens} tokens: {time_text(self.prompt_seconds)}"
+        if self.streamed_seconds is not None:
+            least = self.streams_from
+            begins = "which is never faster" if least is None else f"which is faster from {least} token{'s' * (least > 1)} on"
+            prompt += f" with experts computed on the CPU, {time_text(self.streamed_seconds)} with experts streamed to the GPU, {begins}"
+        token = "a token" if self.sequences == 1 else f"a token of each of {self.sequences} sequences"
+        return f"{self.rates}\nexpected of {token}: {time_text(self.token_seconds)}{parts}\nexpected of {prompt}"
+
+
+def expected(plan: Plan, rates: Rates, sequences: int = 1, prompt_tokens: int = PROMPT) -> Expected:
+    """Estimate the times of a plan on a machine."""
+    gpu, cpu, crossing = token_seconds(plan, rates, sequences)
+    streamed = prompt_seconds(plan, prompt_tokens, rates, streamed=True) if plan.streams else None
+    in_place = prompt_seconds(plan, prompt_tokens, rates)
+    return Expected(rates, sequences, gpu, cpu, crossing, prompt_tokens, in_place, streamed, streams_from(plan, rates))
+
+
+def token_seconds(plan: Plan, rates: Rates, sequences: int = 1) -> tuple[float, float, float]:
+    """Estimate the seconds of one new token of each sequence: of the GPU, of the CPU, and of hidden states that cross."""
+    gpu, cpu, crossings = plan.sizes.head / rates.gpu_bandwidth, 0.0, int(plan.placement.layers > 0)
+    for index, layer in enumerate(plan.sizes.layers):
+        rest, experts = plan.placement.on_cpu(index), bool(layer.experts) and plan.placement.on_cpu(index, experts=True)
+        crossings += experts and not rest
+        times = (
+            (rest, _rest_seconds(layer, sequences, rates, cpu=rest)),
+            (experts, _experts_seconds(layer, sequences, rates, cpu=experts)),
+        )
+        gpu += sum(seconds for on_cpu, seconds in times if not on_cpu)
+        cpu += sum(seconds for on_cpu, seconds in times if on_cpu)
+    return gpu, cpu, crossings * _CROSSING
+
+
+def prompt_seconds(plan: Plan, tokens: int, rates: Rates, *, streamed: bool = False) -> float:
+    """Estimate the seconds of a prompt that is read at once.
+
+    Args:
+        plan: What is where.
+        tokens: Of the prompt.
+        rates: Of the machine.
+        streamed: Whether routed experts on the CPU, of layers on the GPU, cross the link, all of a layer, and are multiplied there.
+    """
+    seconds, overlaps = plan.sizes.head / rates.gpu_bandwidth, False
+    for index, layer in enumerate(plan.sizes.layers):
+        rest, experts = plan.placement.on_cpu(index), bool(layer.experts) and plan.placement.on_cpu(index, experts=True)
+        here = _rest_seconds(layer, tokens, rates, cpu=rest)
+        if not (streamed and experts and not rest):
+            seconds += here + _experts_seconds(layer, tokens, rates, cpu=experts) + (_CROSSING if experts and not rest else 0.0)
+            continue
+        here, crossing = here + _experts_seconds(layer, tokens, rates), layer.experts / rates.link_bandwidth
+        seconds += max(here, crossing) if overlaps else here + crossing  # nothing is computed while the first ones cross
+        overlaps = True
+    return seconds
+
+
+def streaming_pays(plan: Plan, tokens: int, rates: Rates) -> bool:
+    """Whether experts on the CPU are expected to be faster streamed to the GPU than computed there, for tokens that are read at once."""
+    return plan.streams and prompt_seconds(plan, tokens, rates, streamed=True) < prompt_seconds(plan, tokens, rates)
+
+
+def streams_from(plan: Plan, rates: Rates) -> int | None:
+    """Return the least number of tokens for which `streaming_pays`; None: there is none that is read at once."""
+    low, high = 0, 1
+    while not streaming_pays(plan, high, rates):
+        if high >= CHUNK:
+            return None
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if streaming_pays(plan, middle, rates) else (middle, high)
+    return high
+
+
+def _rest_seconds(layer: LayerSize, tokens: int, rates: Rates, *, cpu: bool = False) -> float:
+    return _seconds(layer.rest, layer.rest_weights * tokens, rates, cpu=cpu)
+
+
+def _experts_seconds(layer: LayerSize, tokens: int, rates: Rates, *, cpu: bool = False) -> float:
+    """Seconds of the experts of tokens that choose them independently."""
+    read = layer.experts * (1 - (1 - layer.active) ** tokens)
+    return _seconds(read, layer.expert_weights * layer.active * tokens, rates, cpu=cpu)
+
+
+def _seconds(nbytes: float, products: float, rates: Rates, *, cpu: bool) -> float:
+    if cpu:
+        return max(nbytes / rates.cpu_bandwidth, 2 * products / rates.cpu_operations)
+    return max(nbytes / rates.gpu_bandwidth, 2 * products / rates.gpu_operations)

@@ -1,0 +1,67 @@
+"""`report` of a language model: what was measured, next to what its plan was expected to take."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from halfbyte.timing import time_text
+
+if TYPE_CHECKING:
+    from halfbyte.decoder.offload.expected import Expected
+    from halfbyte.decoder.offload.placement import Plan
+
+
+@dataclass
+class Times:
+    """Seconds of what a model has computed, all together.
+
+    Attributes:
+        prompt_tokens, prompt_seconds: Of prompts that were read, each with the choice of the first token.
+        steps, step_seconds: Of decode steps, each for one or several sequences.
+    """
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    steps: int = 0
+    step_seconds: float = 0.0
+
+    def add_prompt(self, tokens: int, start: float) -> None:
+        """Add tokens of a prompt that were read since `start`, of `time.perf_counter`."""
+        self.prompt_tokens += tokens
+        self.prompt_seconds += time.perf_counter() - start
+
+    def add_step(self, start: float) -> None:
+        """Add a decode step since `start`, of `time.perf_counter`."""
+        self.steps += 1
+        self.step_seconds += time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class LanguageReport:
+    """What was measured of a language model.
+
+    Attributes:
+        times: Of what it has generated.
+        plan: What is on the CPU, the rest on a GPU; None: all is on one device.
+        expected: Rates of the machine, and the times of the plan that follow from them; None where there is no plan.
+    """
+
+    times: Times
+    plan: Plan | None = None
+    expected: Expected | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return what is said as a document of JSON."""
+        plan = None if self.plan is None else self.plan.to_json()
+        return {"measured": vars(self.times), "plan": plan, "expected": None if self.expected is None else self.expected.to_json()}
+
+    def __str__(self) -> str:
+        times, lines = self.times, [] if self.plan is None else [str(self.plan), str(self.expected)]
+        if times.prompt_tokens:
+            rate = times.prompt_tokens / max(times.prompt_seconds, 1e-9)
+            lines.append(f"measured of {times.prompt_tokens} tokens of prompts: {rate:.1f} tokens/s")
+        if times.steps:
+            lines.append(f"measured of {times.steps} decode steps: {time_text(times.step_seconds / times.steps)} each")
+        return "\n".join(lines) or "nothing was generated yet"
