@@ -200,7 +200,7 @@ def make_model(
         torch.manual_seed(i)
         part.apply(model._init_weights)
         if names[0] == embedding:  # so large that tokens differ in the last layers, too, and use as many experts as in trained models
-            torch.nn.init.normal_(part.weight)
+            torch.nn.init.normal_(part.weight, std=16.0)
         if format is not None and not names[0].endswith("norm"):  # in which there is nothing to quantize
             holder = nn.ModuleList([model.get_submodule(name) for name in names])
             if sparse:
