@@ -27,7 +27,6 @@ from halfbyte.decoder.kernels_gpu import torch_ops
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.errors import ArgumentError, CheckpointError
-from halfbyte.language import generate
 from halfbyte.language.checkpoint_tensors import PackedTensors, dtype_on_gpu, open_checkpoint
 from halfbyte.language.generate import Batch, run
 from halfbyte.language.model import LanguageModel
@@ -460,7 +459,7 @@ def test_a_batch_reads_short_prompts_together(prefix_bytes: int, both: Any, grap
 
     monkeypatch.setattr(gpu, "prefill_together", counted)
     prompts = [ids_of(count, count) for count in (5, 7, 100, 6, 9, 3, 4)]
-    monkeypatch.setattr(generate, "PREFILL_CHUNK", 128)
+    monkeypatch.setattr(gpu, "prefill_chunk", 128)
     found = []
     for model in (cpu, gpu):
         batch = Batch(model, tokenizer, slots=6, prefix_bytes=prefix_bytes)

@@ -212,7 +212,7 @@ def failing_after(monkeypatch: pytest.MonkeyPatch, calls: int, fail: Callable[..
 
 def test_a_prompt_is_read_at_once_where_experts_cross(folder: Path, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As all experts cross for each chunk; in chunks where others are decoded between these, or no experts cross."""
-    monkeypatch.setattr("halfbyte.language.generate.PREFILL_CHUNK", 64)
+    monkeypatch.setattr("halfbyte.decoder.lower_gpu._FEW", 64)
     read, prefill = list[int](), GpuModel.prefill
     monkeypatch.setattr(GpuModel, "prefill", lambda model, ids, *a, **k: (read.append(len(ids)), prefill(model, ids, *a, **k))[1])
     for memory, chunks in ((None, [300]), ("1 GB", [64] * 4 + [44])):
@@ -398,7 +398,7 @@ def test_caches_that_live_at_the_same_time_are_planned(
     folder: Path, gpu: None, cached: Callable[[], int], sequences: int, prefix_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes of a plan are enough for slots, sequences that are read, and those that stay for prompts that begin like them."""
-    monkeypatch.setattr("halfbyte.language.generate.PREFILL_CHUNK", 64)
+    monkeypatch.setattr("halfbyte.decoder.lower_gpu._FEW", 64)
     model = opened(folder, memory="1 GB", sequences=sequences, prefix_bytes=prefix_bytes, context=512)
     assert model.plan is not None
     assert (model.plan.gpu.prefix > 0) == (prefix_bytes > 0)

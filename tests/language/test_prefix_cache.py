@@ -14,7 +14,6 @@ from test_batches import DENSE, KINDS, models, prompt, tokenizer  # noqa: F401 -
 
 from halfbyte.decoder.cache import Cache, PrefixCache, Slots, common_prefix
 from halfbyte.decoder.lower_cpu import CpuModel
-from halfbyte.language import generate
 from halfbyte.language.generate import Batch, Generation
 from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
@@ -109,7 +108,7 @@ def test_prompts_are_read_in_chunks(
 ) -> None:
     model, ids = models[kind], prompt(50, 1)
     expected = run(Batch(model, tokenizer, slots=1), ids).ids
-    monkeypatch.setattr(generate, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(model, "prefill_chunk", chunk)
     batch = Batch(model, tokenizer, slots=2)
     other = batch.submit(prompt(5, 2), Sampling(max_new_tokens=30, ignore_eos=True))
     batch.step()
@@ -125,7 +124,7 @@ def test_prompts_are_read_in_chunks(
 
 
 def test_a_prompt_is_cancelled_between_chunks(models: dict[str, CpuModel], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(generate, "PREFILL_CHUNK", 10)
+    monkeypatch.setattr(models[KINDS[0]], "prefill_chunk", 10)
     batch, ids = Batch(models[KINDS[0]], tokenizer, slots=2, prefix_bytes=MOST), prompt(60, 1)
     generation = batch.submit(ids, Sampling())
     batch.step()

@@ -76,7 +76,7 @@ class CpuModel:
         self._rows: dict[tuple[int, bool], Tensor] = {}
         self.most_decode = most_decode(spec)
         self.most_verify = min(MOST_IN_A_ROW, self.most_decode)
-        self.least_prefill, self.most_prompts, self.prefill_chunks = LEAST_PREFILL, 1, 1
+        self.least_prefill, self.most_prompts, self.prefill_chunk = LEAST_PREFILL, 1, _CHUNK
 
     @torch.inference_mode()
     def decode(self, ids: Sequence[int], cache: Cache, mask: Tensor | None = None, positions: Sequence[int] | None = None) -> Tensor:

@@ -44,7 +44,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_SEQUENCES = 256  # that are decoded at the same time
 _CHUNK = 4096  # tokens of a prompt at a time
 _MOST_VERIFY = 65  # tokens
-_MOST_PROMPTS, _CHUNKS = 32, 4  # these take some 60 ms of a model of 8 billion weights
+_MOST_PROMPTS, _READ = 32, 2048  # and tokens, which take some 60 ms of a model of 8 billion weights
 _FEW = 512  # where attention is computed in torch, or all logits are asked for
 _LEAST_POSITIONS = 2048  # for which there are cosines and sines at first
 _LONG = 1 << 62  # tokens of a sequence
@@ -64,7 +64,7 @@ class GpuModel:
         most_decode: Sequences that are decoded at the same time, at most.
         most_verify: Tokens of one sequence that are verified at the same time, at most.
         least_prefill: Tokens of a prompt that are read at a time, at least, where others of it are in the cache.
-        most_prompts, prefill_chunks: Prompts that are read at the same time, and chunks of some before others are decoded, at most.
+        most_prompts, prefill_chunk: Prompts, and tokens of prompts, that are read before other sequences are decoded, at most.
         notes: Which ops have no kernel on this device and are computed by torch's operations, and why.
     """
 
@@ -96,7 +96,7 @@ class GpuModel:
         memory = None if plan is None or plan.request.memory is None else plan.request.memory - plan.gpu_bytes + plan.stream_bytes
         self._host = HostExperts(self._host_experts(), place, memory)
         self._first = HostLayers(spec.layers[: self._cpu_layers], spec.ropes, place)
-        self.most_prompts, self.prefill_chunks = (1, 1) if self._has_host_parts else (_MOST_PROMPTS, _CHUNKS)
+        self.most_prompts = 1 if self._has_host_parts else _MOST_PROMPTS
         if plan is not None:  # whose caches of few tokens fit into that of one sequence, which is planned for
             self.most_prompts = max(1, min(self.most_prompts, plan.request.context // 64))
         if self._first and self.most_decode > MOST_ON_CPU:
@@ -114,6 +114,7 @@ class GpuModel:
         self._reader = HostReader()
         in_torch = any(layer.attention.heads.softcap is not None for layer in spec.layers) or dtype == torch.float32
         self._chunk = _FEW if in_torch else _CHUNK
+        self.prefill_chunk = _FEW if in_torch or (self._has_host_parts and not (plan and plan.streams)) else _READ
         mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
         self._compiles = place.type == "cuda" and not mixed and not self._first and why_no_triton() is None and not env.tune()
         self.notes = (*(torch_ops(spec, dtype, gpu(place.index or 0)) if place.type == "cuda" else ()), *self._host.notes)

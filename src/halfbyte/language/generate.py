@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 DEFAULT_NEW_TOKENS = 128
 MOST_GUESSES = 64
-PREFILL_CHUNK = 512  # tokens of prompts that are read at a time
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -172,9 +171,8 @@ class Batch:
     @property
     def reads_prompt(self) -> bool:
         """Whether the next step reads a prompt, or a part of it."""
-        most = PREFILL_CHUNK * self._model.prefill_chunks
         has_slot = self._waiting and len(self._active) < self._capacity
-        return bool(self._interrupted or (has_slot and (self._read < most or not self._active)))
+        return bool(self._interrupted or (has_slot and (self._read < self._model.prefill_chunk or not self._active)))
 
     @property
     def prefilling(self) -> Generation | None:
@@ -311,7 +309,7 @@ class Batch:
         generation, cache = self._prefill.generation, self._prefill.cache
         prompt, start = generation.prompt_ids, cache.length
         crosses = self._model.plan is not None and self._model.plan.streams and not self._active  # all experts, for each chunk
-        end = min(len(prompt), start + (CHUNK if crosses else PREFILL_CHUNK))
+        end = min(len(prompt), start + (CHUNK if crosses else self._model.prefill_chunk))
         if 0 < len(prompt) - end < self._model.least_prefill:
             end = len(prompt) - self._model.least_prefill
         self._read += end - start
@@ -324,7 +322,8 @@ class Batch:
 
     def _readable_together(self) -> list[Generation]:
         """Return the first prompts that wait and are read side by side: 1, 2, 4, … of them, few launches for all instead of for each."""
-        free, switch = min(self._capacity - len(self._active), self._model.most_prompts), self._model.spec.rope_switch
+        free, spec = min(self._capacity - len(self._active), self._model.most_prompts), self._model.spec
+        most, switch = min(self._model.prefill_chunk, spec.max_positions or self._model.prefill_chunk), spec.rope_switch
         found: list[Generation] = []
         if self._slots is None or self._prefill is not None or self._speculate:
             return found
@@ -332,8 +331,7 @@ class Batch:
         for generation in itertools.islice(self._waiting, free):
             prompt = generation.prompt_ids
             longest = max(longest, len(prompt))
-            rows = 1 << (longest - 1).bit_length()  # of each
-            if (len(found) + 1) * rows > PREFILL_CHUNK or (switch is not None and longest > switch):
+            if (len(found) + 1) * _rows(longest) > most or (switch is not None and longest > switch):
                 break
             if self._prefixes.find(prompt, len(prompt) - 1, 1, switch)[0] is not None:
                 break
@@ -349,7 +347,7 @@ class Batch:
             generation.started = now
         if not self._prefixes.limit:
             self._prefixes.clear()
-        most = PREFILL_CHUNK // len(generations)
+        most = _rows(max(lengths))
         cache = Cache(self._model.spec, len(generations), int8=self._int8, most=most, where=self._model.where)
         logits = cast("GpuModel", self._model).prefill_together([generation.prompt_ids for generation in generations], cache)
         self._read += sum(lengths)
@@ -513,6 +511,11 @@ class Batch:
         last = self._active.pop()
         if last is not running:
             self._active[index] = last  # as in the slots
+
+
+def _rows(longest: int) -> int:
+    """Rows of each of several prompts that are read together."""
+    return 1 << (longest - 1).bit_length()
 
 
 def _batch_sampler(samplers: Sequence[Sampler]) -> BatchSampler:
