@@ -12,7 +12,7 @@
     python benchmarks/llm.py --device cuda --family gemma3 --size 4b --contenders halfbyte halfbyte-fused     what replaced forwards gain
 
 "llama.cpp" is xllamacpp, whose wheel is compiled for AVX2; "llama-bench" is llama.cpp's own program, compiled with `-DGGML_NATIVE=ON`
-for this CPU (--llama-bench names it).
+for this CPU (--llama-bench names it); "llama-bench-no-mmap" reads the file into memory from which a GPU copies, 2048 tokens at a time.
 "halfbyte-model" is halfbyte's own decoder, without transformers (`hb.LanguageModel`); of a batch on a GPU "step" is one of a loop of
 steps, with all that the host does, and "graph" one of replays alone.
 "halfbyte-fused" has transformers' layers, with the products of `fuse_` and the loop that writes.
@@ -54,7 +54,7 @@ CONTENDERS = (
         "halfbyte-int8-cache",
         "halfbyte-int8-cache-compiled",
     ),
-    *("torch", "torch-compiled", "torch-int4-compiled", "llama.cpp", "llama-bench"),
+    *("torch", "torch-compiled", "torch-int4-compiled", "llama.cpp", "llama-bench", "llama-bench-no-mmap"),
 )
 
 
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    if ({"llama.cpp", "llama-bench"} & {*args.contenders} or args.gguf) and not gguf(args).exists():
+    if ({*_PEERS} & {*args.contenders} or args.gguf) and not gguf(args).exists():
         make_file(config(args), gguf(args), args.folder / "halfbyte", args.device, args.format)
     workers = {name: start(args, name) for name in args.contenders}
     answers: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
@@ -170,7 +170,7 @@ def work(args: argparse.Namespace) -> int:
     os.dup2(2, 1)  # libraries print as they like
     try:
         custom = Model if args.worker.startswith("halfbyte-model") else Torch
-        contender: Any = {"llama.cpp": LlamaCpp, "llama-bench": LlamaBench}.get(args.worker, custom)(args)
+        contender: Any = _PEERS.get(args.worker, custom)(args)
     except (ModuleNotFoundError, FileNotFoundError) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else error.filename
         print(json.dumps({"failed": f"{missing} is not installed"}), file=answers, flush=True)
@@ -242,6 +242,7 @@ class LlamaBench:
             command = [args.llama_bench, "-m", gguf(args), "-t", args.threads, "-r", 1, "-o", "json", *test]
             command += ["-ngl", 0 if args.device == "cpu" else 99]
             command += [] if args.cpu_experts is None else ["-ncmoe", args.cpu_experts]
+            command += ["-mmp", 0, "-ub", 2048] if args.worker.endswith("no-mmap") else []
             rates[f"{name} tok/s"] = json.loads(output_of([*map(str, command)]))[0]["avg_ts"]
         return rates
 
@@ -257,6 +258,9 @@ def output_of(command: list[str]) -> str:
         last = " / ".join(done.stderr.strip().splitlines()[-5:])
         raise Failed(f"{command[0]} ended with code {done.returncode}: {last[-1000:]}")
     return done.stdout
+
+
+_PEERS: dict[str, Any] = {"llama.cpp": LlamaCpp, "llama-bench": LlamaBench, "llama-bench-no-mmap": LlamaBench}
 
 
 class Kernels:
