@@ -15,6 +15,7 @@ from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts, StackedE
 from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.modules.quantized import PART, QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
 from halfbyte.nn.modules.scaled import ScaledEmbedding, set_factor
+from halfbyte.nn.modules.subclassed import float_skeleton
 from halfbyte.nn.modules.transposed import conv1d
 
 # Classes that compute what their float form computes. Others also apply an activation, or are part of an integer network.
@@ -74,7 +75,11 @@ def check_convertible(module: QuantModule, *, with_group: bool = False) -> None:
             f"a {type(module).__name__} whose weight is distributed over processes cannot become a float layer: do it in one process, and "
             "distribute the model then"
         )
-    if type(module) not in _CONVERTIBLE and not (with_group and isinstance(module, FusedLinear)):
+    if (
+        type(module) not in _CONVERTIBLE
+        and getattr(module, "float_class", None) is None
+        and not (with_group and isinstance(module, FusedLinear))
+    ):
         raise UnsupportedError(
             f"a {type(module).__name__} is fused with other layers and cannot become a float layer: load the model again, and do it before "
             "fuse_ or optimize_"
@@ -119,14 +124,14 @@ def _skeleton(module: QuantModule, weight: nn.Parameter) -> nn.Module:
             device="meta",
         )
     assert isinstance(module, QuantConv2d)
-    kind: Callable[..., nn.Module] = getattr(nn, module.kind)
     more = {"output_padding": module.output_padding} if isinstance(module, QuantConvTranspose2d) else {}
-    return kind(
-        module.in_channels,
-        module.out_channels,
-        module.kernel_size,
-        module.stride,
-        module.padding,
+    return float_skeleton(
+        module,
+        in_channels=module.in_channels,
+        out_channels=module.out_channels,
+        kernel_size=module.kernel_size,
+        stride=module.stride,
+        padding=module.padding,
         dilation=module.dilation,
         groups=module.groups,
         bias=False,

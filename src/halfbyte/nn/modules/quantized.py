@@ -119,7 +119,7 @@ class QuantModule(nn.Module):
     _checked: int | None = -1  # of packed_data when it was last checked: None where it has none, -1 where it was not checked
 
     def __init__(self, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not a convolution's of torch, which may follow (see subclassed.py)
         if isinstance(packed, Packed) and len(packed.shape) != self.dimensions:
             wanted = "[N, K]" if self.dimensions == 2 else "[E, N, K]"
             raise ArgumentError(f"the weight of {type(self).__name__} is {wanted}, got shape {list(packed.shape)}")
