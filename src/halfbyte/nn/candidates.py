@@ -134,11 +134,11 @@ def _why_not(module: nn.Module, without_data: bool) -> str | None:
         return f"in training for {module.target.format}, to which convert_qat_ converts it"
     weight = cast("Tensor", module.weight)
     name, base = type(module).__name__, next(base for base in FLOAT_MODULES if isinstance(module, base))
-    own_forward = why_not_forward(module, base) if _differs(module, base) and not _known(module) else None
+    forward_reason = why_not_forward(module, base) if _differs(module, base) and not _known(module) else None
     reasons = {
         "its weight is parametrized": parametrize.is_parametrized(module),
         f"its weight is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
-        str(own_forward): own_forward is not None,
+        str(forward_reason): forward_reason is not None,
         f"{name} has a {_overridden_method(module, base)} of its own": _overridden_method(module, base) is not None,
         str(why_not_hooks(module)): why_not_hooks(module) is not None,
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),

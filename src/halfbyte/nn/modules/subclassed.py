@@ -19,7 +19,6 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.modules.conv import QUANT_CONVOLUTIONS, FloatConv, QuantConv2d
 
 _KINDS = ("Conv1d", "Conv2d", "Conv3d")
-_DERIVED: dict[type[nn.Module], type[QuantConv2d]] = {}
 _HARMLESS = {"forward", "extra_repr", "reset_parameters"}
 
 
@@ -41,8 +40,8 @@ def why_not_forward(module: nn.Module, base: type[nn.Module]) -> str | None:
         return f"{name} has a forward of its own, and more than a weight and a bias"
     form = QUANT_CONVOLUTIONS[kind]
     taken = {*dir(form), *(key for cls in form.__mro__ for key in getattr(cls, "__annotations__", ()))} - _HARMLESS
-    own = {key for cls in classes for key in vars(cls) if not key.startswith("__")} | vars(module).keys() - _plain(kind)
-    clash = min(own & taken, default=None)
+    added = {key for cls in classes for key in vars(cls) if not key.startswith("__")} | vars(module).keys() - _plain(kind)
+    clash = min(added & taken, default=None)
     return None if clash is None else f"{name} has a {clash} of its own, and so has its quantized form"
 
 
@@ -66,9 +65,8 @@ def float_skeleton(module: QuantConv2d, **settings: object) -> nn.Module:
     return convolution
 
 
-def _derived(float_class: type[nn.Module], kind: str) -> type[QuantConv2d]:
-    if (found := _DERIVED.get(float_class)) is not None:
-        return found
+@cache
+def _derived(float_class: type, kind: str) -> type[QuantConv2d]:
     form = QUANT_CONVOLUTIONS[kind]
 
     def init(
@@ -87,7 +85,7 @@ def _derived(float_class: type[nn.Module], kind: str) -> type[QuantConv2d]:
 
     members = {"__init__": init, "__reduce_ex__": reduce, "float_class": float_class, "__module__": __name__}
     ordered = type(form.__name__, (form, getattr(nn, kind)), {})  # so that torch's class follows the quantized one
-    return _DERIVED.setdefault(float_class, type(f"Quant{float_class.__name__}", (float_class, ordered), members))
+    return type(f"Quant{float_class.__name__}", (float_class, ordered), members)
 
 
 def _empty(float_class: type[nn.Module], kind: str) -> QuantConv2d:
