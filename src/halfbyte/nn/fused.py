@@ -30,7 +30,7 @@ from halfbyte.nn.modules.quantized import DerivedLinear, QuantLinear, QuantModul
 from halfbyte.nn.modules.weight_view import AnyPacked, WeightView, traced
 from halfbyte.nn.report import REMARK
 
-# Children of one module that transformers calls in this order with the same tensor.
+# Children of one module that transformers and diffusers call in this order with the same tensor.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_proj", "k_proj"),  # where values are what keys are made of (Gemma 4)
@@ -38,10 +38,15 @@ SIBLINGS = (
     ("q_lin", "k_lin", "v_lin"),
     ("q", "k", "v"),
     ("gate_proj", "up_proj"),
+    ("to_q", "to_k", "to_v"),
+    ("to_k", "to_v"),
+    ("add_q_proj", "add_k_proj", "add_v_proj"),
+    ("add_k_proj", "add_v_proj"),
 )
 
-# Modules of cross-attention in transformers and torch: their queries come from another tensor than keys and values.
+# Modules of cross-attention in transformers, torch and diffusers: their queries come from another tensor than keys and values.
 _CROSS = {"crossattention", "encoder_attn", "EncDecAttention", "cross_attn", "multihead_attn"}
+_OF_CONTEXT = {("to_k", "to_v"), ("add_k_proj", "add_v_proj")}  # siblings in cross-attention, too
 
 # A linear layer and the activation to which its parent passes its output, which nothing else uses.
 ACTIVATED = (
@@ -83,8 +88,12 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
     if not any(isinstance(module, QuantModule) for module in model.modules()):
         raise ArgumentError(f"fuse_ takes a quantized model, got a {type(model).__name__} without quantized layers: call quantize_ first")
     for path, parent in list(model.named_modules()):
-        for names in () if _CROSS.intersection(path.split(".")) else siblings:
-            parts = [getattr(parent, name, None) for name in names]
+        parts_of_name = path.split(".")
+        is_cross = not _CROSS.isdisjoint(parts_of_name) or vars(parent).get("is_cross_attention", "attn2" in parts_of_name)  # in diffusers
+        for names in siblings:
+            if is_cross and tuple(names) not in _OF_CONTEXT:
+                continue
+            parts = [parent._modules.get(name) for name in names]
             linears = [p for p in parts if type(p) is QuantLinear and not _watched(p)]
             groups = groupby(zip(names, linears, strict=True), lambda pair: _kind(pair[1])) if len(linears) == len(names) else ()
             for some in [dict(run) for _, run in groups]:
@@ -94,7 +103,7 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
                         setattr(parent, name, FusedLinear(group, i, linear))
                     _remark(parent, list(some))
         for name, function in activated:
-            dense, after = getattr(parent, name, None), getattr(parent, function, None)
+            dense, after = parent._modules.get(name), parent._modules.get(function)
             if type(dense) is QuantLinear and not _watched(dense) and _is_gelu(after):
                 setattr(parent, name, GeluLinear(dense))
                 setattr(parent, function, nn.Identity())

@@ -51,7 +51,7 @@ def form_of(module: FloatConv | QuantConv2d) -> type[QuantConv2d]:
         return QUANT_CONVOLUTIONS[module.kind] if module.float_class is None else type(module)
     float_class: type[nn.Module] = getattr(module, "float_class", type(module))  # in training a module has another class
     base = next(base for base in get_args(FloatConv) if issubclass(float_class, base))
-    return QUANT_CONVOLUTIONS[base.__name__] if float_class.forward is base.forward else _derived(float_class, base.__name__)
+    return QUANT_CONVOLUTIONS[base.__name__] if float_class.forward is base.forward else _derived(float_class, base.__name__)  # type: ignore[arg-type]
 
 
 def float_skeleton(module: QuantConv2d, **settings: object) -> nn.Module:
@@ -90,7 +90,7 @@ def _derived(float_class: type, kind: str) -> type[QuantConv2d]:
 
 def _empty(float_class: type[nn.Module], kind: str) -> QuantConv2d:
     """One without attributes, for pickle and copy."""
-    form = _derived(float_class, kind)
+    form = _derived(float_class, kind)  # type: ignore[arg-type]
     return form.__new__(form)
 
 
