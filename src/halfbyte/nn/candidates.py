@@ -18,6 +18,7 @@ from halfbyte.nn.kinds import FLOAT_MODULES, kind_of
 from halfbyte.nn.modules.conv import fold_of
 from halfbyte.nn.modules.experts import MixtureOfExperts, stacks
 from halfbyte.nn.modules.experts import why_not as why_not_experts
+from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.quantized import QuantModule, why_not_hooks
 from halfbyte.nn.modules.scaled import factor_of
 from halfbyte.nn.modules.subclassed import why_not_forward
@@ -54,6 +55,8 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
             reason = why_not_experts(module) if stacks(module) else STACKED if _stacked(module) else NOT_A_KIND
             if isinstance(module, MixtureOfExperts):
                 reason = "the biases of experts"
+            elif isinstance(module, LowRankLinear):
+                reason = "the product of low rank, which takes the outliers"
             elif isinstance(module, parametrize.ParametrizationList):
                 reason = "what a parametrized weight is made of"
             elif isinstance(module, nn.MultiheadAttention):

@@ -13,13 +13,15 @@ from halfbyte.errors import ArgumentError, FormatError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibration.calibrate import Calibration, Result, as_calibration, calibrate, calibrated_names, unreached
+from halfbyte.nn.calibration.low_rank import branches
 from halfbyte.nn.calibration.runs import Progress
 from halfbyte.nn.candidates import CUSTOM_LOADER, candidates, quantized
 from halfbyte.nn.config import Config, Decisions, as_config, check_patterns, decide, formats_of, take_calibration
-from halfbyte.nn.described import NOT_A_KIND, Candidate
+from halfbyte.nn.described import NOT_A_KIND, RESIDUAL, Candidate
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
 from halfbyte.nn.modules.conv import fold_of
 from halfbyte.nn.modules.expanded import expanded
+from halfbyte.nn.modules.low_rank import placed
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, NOTES, add_kept, add_notes
 from halfbyte.nn.static.codes import LayerWeight, calibrated, on_codes, replace_
@@ -58,7 +60,7 @@ def quantize_(
         config: What to quantize and how; or the format of all layers.
         calibration: Token ids [passages, tokens], or a Calibration: required by "gptq" and "awq", and used by "mse", if given, to weight
             its errors. The model must then consist of a list of decoder layers. With `activations="static"`: batches of images, such as a
-            DataLoader yields.
+            DataLoader yields. With `low_rank`: inputs of the model, each a tensor, a tuple of arguments or a dict of keyword arguments.
         progress: Called with (decoder layers done, all of them, name) while calibrating.
 
     Returns:
@@ -107,8 +109,25 @@ def _quantize_expanded_(
         raise ArgumentError(f"there is nothing to quantize in {type(model).__name__}{why}")
     if config.activations == "static":
         return _quantize_static_(model, config, decisions, calibration)
-    results: dict[str, Result] = {}
     notes: list[str] = [others] if others else []
+    if config.low_rank:
+        replacements, more = branches(model, formats, config.low_rank, calibration)
+        renamed = {f"{name}.{RESIDUAL}" if name in replacements else name: fmt for name, fmt in formats.items()}
+        with placed(model, replacements):
+            return _put_(model, renamed, config, None, progress, notes + more)
+    return _put_(model, formats, config, calibration, progress, notes)
+
+
+def _put_(
+    model: nn.Module,
+    formats: Mapping[str, Format],
+    config: Config,
+    calibration: Calibration | Tensor | Iterable[object] | None,
+    progress: Progress | None,
+    notes: list[str],
+) -> nn.Module:
+    """Quantizes the modules that `formats` names."""
+    results: dict[str, Result] = {}
     if calibration is not None:
         calibrated = calibrated_names(model, formats)
         results = {r.name: r for r in calibrate(model, calibrated, config.method, as_calibration(calibration), progress=progress)}

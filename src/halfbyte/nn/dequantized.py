@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from halfbyte.errors import UnsupportedError
+from halfbyte.nn.described import RESIDUAL
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules.conv import QUANT_CONVOLUTIONS, QuantConv2d, QuantConvTranspose2d
 from halfbyte.nn.modules.expanded import collapse_
 from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts, StackedExperts
+from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.modules.quantized import PART, QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
 from halfbyte.nn.modules.scaled import ScaledEmbedding, set_factor
@@ -46,6 +48,9 @@ def dequantize_(
     weights: dict[int, nn.Parameter] = {}
     for name, module in chosen.items():
         model.set_submodule(name, _float_module(module, weights, dtype))
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, LowRankLinear) and name and f"{name}.{RESIDUAL}" in chosen:
+            model.set_submodule(name, module.merged())
     experts = {name: module for name, module in model.named_modules() if name and isinstance(module, MixtureOfExperts)}
     collapse_(model, {name: module for name, module in experts.items() if not any(isinstance(m, QuantExperts) for m in module.modules())})
     return list(chosen)

@@ -299,7 +299,7 @@ class FusedLinear(DerivedLinear):
             return traced(ops.dequantize(self._whole, self.dtype)[rows], self)
         return WeightView(self._whole, self.dtype, self.weight_shape, rows)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         whole, bias = self._whole, self._parameters["bias"]
         if whole is self._group.packed and bias is self._group.biases[self._index]:
             return self._group.part(x, self)
@@ -344,7 +344,7 @@ class FusedLinear(DerivedLinear):
 class GeluLinear(DerivedLinear):
     """gelu(x W^T + bias)"""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return ops.linear_gelu(x, self.packed, self.bias, compute=self.compute, activation=self.activation)
 
 

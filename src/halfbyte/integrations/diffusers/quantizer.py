@@ -18,7 +18,7 @@ import torch
 from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
-from halfbyte.checkpoint.native.quantization_config import METHOD, Module, describe
+from halfbyte.checkpoint.native.quantization_config import METHOD, Module, describe, with_branches
 from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats import ggml
 from halfbyte.formats.codes import Codes
@@ -30,6 +30,7 @@ from halfbyte.integrations.transformers.weights_in_files import (
     PackedWeight,
     check_finite,
     check_shape,
+    expect_branches,
     expect_codes,
     missing,
     put,
@@ -112,6 +113,7 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         self._waiting |= {f"{name}{_WEIGHT}" for name in self._formats}
 
     def _expect_codes(self, model: nn.Module, state_dict: Mapping[str, object] | None) -> None:
+        expect_branches(model, self.quantization_config.modules)
         names = {name for name, _ in model.named_modules()}
         for name, settings in self.quantization_config.modules.items():
             if name not in names:
@@ -277,7 +279,8 @@ class _Description:
                 f"a quantized model is saved without adapters, and {adapted.removesuffix('.base_layer')} has one: save the adapter by "
                 "save_lora_adapter, or merge it by fuse_lora, and call unload_lora"
             )
-        return describe({name: Module.of(module, self._model.dtype) for name, module in quantized.items()})
+        shapes = {name: parameter.shape for name, parameter in self._model.named_parameters()}
+        return describe(with_branches({name: Module.of(module, self._model.dtype) for name, module in quantized.items()}, shapes))
 
 
 def _quantized(model: nn.Module) -> dict[str, QuantModule]:

@@ -28,6 +28,7 @@ from torch.nn import functional
 from halfbyte import ops
 from halfbyte.errors import HalfbyteError, UnsupportedError
 from halfbyte.integrations.peft import modules as peft_modules
+from halfbyte.nn.described import RESIDUAL
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules.experts import QuantExperts
 from halfbyte.nn.modules.permuted import PermutedLinear
@@ -162,6 +163,8 @@ def _including(include: _Include) -> _Include:
 def _check_modules(config: Any, quantized: dict[str, QuantModule]) -> None:
     """Raises UnsupportedError for target modules that are quantized, and get no adapters of this kind."""
     for name, module in quantized.items():
+        if (home := name.removesuffix(f".{RESIDUAL}")) != name and check_target_module_exists(config, home):
+            raise UnsupportedError(f"peft's {config.peft_type.value} cannot train {home}, a LowRankLinear: quantize without low_rank")
         if config.peft_type in _SERVED and type(module) in _ADAPTABLE:
             continue
         if not check_target_module_exists(config, name):

@@ -339,9 +339,9 @@ class QuantLinear(QuantModule):
         """The concatenated weight and bias of the layers that it is fused with; here, of a layer that is not fused, its own."""
         return self.packed, self.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features], float32, bfloat16 or float16 -> [..., out_features] of the same dtype."""
-        return ops.linear(x, self.packed, self.bias, compute=self.compute, activation=self.activation)
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """x [..., in_features], float32, bfloat16 or float16 -> [..., out_features] of the same dtype; with `added`, of that shape."""
+        return ops.linear(x, self.packed, self.bias, residual=added, compute=self.compute, activation=self.activation)
 
     def extra_repr(self) -> str:
         fmt = self._packed.codes_format

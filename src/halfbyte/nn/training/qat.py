@@ -125,6 +125,8 @@ def _check(model: nn.Module, config: Config, scales: str) -> None:
         raise ArgumentError(f"scales is one of {', '.join(SCALES)}, got {scales!r}")
     if config.method in CALIBRATED:
         raise ArgumentError(f"{config.method} needs calibration, which training does not have: use one of {', '.join(METHODS)}")
+    if config.low_rank:
+        raise ArgumentError(f"low_rank={config.low_rank} cannot be trained: use 0")
     if config.activations == "static":
         raise ArgumentError('activations="static" cannot be trained: use "dynamic"')
 

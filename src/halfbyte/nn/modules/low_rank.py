@@ -1,0 +1,126 @@
+"""Linear layers of which a product of low rank takes the outliers, so that the rest can have 4 bits: `Config(low_rank=...)`.
+
+The rest is an ordinary Linear inside, called `residual`, which is quantized, saved and reported like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfbyte.errors import ArgumentError
+from halfbyte.nn.described import INPUT_SCALE, LOW_RANK
+from halfbyte.nn.modules.quantized import QuantLinear
+from halfbyte.quantizers.low_rank import low_rank
+
+
+class LowRankLinear(nn.Module):
+    """y = z R^T + (z A^T) B^T + bias with z = x * input_scale, in place of a Linear with the weight W = (R + B A) * input_scale.
+
+    A, B and input_scale have the dtype of the float weight; the second product is added to the sums of the first before these are rounded.
+
+    Args:
+        linear: The float layer, whose sizes, dtype, device and bias it takes.
+        rank: Of B A.
+        scaled: Whether its inputs have a scale.
+
+    Attributes:
+        residual: The layer with the weight R and the bias.
+        low_rank_in: A [rank, K].
+        low_rank_out: B [N, rank].
+        input_scale: [K] or None.
+    """
+
+    residual: nn.Linear | QuantLinear
+    low_rank_in: nn.Parameter
+    low_rank_out: nn.Parameter
+    input_scale: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear, rank: int, *, scaled: bool) -> None:
+        super().__init__()
+        n, k = self.out_features, self.in_features = linear.out_features, linear.in_features
+        if not 0 < rank < min(n, k):
+            raise ArgumentError(f"the rank of a branch of a weight [{n}, {k}] is from 1 to {min(n, k) - 1}, got {rank}")
+        self.residual = nn.Linear(k, n, bias=False, device="meta", dtype=linear.weight.dtype)
+        self.residual.bias = linear.bias
+        self.low_rank_in, self.low_rank_out = _parameter(linear, rank, k), _parameter(linear, n, rank)
+        self.input_scale = _parameter(linear, k) if scaled else None
+        self.train(linear.training)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, rank: int, scale: Tensor | None = None) -> LowRankLinear:
+        """The branch of a float layer, and the rest of its weight; scale: of its inputs."""
+        module = cls(linear, rank, scaled=scale is not None)
+        with torch.no_grad():
+            weight = linear.weight.float()
+            if scale is not None and module.input_scale is not None:
+                module.input_scale.copy_(scale)
+                weight = weight / module.input_scale.float()
+            out, into = low_rank(weight, rank)
+            module.low_rank_out.copy_(out)
+            module.low_rank_in.copy_(into)
+            rest = weight - module.low_rank_out.float() @ module.low_rank_in.float()  # as they are stored
+            module.residual.register_parameter("weight", nn.Parameter(rest.to(linear.weight.dtype), requires_grad=False))
+        return module
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.residual.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """The float weight [N, K] that it computes with; computed when it is used."""
+        weight = self.residual.weight.float() + self.low_rank_out.float() @ self.low_rank_in.float()
+        return (weight if self.input_scale is None else weight * self.input_scale.float()).to(self.low_rank_in.dtype)
+
+    def merged(self) -> nn.Linear:
+        """A float Linear with this weight."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(self.weight)
+        linear.register_parameter("bias", self.residual.bias)
+        return linear.train(self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N] of the same dtype."""
+        if self.input_scale is not None:
+            x = x * self.input_scale
+        branch = functional.linear(functional.linear(x, self.low_rank_in), self.low_rank_out)
+        if type(self.residual) is QuantLinear:
+            return self.residual(x, added=branch)  # type: ignore[no-any-return]
+        return self.residual(x) + branch  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, rank={len(self.low_rank_in)}"
+
+
+def _parameter(linear: nn.Linear, *shape: int) -> nn.Parameter:
+    return nn.Parameter(linear.weight.new_empty(shape), requires_grad=False)
+
+
+@contextmanager
+def placed(model: nn.Module, branches: Mapping[str, nn.Module]) -> Iterator[None]:
+    """A context in which these modules are in the places of others, and after it, unless there is an error."""
+    before = {name: model.get_submodule(name) for name in branches}
+    for name, branch in branches.items():
+        model.set_submodule(name, branch)
+    try:
+        yield
+    except BaseException:
+        for name, module in before.items():
+            model.set_submodule(name, module)
+        raise
+
+
+def expected(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, nn.Module]:
+    """Branches without data in place of the float layers of a model, for stored tensors of these shapes."""
+    found: dict[str, nn.Module] = {}
+    modules = dict(model.named_modules())
+    for name, (rank, *_) in shapes.items():
+        home, _, key = name.rpartition(".")
+        if key == LOW_RANK and isinstance(linear := modules.get(home), nn.Linear):
+            found[home] = LowRankLinear(linear, rank, scaled=f"{home}.{INPUT_SCALE}" in shapes)
+    return found
