@@ -142,15 +142,15 @@ class _QuantLoraConv(_Requantized):
 
 
 class QuantLoraConv1d(_QuantLoraConv, Conv1d):
-    """Of a QuantConv1d."""
+    """LoRA on a QuantConv1d."""
 
 
 class QuantLoraConv2d(_QuantLoraConv, Conv2d):
-    """Of a QuantConv2d."""
+    """LoRA on a QuantConv2d."""
 
 
 class QuantLoraConv3d(_QuantLoraConv, Conv3d):
-    """Of a QuantConv3d."""
+    """LoRA on a QuantConv3d."""
 
 
 class QuantLoraEmbedding(_Requantized, Embedding):
