@@ -19,6 +19,7 @@ from halfbyte.kernels.cpu.codegen.elementary import GELU_BOUND
 from halfbyte.layouts import cpu_tiles
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
+from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.fused import FusedLinear, fuse_
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.report import report
@@ -316,3 +317,18 @@ def test_compiles_in_one_graph() -> None:
         assert torch.equal(compiled(x), expected)
         assert torch.equal(compiled(2 * x), together(2 * x))
     assert together[0].q_proj._group.cached_outputs is None
+
+
+def test_each_fused_layer_gets_its_own_weight_back() -> None:
+    """Layers of one shape, whose bytes are at the same address."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.to_q, self.to_k, self.to_v = (nn.Linear(64, 64) for _ in range(3))
+
+    torch.manual_seed(0)
+    model = quantize_(Attention(), "q8_0")
+    want = {name: model.get_submodule(name).weight.clone() for name in ("to_q", "to_k", "to_v")}  # type: ignore[operator,union-attr]
+    dequantize_(fuse_(model))
+    assert all(torch.equal(model.get_submodule(name).get_parameter("weight"), weight) for name, weight in want.items())

@@ -20,6 +20,8 @@ from halfbyte.nn.modules.scaled import ScaledEmbedding, set_factor
 from halfbyte.nn.modules.subclassed import float_skeleton
 from halfbyte.nn.modules.transposed import conv1d
 
+_Weights = dict[tuple[int, int], nn.Parameter]
+
 # Classes that compute what their float form computes. Others also apply an activation, or are part of an integer network.
 _CONVERTIBLE = (QuantLinear, PermutedLinear, QuantEmbedding, QuantEmbeddingBag, *QUANT_CONVOLUTIONS.values(), QuantExperts)
 
@@ -45,7 +47,7 @@ def dequantize_(
     chosen = {name: module for name, module in modules if is_chosen(module)}
     for module in chosen.values():
         check_convertible(module, with_group=len(chosen) == len(modules))
-    weights: dict[int, nn.Parameter] = {}
+    weights: _Weights = {}
     for name, module in chosen.items():
         model.set_submodule(name, _float_module(module, weights, dtype))
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -91,9 +93,10 @@ def check_convertible(module: QuantModule, *, with_group: bool = False) -> None:
         )
 
 
-def _float_module(module: QuantModule, weights: dict[int, nn.Parameter], dtype: torch.dtype | None) -> nn.Module:
-    """The float module that `module` replaced; `weights` has the parameters made so far, by the address of the packed weight."""
-    key = module.packed.data.data_ptr()
+def _float_module(module: QuantModule, weights: _Weights, dtype: torch.dtype | None) -> nn.Module:
+    """The float module that `module` replaced; `weights` has the parameters made so far, by the address of the packed weight and
+    its place among fused ones."""
+    key = module.packed.data.data_ptr(), module.index if isinstance(module, FusedLinear) else 0  # fused layers share their bytes
     if key not in weights:
         weights[key] = nn.Parameter(module.weight.clone().to(dtype or module.dtype))
     weight, float_module = weights[key], _skeleton(module, weights[key])
