@@ -4,8 +4,8 @@ before it.
 Their weights are concatenated along the rows, and their outputs are slices of one product; no number changes. A token then takes fewer
 and larger products, which matters where each is short: activations are quantized once, and threads or thread blocks synchronize less often.
 
-A GELU (not its tanh approximation) is applied to the product before that is written: no number changes by more than 2^-20 of GELU's
-argument. Convolutions: `fused_convolutions.py`.
+A GELU is applied to the product before that is written: no number changes by more than 2^-20 of GELU's argument. Convolutions:
+`fused_convolutions.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,8 @@ from halfbyte.nn.modules.packed_check import digest
 from halfbyte.nn.modules.quantized import DerivedLinear, QuantLinear, QuantModule, why_not_hooks
 from halfbyte.nn.modules.weight_view import AnyPacked, WeightView, traced
 from halfbyte.nn.report import REMARK
+
+_Approximate = Literal["none", "tanh"]
 
 # Children of one module that transformers and diffusers call in this order with the same tensor.
 SIBLINGS = (
@@ -55,6 +58,7 @@ ACTIVATED = (
     ("fc1", "activation_fn"),
     ("fc1", "act"),
     ("lin1", "activation"),
+    ("proj_mlp", "act_mlp"),
 )
 
 
@@ -102,10 +106,15 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
                     for i, (name, linear) in enumerate(some.items()):
                         setattr(parent, name, FusedLinear(group, i, linear))
                     _remark(parent, list(some))
+        proj = parent._modules.get("proj")
+        if _is_gelu_of_diffusers(parent) and type(proj) is QuantLinear and not _watched(proj):
+            parent.proj = GeluLinear(proj, parent.approximate)
+            vars(parent)["gelu"] = _unchanged  # comes before the method
+            _remark(parent, ("proj", "gelu"))
         for name, function in activated:
             dense, after = parent._modules.get(name), parent._modules.get(function)
-            if type(dense) is QuantLinear and not _watched(dense) and _is_gelu(after):
-                setattr(parent, name, GeluLinear(dense))
+            if type(dense) is QuantLinear and not _watched(dense) and (approximate := _gelu(after)) is not None:
+                setattr(parent, name, GeluLinear(dense, approximate))
                 setattr(parent, function, nn.Identity())
                 _remark(parent, (name, function))
     fuse_convolutions_(model)
@@ -122,12 +131,24 @@ def _watched(module: nn.Module) -> bool:
     return trained or why_not_hooks(module) is not None or "forward" in vars(module)
 
 
-def _is_gelu(module: object) -> bool:
+def _gelu(module: object) -> _Approximate | None:
+    """How a module computes GELU, in torch's words; None for any other module."""
     if not isinstance(module, nn.Module) or _watched(module):
-        return False
+        return None
     # transformers has its own class, which calls torch's function.
-    is_gelu_module = type(module).__name__ == "GELUActivation" and getattr(module, "act", None) is functional.gelu
-    return is_gelu_module or (type(module) is nn.GELU and module.approximate == "none")
+    if type(module).__name__ == "GELUActivation" and getattr(module, "act", None) is functional.gelu:
+        return "none"
+    return cast("_Approximate", module.approximate) if type(module) is nn.GELU else None
+
+
+def _is_gelu_of_diffusers(module: nn.Module) -> bool:
+    """Whether it computes gelu(proj(x)), by a method `gelu`."""
+    is_class = type(module).__name__ == "GELU" and type(module).__module__ == "diffusers.models.activations"
+    return is_class and "gelu" not in vars(module) and "forward" not in vars(module)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def _kind(linear: QuantLinear) -> tuple[object, ...]:
@@ -342,10 +363,15 @@ class FusedLinear(DerivedLinear):
 
 
 class GeluLinear(DerivedLinear):
-    """gelu(x W^T + bias)"""
+    """gelu(x W^T + bias); approximate: as of torch's gelu"""
+
+    def __init__(self, linear: QuantLinear, approximate: _Approximate = "none") -> None:
+        super().__init__(linear)
+        self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return ops.linear_gelu(x, self.packed, self.bias, compute=self.compute, activation=self.activation)
+        settings = {"compute": self.compute, "activation": self.activation}
+        return ops.linear_gelu(x, self.packed, self.bias, approximate=self.approximate, **settings)
 
 
 def _part(group: _Group, index: int) -> Packed:

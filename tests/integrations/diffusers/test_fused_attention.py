@@ -1,4 +1,5 @@
-"""`optimize_` of diffusion models: queries, keys and values, also those of the prompt, are one product each."""
+"""`optimize_` of diffusion models: queries, keys and values, also those of the prompt, are one product each, and GELU is in the product
+before it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from test_diffusers_gguf import flux, output, qwen_image, sd3, wan
 
 import halfbyte as hb
 from halfbyte.nn.dequantized import dequantize_
-from halfbyte.nn.fused import FusedLinear
+from halfbyte.nn.fused import FusedLinear, GeluLinear
 
 
 def unet() -> tuple[Any, None, dict[str, Any]]:
@@ -64,6 +65,11 @@ def test_the_same_as_unfused(name: str, dtype: torch.dtype, how: str) -> None:
         remark = fused.get_submodule(path).halfbyte_remark
         assert set(remark.removeprefix("computed together: ").split(", ")) == groups
     assert "computed together: to_q+to_k+to_v" in str(hb.report(fused))
+    gelus = [module for module in fused.modules() if type(module).__name__ == "GELU" and hasattr(module, "proj")]
+    assert all(type(module.proj) is GeluLinear and module.approximate == module.proj.approximate for module in gelus)
+    assert bool(gelus) == (name != "unet")  # which has GEGLU
+    if name == "flux":
+        assert type(fused.single_transformer_blocks[0].proj_mlp) is GeluLinear
     found = run(fused, call, dtype)
     # The same products of the same codes: sums in another order in float32, each rounded once to the dtype; a few blocks pass that on.
     assert float((found - unfused).norm() / unfused.norm()) < (1e-5 if dtype == torch.float32 else 2**-7)
