@@ -4,6 +4,7 @@ rows are no multiple of 256 in rows of 256."""
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 import tiny_diffusers
 from diffusers import UNet2DConditionModel
+from diffusers.loaders import single_file_model
 from tiny_diffusers import noise, renamed
 
 import halfbyte as hb
@@ -104,6 +106,11 @@ def opened(file: Path, *formats: str, **settings: Any) -> Any:
     return UNet2DConditionModel.from_single_file(str(file), config=str(file.parent / "config"), quantization_config=config)
 
 
+asks = "maybe_update_state_dict" in inspect.getsource(single_file_model)
+in_new_versions = pytest.mark.skipif(not asks, reason="this version does not ask the quantizer for the names of a file's tensors")
+
+
+@in_new_versions
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q5_1"])
 def test_a_reshaped_unet(kind: str, tmp_path: Path) -> None:
     file, model = built(tmp_path, kind)
@@ -121,6 +128,7 @@ def test_a_reshaped_unet(kind: str, tmp_path: Path) -> None:
     assert torch.equal(noise(UNet2DConditionModel.from_pretrained(tmp_path / "small")), noise(small))
 
 
+@in_new_versions
 def test_convolutions_are_rounded_to_a_format_that_is_named(tmp_path: Path) -> None:
     file, model = built(tmp_path, "q8_0")
     small = opened(file, "int8_channel")

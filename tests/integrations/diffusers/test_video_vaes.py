@@ -109,6 +109,9 @@ def test_a_whole_vae(build: Any, tmp_path: Any) -> None:
     for found, want, exact in zip(through(small), through(floats), through(model), strict=True):
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)  # some ten layers one after the other
         assert float((found - exact).norm() / exact.norm()) < 0.1
-    small.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert all(torch.equal(*pair) for pair in zip(through(again), through(small), strict=True))
+    small.save_pretrained(tmp_path / "small")
+    model.save_pretrained(tmp_path / "float")
+    again = type(model).from_pretrained(tmp_path / "small")
+    while_loading = type(model).from_pretrained(tmp_path / "float", quantization_config=hb.HalfbyteConfig("int8_channel", compute="float"))
+    for other in (again, while_loading):
+        assert all(torch.equal(*pair) for pair in zip(through(other), through(small), strict=True))
