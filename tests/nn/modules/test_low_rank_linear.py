@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import halfbyte as hb
@@ -118,6 +119,27 @@ def test_saved_and_loaded(scaled: bool, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         hb.load(tmp_path / "small", model=broken)
     assert type(broken[0]) is nn.Linear  # unchanged
+
+
+@pytest.mark.parametrize("damage", ["no rank", "rank", "missing", "shape"])
+def test_damaged_files(damage: str, tmp_path: Path) -> None:
+    hb.save(hb.quantize_(network(), config()), tmp_path)
+    file = next(tmp_path.glob("*.safetensors"))
+    state = load_file(file)
+    match damage:
+        case "no rank":
+            state["0.low_rank_in"] = torch.zeros(0, K)
+        case "rank":
+            state["0.low_rank_in"] = torch.zeros(96, K)
+        case "missing":
+            del state["0.low_rank_out"]
+        case "shape":
+            state["0.low_rank_in"] = torch.zeros(8, K - 1)
+    save_file(state, file)
+    model = network()
+    with pytest.raises(CheckpointError, match=r"0\.(low_rank|residual)"):
+        hb.load(tmp_path, model=model)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
 
 
 @torch.no_grad()

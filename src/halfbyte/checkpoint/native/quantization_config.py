@@ -106,14 +106,17 @@ def has_bytes_each(fmt: Format, entry: Mapping[str, object]) -> bool:
     return bool(fmt.packed_bits) and bits == 8
 
 
+def branches(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, bool]]:
+    """The rank of each LowRankLinear, and whether its inputs have a scale. shapes: of the tensors that are not quantized."""
+    names = (name for name, shape in shapes.items() if name.endswith(f".{LOW_RANK}") and len(shape) == 2)
+    homes = {name.removesuffix(f".{LOW_RANK}"): shapes[name][0] for name in names}
+    return {home: (rank, f"{home}.{INPUT_SCALE}" in shapes) for home, rank in homes.items()}
+
+
 def with_branches(modules: Mapping[str, Module], shapes: Mapping[str, Sequence[int]]) -> dict[str, Module]:
-    """The modules, those that are the residual of a LowRankLinear with its settings. shapes: of the tensors that are not quantized."""
-    found = dict(modules)
-    for name, module in modules.items():
-        home = name.removesuffix(f".{RESIDUAL}")
-        if (branch := shapes.get(f"{home}.{LOW_RANK}")) is not None:
-            found[name] = replace(module, low_rank=branch[0], scaled=f"{home}.{INPUT_SCALE}" in shapes)
-    return found
+    """The modules, those that are the residual of a LowRankLinear with its settings."""
+    more = {f"{home}.{RESIDUAL}": settings for home, settings in branches(shapes).items()}
+    return {name: replace(m, low_rank=more[name][0], scaled=more[name][1]) if name in more else m for name, m in modules.items()}
 
 
 def describe(modules: Mapping[str, Module]) -> dict[str, object]:

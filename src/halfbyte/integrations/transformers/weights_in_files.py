@@ -21,7 +21,7 @@ from halfbyte.nn.config import Config
 from halfbyte.nn.described import ORDER, RESIDUAL
 from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
 from halfbyte.nn.modules.conv import fold_of
-from halfbyte.nn.modules.low_rank import LowRankLinear
+from halfbyte.nn.modules.low_rank import expected
 from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.modules.transposed import is_transposed
@@ -77,10 +77,9 @@ class CodesPlaceholder(nn.Module):
 
 def expect_branches(model: nn.Module, modules: Mapping[str, Module]) -> None:
     """Puts a LowRankLinear without data in place of each float layer whose residual `modules` has."""
-    layers = dict(model.named_modules())
-    for name, settings in modules.items():
-        if settings.low_rank and isinstance(linear := layers.get(home := name.removesuffix(f".{RESIDUAL}")), nn.Linear):
-            model.set_submodule(home, LowRankLinear(linear, settings.low_rank, scaled=settings.scaled))
+    ranks = {name.removesuffix(f".{RESIDUAL}"): (one.low_rank, one.scaled) for name, one in modules.items() if one.low_rank}
+    for name, branch in expected(model, ranks).items():
+        model.set_submodule(name, branch)
 
 
 def expect_codes(model: nn.Module, name: str, settings: Module, remedy: str) -> Part:

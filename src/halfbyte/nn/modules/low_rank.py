@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfbyte.errors import ArgumentError
-from halfbyte.nn.described import INPUT_SCALE, LOW_RANK
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.quantizers.low_rank import low_rank
 
@@ -115,12 +114,9 @@ def placed(model: nn.Module, branches: Mapping[str, nn.Module]) -> Iterator[None
         raise
 
 
-def expected(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, nn.Module]:
-    """Branches without data in place of the float layers of a model, for stored tensors of these shapes."""
-    found: dict[str, nn.Module] = {}
-    modules = dict(model.named_modules())
-    for name, (rank, *_) in shapes.items():
-        home, _, key = name.rpartition(".")
-        if key == LOW_RANK and isinstance(linear := modules.get(home), nn.Linear):
-            found[home] = LowRankLinear(linear, rank, scaled=f"{home}.{INPUT_SCALE}" in shapes)
-    return found
+def expected(model: nn.Module, ranks: Mapping[str, tuple[int, bool]]) -> dict[str, nn.Module]:
+    """Branches without data for float layers of a model: name -> the rank, and whether inputs have a scale. What cannot have that rank is
+    left, so that readers miss its residual."""
+    layers = {name: layer for name, layer in model.named_modules() if name in ranks and isinstance(layer, nn.Linear)}
+    fitting = {name: layer for name, layer in layers.items() if 0 < ranks[name][0] < min(layer.weight.shape)}
+    return {name: LowRankLinear(layer, ranks[name][0], scaled=ranks[name][1]) for name, layer in fitting.items()}
