@@ -25,7 +25,9 @@ from halfbyte.formats.codes import Codes
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
+from halfbyte.nn.described import RESIDUAL
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
+from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.packed_check import digest
 from halfbyte.nn.modules.quantized import DerivedLinear, QuantLinear, QuantModule, why_not_hooks
 from halfbyte.nn.modules.weight_view import AnyPacked, WeightView, traced
@@ -97,15 +99,15 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
         for names in siblings:
             if is_cross and tuple(names) not in _OF_CONTEXT:
                 continue
-            parts = [parent._modules.get(name) for name in names]
-            linears = [p for p in parts if type(p) is QuantLinear and not _watched(p)]
-            groups = groupby(zip(names, linears, strict=True), lambda pair: _kind(pair[1])) if len(linears) == len(names) else ()
-            for some in [dict(run) for _, run in groups]:
-                if len(some) > 1 and len({linear.bias.dtype for linear in some.values() if linear.bias is not None}) < 2:
-                    group = _Group.of(list(some.values()))
-                    for i, (name, linear) in enumerate(some.items()):
-                        setattr(parent, name, FusedLinear(group, i, linear))
-                    _remark(parent, list(some))
+            places = [_place(parent, name) for name in names]
+            linears = [p for home, key in places if type(p := home._modules.get(key)) is QuantLinear and not _watched(p)]
+            groups = groupby(zip(names, places, linears, strict=True), lambda one: _kind(one[2])) if len(linears) == len(names) else ()
+            for some in [list(run) for _, run in groups]:
+                if len(some) > 1 and len({linear.bias.dtype for _, _, linear in some if linear.bias is not None}) < 2:
+                    group = _Group.of([linear for _, _, linear in some])
+                    for i, (_, (home, key), linear) in enumerate(some):
+                        setattr(home, key, FusedLinear(group, i, linear))
+                    _remark(parent, [name for name, _, _ in some])
         proj = parent._modules.get("proj")
         if _is_gelu_of_diffusers(parent) and type(proj) is QuantLinear and not _watched(proj):
             parent.proj = GeluLinear(proj, parent.approximate)
@@ -119,6 +121,12 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
                 _remark(parent, (name, function))
     fuse_convolutions_(model)
     return model
+
+
+def _place(parent: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module and the name in it of the linear layer that gets the input of the child `name`: that itself, or its residual."""
+    child = parent._modules.get(name)
+    return (child, RESIDUAL) if isinstance(child, LowRankLinear) and child.input_scale is None else (parent, name)
 
 
 def _remark(parent: nn.Module, names: Sequence[str]) -> None:
