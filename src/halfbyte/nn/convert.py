@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -26,6 +27,8 @@ from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, NOTES, add_kept, add_notes
 from halfbyte.nn.static.codes import LayerWeight, calibrated, on_codes, replace_
 from halfbyte.nn.training.fake_quantized import check_not_in_training
+
+NO_RESTS: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
 
 # What takes the place of a method for weights that calibration does not reach: embeddings above all.
 UNCALIBRATED = {"gptq": "mse", "awq": "mse"}
@@ -114,7 +117,8 @@ def _quantize_expanded_(
         replacements, more = branches(model, formats, config.low_rank, calibration)
         renamed = {f"{name}.{RESIDUAL}" if name in replacements else name: fmt for name, fmt in formats.items()}
         with placed(model, replacements):
-            return _put_(model, renamed, config, None, progress, notes + more)
+            rests = {f"{name}.{RESIDUAL}": branch.rest for name, branch in replacements.items()}
+            return _put_(model, renamed, config, None, progress, notes + more, rests)
     return _put_(model, formats, config, calibration, progress, notes)
 
 
@@ -125,8 +129,9 @@ def _put_(
     calibration: Calibration | Tensor | Iterable[object] | None,
     progress: Progress | None,
     notes: list[str],
+    rests: Mapping[str, Callable[[], Tensor]] = NO_RESTS,
 ) -> nn.Module:
-    """Quantizes the modules that `formats` names."""
+    """Quantizes the modules that `formats` names. rests: the weights of residuals, each computed when it is needed."""
     results: dict[str, Result] = {}
     if calibration is not None:
         calibrated = calibrated_names(model, formats)
@@ -136,7 +141,7 @@ def _put_(
     method = UNCALIBRATED.get(config.method, config.method)
 
     def codes_of(name: str, module: nn.Module, fmt: Format) -> tuple[Codes, float | None]:
-        result, weight = results.get(f"{name}.weight"), module.get_parameter("weight")
+        result, weight = results.get(f"{name}.weight"), rests[name]() if name in rests else module.get_parameter("weight")
         if result is not None and isinstance(result.value, Codes):
             return result.value, result.error
         if result is not None and result.reason is not None:
@@ -144,7 +149,11 @@ def _put_(
         codes = quantize_weight(kind_of(module), weight, fmt, method, f"{name}.weight", fold_of(module))
         return codes, relative_error(weight, codes, kind_of(module), fold_of(module))
 
-    add_kept(model, put_quantized_(model, formats, config, codes_of))
+    add_kept(model, kept := put_quantized_(model, formats, config, codes_of))
+    for name in kept.keys() & rests.keys():
+        residual = model.get_submodule(name)
+        dtype = residual.get_parameter("weight").dtype
+        residual.register_parameter("weight", nn.Parameter(rests[name]().to(dtype), requires_grad=False))
     with torch.no_grad():
         for name, result in results.items():
             if isinstance(result.value, Tensor):

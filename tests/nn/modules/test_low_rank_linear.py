@@ -31,7 +31,7 @@ def network(*, weights: float = 1.0, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def config(**settings: Any) -> hb.Config:
-    return hb.Config("int4_g64", skip=["1"], **{"low_rank": 8, "compute": "int8", **settings})
+    return hb.Config("int4_g64", **{"skip": ["1"], "low_rank": 8, "compute": "int8", **settings})
 
 
 def error(model: nn.Module, x: Tensor, want: Tensor) -> float:
@@ -193,6 +193,19 @@ def test_bad_input(settings: dict[str, Any], samples: object, message: str) -> N
         hb.quantize_(model, config(**settings), samples)  # type: ignore[arg-type]
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
     assert not any(layer._forward_pre_hooks for layer in model)
+
+
+@torch.no_grad()
+def test_a_rest_that_a_format_cannot_hold_stays_float() -> None:
+    model = network()
+    model[0].weight[:, 1:] = 0  # of rank 1: what the branch leaves is rounding, too small for float16 scales
+    model[0].weight.mul_(1e-3)
+    x = torch.randn(3, K)
+    want = model[0](x)
+    small: Any = hb.quantize_(model, config(skip=[], overrides={"1": "q8_0"}))
+    assert type(small[0].residual) is nn.Linear
+    assert "0.residual" in {row.name for row in hb.report(small).kept}
+    torch.testing.assert_close(small[0](x), want, rtol=1e-4, atol=1e-6)
 
 
 def test_nothing_changes_on_failure(tmp_path: Path) -> None:

@@ -51,20 +51,25 @@ class LowRankLinear(nn.Module):
         self.train(linear.training)
 
     @classmethod
+    @torch.no_grad()
     def of(cls, linear: nn.Linear, rank: int, scale: Tensor | None = None) -> LowRankLinear:
-        """The branch of a float layer, and the rest of its weight; scale: of its inputs."""
+        """The branch of a float layer; scale: of its inputs. Its residual still has the weight W, until `rest` takes that place."""
         module = cls(linear, rank, scaled=scale is not None)
-        with torch.no_grad():
-            weight = linear.weight.float()
-            if scale is not None and module.input_scale is not None:
-                module.input_scale.copy_(scale)
-                weight = weight / module.input_scale.float()
-            out, into = low_rank(weight, rank)
-            module.low_rank_out.copy_(out)
-            module.low_rank_in.copy_(into)
-            rest = weight - module.low_rank_out.float() @ module.low_rank_in.float()  # as they are stored
-            module.residual.register_parameter("weight", nn.Parameter(rest.to(linear.weight.dtype), requires_grad=False))
+        if scale is not None and module.input_scale is not None:
+            module.input_scale.copy_(scale)
+        out, into = low_rank(module._scaled(linear.weight), rank)
+        module.low_rank_out.copy_(out)
+        module.low_rank_in.copy_(into)
+        module.residual.register_parameter("weight", linear.get_parameter("weight"))
         return module
+
+    @torch.no_grad()
+    def rest(self) -> Tensor:
+        """R in float32, of a branch whose residual has the weight W: what A and B leave of it, as they are stored."""
+        return self._scaled(self.residual.get_parameter("weight")) - self.low_rank_out.float() @ self.low_rank_in.float()
+
+    def _scaled(self, weight: Tensor) -> Tensor:
+        return weight.float() if self.input_scale is None else weight.float() / self.input_scale.float()
 
     @property
     def bias(self) -> Tensor | None:
