@@ -153,6 +153,9 @@ def test_other_uses(tmp_path: Path) -> None:
     torch.testing.assert_close(compiled(x), want, rtol=1e-4, atol=1e-3)
     with torch.autocast("cpu", torch.bfloat16):
         assert small(x).dtype == torch.bfloat16
+    assert error(small[0], x.bfloat16(), small[0](x)) < 0.02  # x, and each of two products, rounded by 2^-9
+    with pytest.raises(ArgumentError, match=r"linear takes activations of float32, bfloat16 or float16, got torch\.float64"):
+        small(x.double())
     floats: Any = copy.deepcopy(small)
     dequantize_(floats)
     assert [type(layer) for layer in floats] == [nn.Linear, nn.Linear]

@@ -91,8 +91,8 @@ class LowRankLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N] of the same dtype."""
         if self.input_scale is not None:
-            x = x * self.input_scale
-        branch = functional.linear(functional.linear(x, self.low_rank_in), self.low_rank_out)
+            x = x * self.input_scale.to(x.dtype)
+        branch = functional.linear(functional.linear(x, self.low_rank_in.to(x.dtype)), self.low_rank_out.to(x.dtype))
         if type(self.residual) is QuantLinear:
             return self.residual(x, added=branch)  # type: ignore[no-any-return]
         return self.residual(x) + branch  # type: ignore[no-any-return]
