@@ -183,7 +183,11 @@ def test_gradients_reach_the_input() -> None:
     [
         ({"low_rank": -1}, None, "low_rank is a whole number, got -1"),
         ({"low_rank": 2.0}, None, r"low_rank is a whole number, got 2\.0"),
-        ({"low_rank": 96}, None, "no linear layer that is to be quantized has more than low_rank=96"),
+        (
+            {"low_rank": 96},
+            None,
+            r"no linear layer can have a branch of low_rank=96 \(0 has no more than 96 inputs or outputs\): use a lower rank",
+        ),
         ({"method": "gptq"}, torch.zeros(4, 32, dtype=torch.int64), "low_rank does not go together with method='gptq'"),
         ({"activations": "static"}, None, 'low_rank does not go together with activations="static"'),
         ({}, [torch.full((2, K), torch.nan)], "an input of 0 is NaN or infinite"),
@@ -196,6 +200,19 @@ def test_bad_input(settings: dict[str, Any], samples: object, message: str) -> N
         hb.quantize_(model, config(**settings), samples)  # type: ignore[arg-type]
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
     assert not any(layer._forward_pre_hooks for layer in model)
+
+
+@torch.no_grad()
+def test_layers_without_a_branch_are_quantized() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.5, batch_first=True), nn.Linear(64, 8))
+    x = torch.randn(2, 5, 64)
+    small: Any = hb.quantize_(model, hb.Config("int4_g32", low_rank=8), [x])
+    assert small.training
+    assert all(isinstance(small[0].get_submodule(name), LowRankLinear) for name in ("linear1", "linear2"))
+    notes = hb.report(small).notes
+    assert "low_rank: 1 has no branch, as it has no more than 8 inputs or outputs" in notes
+    assert "low_rank: 0.self_attn.out_proj has no branch, as it belongs to a Conv1D or a MultiheadAttention" in notes
+    assert {row.name for row in hb.report(small).quantized} >= {"1", "0.self_attn.out_proj", "0.linear1.residual"}
 
 
 @torch.no_grad()

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.nn.calibration.calibrate import Calibration, calibrated_names
+from halfbyte.nn.modules.attention import Attention
 from halfbyte.nn.modules.low_rank import LowRankLinear
+from halfbyte.nn.modules.transposed import Conv1DLinear
 from halfbyte.quantizers.check import check_finite
 from halfbyte.quantizers.low_rank import balancing_scale
 
@@ -29,13 +31,14 @@ def branches(model: nn.Module, formats: Mapping[str, Format], rank: int, samples
     Raises ArgumentError where no layer can have a branch, and for samples that the model does not take.
     """
     linears = {name: module for name in calibrated_names(model, formats) if isinstance(module := model.get_submodule(name), nn.Linear)}
-    few = [name for name, linear in linears.items() if min(linear.weight.shape) <= rank]
-    for name in few:
+    reasons = {name: reason for name, linear in linears.items() if (reason := _why_not(model, name, linear, rank)) is not None}
+    for name in reasons:
         del linears[name]
     if not linears:
-        raise ArgumentError(f"no linear layer that is to be quantized has more than low_rank={rank} inputs and outputs: use a lower rank")
+        what = next((f"{name} {reason}" for name, reason in reasons.items()), "none is to be quantized")
+        raise ArgumentError(f"no linear layer can have a branch of low_rank={rank} ({what}): use a lower rank, or leave it out")
     ranges = {} if samples is None else _ranges(model, linears, samples)
-    found, notes = {}, [f"low_rank: {name} has no more than {rank} inputs or outputs, and no branch" for name in few]
+    found, notes = {}, [f"low_rank: {name} has no branch, as it {reason}" for name, reason in reasons.items()]
     for name, linear in linears.items():
         check_finite(linear.weight, f"{name}.weight")
         scale = balancing_scale(ranges[name], linear.weight.detach().float()) if name in ranges else None
@@ -43,6 +46,13 @@ def branches(model: nn.Module, formats: Mapping[str, Format], rank: int, samples
         if samples is not None and scale is None:
             notes.append(f"low_rank: no sample reaches {name}, whose inputs have no scale")
     return found, notes
+
+
+def _why_not(model: nn.Module, name: str, linear: nn.Linear, rank: int) -> str | None:
+    """Why a linear layer has no branch, or None."""
+    if isinstance(linear, Conv1DLinear) or isinstance(model.get_submodule(name.rpartition(".")[0]), Attention):
+        return "belongs to a Conv1D or a MultiheadAttention"
+    return f"has no more than {rank} inputs or outputs" if min(linear.weight.shape) <= rank else None
 
 
 @torch.no_grad()
@@ -56,12 +66,16 @@ def _ranges(model: nn.Module, linears: Mapping[str, nn.Linear], samples: object)
             found[name] = torch.maximum(found[name], most) if name in found else most
 
     hooks = [linear.register_forward_pre_hook(partial(measure, name)) for name, linear in linears.items()]
+    modes = {module: module.training for module in model.modules()}
+    model.eval()  # no dropout, and batch norms learn nothing
     try:
         for args, named in _calls(samples):
             model(*args, **named)
     finally:
         for hook in hooks:
             hook.remove()
+        for module, training in modes.items():
+            module.training = training
     if name := next((name for name, most in found.items() if not most.isfinite().all()), None):
         raise ArgumentError(f"an input of {name} is NaN or infinite with the calibration samples: pass samples as the model meets them")
     return found
