@@ -50,6 +50,7 @@ def test_transformers(name: str, how: str, config: dict[str, Any], dtype: torch.
     close = 0.02 if how == "int8" else 2**-6 if dtype == torch.bfloat16 else 2**-9
     assert distance(output(fused, call, dtype), plain) < close
     assert distance(output(floats_of(small), call, dtype), plain) < (0.08 if how == "int8" else 4 * close)
+    torch.compiler.reset()  # torch keeps eight graphs of a forward
     if fused._repeated_blocks:
         fused.compile_repeated_blocks(fullgraph=True)
     else:
