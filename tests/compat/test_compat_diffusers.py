@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_diffusers
 import torch
-from diffusers import DDPMPipeline, PipelineQuantizationConfig, QwenImageTransformer2DModel, UNet2DConditionModel
+from diffusers import AutoencoderKLWan, DDPMPipeline, PipelineQuantizationConfig, QwenImageTransformer2DModel, UNet2DConditionModel
 from peft import LoraConfig
 from tiny_diffusers import noise, picture
 
@@ -66,3 +66,36 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     layers = {name: module for name, module in quantized.named_modules() if isinstance(module, hb.QuantLinear)}
     assert len(layers) > 10
     assert all(torch.equal(module.weight.clone(), stored[f"{name}.weight"]) for name, module in layers.items())
+
+
+@torch.no_grad()
+def test_causal_convolutions() -> None:
+    sizes = {"base_dim": 16, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1, "temperal_downsample": [True]}
+    vae = AutoencoderKLWan(**sizes, latents_mean=[0.0] * 4, latents_std=[1.0] * 4).eval()
+    video = torch.randn(1, 3, 5, 16, 16)
+    want = vae.decode(vae.encode(video).latent_dist.mode()).sample
+    hb.quantize_(vae, hb.Config("int8_channel", compute="float"))
+    assert not [row for row in hb.report(vae).kept if row.kind.endswith("Conv3d")]
+    found = vae.decode(vae.encode(video).latent_dist.mode()).sample
+    assert (found - want).norm() < 0.05 * want.norm()
+
+
+def test_fused_and_with_a_low_rank_branch(tmp_path: Path) -> None:
+    model = tiny_diffusers.unet()
+    want = noise(model)
+    hb.optimize_(hb.quantize_(model, hb.Config("q8_0", compute="float")))
+    assert "computed together: to_q+to_k+to_v" in str(hb.report(model))
+    assert (noise(model) - want).norm() < 0.05 * want.norm()
+    small = hb.quantize_(tiny_diffusers.unet(), hb.Config("int4_g32", low_rank=8, compute="int8"))
+    small.save_pretrained(tmp_path)
+    assert torch.equal(noise(UNet2DConditionModel.from_pretrained(tmp_path)), noise(small))
+
+
+def test_an_adapter_of_convolutions() -> None:
+    model = hb.quantize_(tiny_diffusers.unet(), hb.Config("q8_0", compute="float"))
+    want = noise(model)
+    model.add_adapter(LoraConfig(r=2, target_modules=["conv1"]))  # B begins with zeros
+    torch.testing.assert_close(noise(model), want, rtol=0, atol=0)
+    model.fuse_lora()
+    model.unload_lora()
+    torch.testing.assert_close(noise(model), want, rtol=1e-2, atol=1e-2)

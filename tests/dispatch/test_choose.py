@@ -291,9 +291,37 @@ def test_sums_that_are_too_long_are_torchs() -> None:
         assert "kernel  none: torch's operations" in str(said)
 
 
+@pytest.mark.parametrize("device", ["cpu", "sm_90"])
+@pytest.mark.parametrize(
+    ("weight", "settings"),
+    [
+        ((32, 16, 3, 3, 3), {"padding": 1}),
+        ((32, 16, 3, 3, 3), {"stride": (2, 1, 1), "padding": (0, 1, 1)}),
+        ((32, 16, 3, 1, 1), {"dilation": (2, 1, 1)}),
+        ((24, 16, 1, 2, 2), {"stride": (1, 2, 2)}),  # patches
+        ((32, 8, 3, 3, 3), {"groups": 2}),
+        ((16, 1, 3, 3, 3), {"groups": 16}),  # depthwise
+    ],
+)
+def test_3d_convolutions_are_those_of_images(weight: tuple[int, ...], settings: dict[str, Any], device: str) -> None:
+    pytest.importorskip("triton", exc_type=ImportError)
+    image = (2, 16, 5, 8, 6)
+    layer: Any = torch.nn.Conv3d(16, weight[0], weight[2:], **settings)
+    small: Any = hb.quantize_(torch.nn.Sequential(layer), "int8_channel")[0]
+    said = explained(hb.ConvShape(image, weight, **settings), format="int8_channel", device=device)
+    assert str(said).startswith("conv3d  [2, 16, 5, 8, 6] * ")
+    problem: Any = said.choice.problem
+    assert replace(problem.sizes, format=small.packed.sizes.format) == small.packed.sizes
+    assert problem.m == layer(torch.empty(image)).numel() // weight[0]
+
+
 @pytest.mark.parametrize(
     ("shape", "settings", "message"),
     [
+        (hb.ConvShape((1, 8, 4, 4, 4), (8, 8, 3, 3)), {"format": "q8_0"}, r"an image \[B, C, H, W\]"),
+        (hb.ConvShape((1, 8, 4, 4, 4), (8, 4, 3, 3, 3)), {"format": "q8_0"}, r"videos \[B, C, D, H, W\] and a weight"),
+        (hb.ConvShape((1, 8, 2, 4, 4), (8, 8, 3, 3, 3)), {"format": "q8_0"}, "takes a video at least as large"),
+        (hb.ConvShape((1, 8, 4, 4, 4), (8, 8, 3, 3, 3), padding="same"), {"format": "q8_0"}, "the padding of a 3-D convolution is a whole"),
         (hb.ConvShape((1, 8, 4, 4), (8, 8, 3, 3)), {}, 'pass format="int8_channel"'),
         (hb.ConvShape((1, 8, 4, 4), (8, 4, 3, 3)), {"format": "q8_0"}, "takes 4 channels, got an image with 8"),
         (hb.ConvShape((8, 4, 4), (8, 4, 3, 3)), {"format": "q8_0"}, r"an image \[B, C, H, W\]"),

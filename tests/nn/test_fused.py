@@ -19,6 +19,7 @@ from halfbyte.kernels.cpu.codegen.elementary import GELU_BOUND
 from halfbyte.layouts import cpu_tiles
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
+from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.fused import FusedLinear, fuse_
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.report import report
@@ -112,16 +113,17 @@ class Mlp(nn.Module):
         return self.fc2(self.act(self.fc1(x)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gelu_in_the_product(dtype: torch.dtype, tmp_path: Path) -> None:
-    alone = quantize_(nn.Sequential(Mlp(nn.GELU())), "q4_0").to(dtype)
+def test_gelu_in_the_product(dtype: torch.dtype, approximate: str, tmp_path: Path) -> None:
+    alone = quantize_(nn.Sequential(Mlp(nn.GELU(approximate))), "q4_0").to(dtype)
     together = copy.deepcopy(alone)
     assert fused(together) == ("0: computed together: fc1+act",)
     assert report(together).rows == report(alone).rows
     assert together.state_dict().keys() == alone.state_dict().keys()
     x = torch.randn(5, 72, dtype=dtype)
     with torch.no_grad():
-        inside, expected = together[0].fc1(x), nn.functional.gelu(alone[0].fc1(x).double())
+        inside, expected = together[0].fc1(x), nn.functional.gelu(alone[0].fc1(x).double(), approximate=approximate)
     # Where the result is rounded to bfloat16, so is what torch's GELU takes, whose slope is at most 1.13.
     bound = GELU_BOUND + (2 * 2.0**-8 if dtype == torch.bfloat16 else 0)
     assert bool(((inside.double() - expected).abs() <= bound * alone[0].fc1(x).double().abs() + 2.0**-40).all())
@@ -140,7 +142,7 @@ def test_gelu_in_the_product(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_other_activations_stay() -> None:
     hooked = nn.GELU()
     hooked.register_forward_hook(lambda *_: None)
-    for act in (nn.GELU("tanh"), nn.ReLU(), hooked):
+    for act in (nn.SiLU(), nn.ReLU(), hooked):
         assert not fused(quantize_(nn.Sequential(Mlp(act)), "q4_0"))
 
 
@@ -312,7 +314,23 @@ def test_compiles_in_one_graph() -> None:
     x = torch.randn(2, 72)
     with torch.no_grad():
         expected = together(x)
+        torch.compiler.reset()  # graphs of the forward of Sequential: torch keeps eight
         compiled = torch.compile(together, fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(x), expected)
         assert torch.equal(compiled(2 * x), together(2 * x))
     assert together[0].q_proj._group.cached_outputs is None
+
+
+def test_each_fused_layer_gets_its_own_weight_back() -> None:
+    """Layers of one shape, whose bytes are at the same address."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.to_q, self.to_k, self.to_v = (nn.Linear(64, 64) for _ in range(3))
+
+    torch.manual_seed(0)
+    model = quantize_(Attention(), "q8_0")
+    want = {name: model.get_submodule(name).weight.clone() for name in ("to_q", "to_k", "to_v")}  # type: ignore[operator,union-attr]
+    dequantize_(fuse_(model))
+    assert all(torch.equal(model.get_submodule(name).get_parameter("weight"), weight) for name, weight in want.items())

@@ -20,12 +20,13 @@ from halfbyte.checkpoint.native.folder import replacing, replacing_file, write_j
 from halfbyte.checkpoint.native.manifest import CONFIG, INDEX
 from halfbyte.checkpoint.native.saving import publish, stored_specs
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
-from halfbyte.errors import ArgumentError, model_path
+from halfbyte.errors import ArgumentError, UnsupportedError, model_path
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense
 from halfbyte.io import gguf
 from halfbyte.io.files import is_file, is_folder
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
+from halfbyte.nn.described import LOW_RANK
 from halfbyte.nn.report import Report
 
 KINDS = ("halfbyte", "gguf", *TARGETS)
@@ -70,6 +71,8 @@ def export(
     model = open_model(source, floats=True)
     if model.static is not None and to != "halfbyte":
         raise ArgumentError(f"{source} holds a network on int8 codes, which {to} cannot hold: export the model that it was made from")
+    if to != "halfbyte" and (branch := next((name for name in model.plain if name.endswith(f".{LOW_RANK}")), None)):
+        raise UnsupportedError(f"{source} has products of low rank, such as {branch}, which {to} cannot hold: quantize without low_rank")
     if lexists(target):
         raise ArgumentError(f"{target} exists: choose another place, or remove it")
     if to == "gguf" and has_adapter(source):

@@ -14,7 +14,7 @@ from halfbyte.checkpoint.mapping.architecture import load_generation_config, ske
 from halfbyte.checkpoint.mapping.plan import Misfits
 from halfbyte.checkpoint.native.checkpoint_model import Checkpoint
 from halfbyte.checkpoint.native.manifest import Weight
-from halfbyte.checkpoint.native.quantization_config import dtype_named
+from halfbyte.checkpoint.native.quantization_config import branches, dtype_named
 from halfbyte.checkpoint.other_model import OtherModel
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
@@ -30,6 +30,7 @@ from halfbyte.nn.described import ORDER, Calibrated
 from halfbyte.nn.kinds import codes_shape, kind_of, pack_weight, quantized_module
 from halfbyte.nn.modules.conv import fold_of
 from halfbyte.nn.modules.expanded import expanded
+from halfbyte.nn.modules.low_rank import expected, placed
 from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.modules.quantized import QuantLinear, QuantModule
 from halfbyte.nn.modules.weight_view import AnyPacked
@@ -158,7 +159,8 @@ def fill(
     if model is None:
         model = skeleton(stored.config, _dtype(stored), stored.shapes())
         load_generation_config(model, stored.path)
-    with expanded(model, lambda name: f"{name}.weight" in stored.weights, attention=True):
+    empty = expected(model, branches({name: spec.shape for name, spec in stored.plain.items()}))
+    with expanded(model, lambda name: f"{name}.weight" in stored.weights, attention=True), placed(model, empty):
         return _filled(stored, device, model, sharding)
 
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, overload
 
 from halfbyte.dispatch.candidate import Choice, Option
+from halfbyte.kernels.layer_kinds import Gelu
 from halfbyte.kernels.problem import AttentionProblem, ConvProblem, ExpertsProblem, NormedProblem, Problem
 from halfbyte.machine import Gpu
 
@@ -80,7 +81,7 @@ def _choose(problem: object, machine: Gpu | ISA) -> object:
     return _home(problem, machine)(problem, machine)
 
 
-def cpu_kernel(problem: Problem, *, gelu: bool = False) -> LinearKernel:
+def cpu_kernel(problem: Problem, *, gelu: Gelu = "") -> LinearKernel:
     """Return the compiled kernel of a product on this CPU, for any number of rows, followed by GELU if `gelu`.
 
     Raises ArgumentError for an unknown compute."""

@@ -17,6 +17,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.tuning import Tiling
 from halfbyte.kernels.cpu.linear.linear import LinearKernel, linear_kernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
+from halfbyte.kernels.layer_kinds import Gelu
 from halfbyte.kernels.problem import Compute, Problem, check_compute
 from halfbyte.layouts import cpu_tiles
 
@@ -50,7 +51,7 @@ class CpuCandidate(Candidate[Problem, ISA]):
         geo = cpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse)
         return (machine.taking(rows, self.inner).tuning.tile(rows, self.inner, geo, codes=problem.dtype == torch.int8),)
 
-    def kernel(self, problem: Problem, *, gelu: bool = False) -> LinearKernel:
+    def kernel(self, problem: Problem, *, gelu: Gelu = "") -> LinearKernel:
         """Return the compiled kernel, followed by GELU if `gelu`. It is one for all numbers of rows, and finds their tiles itself."""
         sizes = problem.format, problem.n, problem.k, problem.dtype
         return linear_kernel(*sizes, self.inner, problem.activation, gelu=gelu, sparse=problem.sparse)

@@ -27,6 +27,7 @@ from halfbyte.kernels.problem import (
     window_of,
 )
 from halfbyte.layouts.convolution import Filter
+from halfbyte.layouts.folding import Fold
 from halfbyte.machine import Gpu, machine, named_device
 
 AnyChoice: TypeAlias = Choice[Any, Any]  # the choice for a problem of any kind
@@ -37,9 +38,9 @@ class ConvShape:
     """A convolution, for `explain`.
 
     Args:
-        image: Shape of x, [B, C, H, W].
-        weight: Shape of the weight, [Co, C / groups, Kh, Kw].
-        stride, padding, dilation: As for `conv2d`.
+        image: Shape of x, [B, C, H, W], or of videos, [B, C, D, H, W].
+        weight: Shape of the weight, [Co, C / groups, Kh, Kw] or [Co, C / groups, Kd, Kh, Kw].
+        stride, padding, dilation: As for `conv2d`; in three dimensions a whole number or three.
         groups: Groups of the convolution.
 
     Example:
@@ -213,7 +214,44 @@ def _explain_attention(shape: AttentionShape, dtype: torch.dtype, here: Gpu | IS
     return ShapeExplanation(f"attention  {tokens}, {heads}, {cache}, {name} queries", here, choice)
 
 
+def _explain_conv3d(shape: ConvShape, fmt: Format, dtype: torch.dtype, how: tuple[str, str], here: Gpu | ISA) -> ShapeExplanation:
+    """A 3-D convolution is one of images, as `layouts/folding.py` says."""
+    sizes = (*shape.image, *shape.weight, shape.groups)
+    stride, padding, dilation = (
+        _three(value, name) for name, value in (("stride", shape.stride), ("padding", shape.padding), ("dilation", shape.dilation))
+    )
+    (batch, channels, *size), (out, group_channels, *kernel) = shape.image, shape.weight
+    if min(*sizes, *stride, *dilation) < 1 or min(padding) < 0 or channels != group_channels * shape.groups or dtype == torch.int8:
+        got = f"{list(shape.image)}, {list(shape.weight)}, {shape.groups} groups, stride {stride}, padding {padding} and {dtype}"
+        raise ArgumentError(
+            f"a 3-D convolution has floating-point videos [B, C, D, H, W] and a weight [Co, C / groups, Kd, Kh, Kw], got {got}"
+        )
+    fold = Fold.of(tuple(kernel), stride, dilation, channels=(channels, out), groups=shape.groups, padded=any(padding))
+    rest = [total + 2 * pad - gap * (taps - 1) - 1 for total, pad, gap, taps in zip(size, padding, dilation, kernel, strict=True)]
+    if min(rest) < 0:
+        raise ArgumentError(
+            f"a kernel {kernel} with dilation {dilation} takes a video at least as large, got {size} with padding {padding}"
+        )
+    frames = [room // step + 1 for room, step in zip(rest, stride, strict=True)]
+    weight = fold.fold(torch.empty(tuple(shape.weight), device="meta", dtype=torch.float32)).shape
+    groups = shape.groups * fold.channels if fold.depthwise else shape.groups
+    plane = frames[1:] if fold.folded == 3 else size[1:]
+    moves = ((1, 1), (0, 0), (1, 1)) if fold.folded == 3 else (stride[1:], padding[1:], dilation[1:])
+    images = ConvShape((batch * frames[0], weight[1] * groups, *plane), tuple(weight), *moves, groups)
+    found = _explain_conv(images, fmt, dtype, how, here)
+    return replace(found, text=f"conv3d  {list(shape.image)} * {list(shape.weight)}, stride {stride}, padding {padding}, as {found.text}")
+
+
+def _three(value: Sizes | Padding, name: str) -> tuple[int, ...]:
+    given = (value,) * 3 if isinstance(value, int) else tuple(value)
+    if len(given) != 3 or not all(type(number) is int for number in given):
+        raise ArgumentError(f"the {name} of a 3-D convolution is a whole number or three, got {value!r}")
+    return given  # type: ignore[return-value]
+
+
 def _explain_conv(shape: ConvShape, fmt: Format, dtype: torch.dtype, how: tuple[str, str], here: Gpu | ISA) -> ShapeExplanation:
+    if len(shape.image) == len(shape.weight) == 5:
+        return _explain_conv3d(shape, fmt, dtype, how, here)
     if len(shape.image) != 4 or len(shape.weight) != 4 or min(*shape.image, *shape.weight, shape.groups) < 1:
         got = f"{list(shape.image)}, {list(shape.weight)} and {shape.groups} groups"
         raise ArgumentError(f"a convolution has an image [B, C, H, W] and a weight [Co, C / groups, Kh, Kw] of sizes from 1 on, got {got}")

@@ -203,7 +203,7 @@ class Codes:
         return self._reshaped((*tensors["data"].shape[:-1], self.shape[-1]), tensors)
 
     def reshape(self, shape: tuple[int, ...]) -> Codes:
-        """The same codes with other leading dimensions; K stays."""
+        """The same codes with other leading dimensions; K stays, or both have whole blocks and bytes, which are then in the same order."""
         return self._reshaped(shape, self.tensors())
 
     @classmethod

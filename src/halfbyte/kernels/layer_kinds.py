@@ -3,6 +3,7 @@
 A kind that is added to a Literal here is an error of mypy, and an UnsupportedError where it is used, until each place below computes it:
 
     GateFunction     `gate_in_torch`, `kernels/cpu/step_sequence.GATES`, `kernels/gpu/epilogue.activated`; `decoder/family.py`
+    Gelu             `kernels/cpu/linear/epilogue.py`, torch's functional.gelu
     LogitsFunction   `logits_in_torch`, `kernels/cpu/step_sequence.EACH`
     RouterScores     `scores_in_torch`, `kernels/cpu/transformer/experts.py`, `kernels/gpu/experts/routing.py`
     Projections      `key_value_heads`, `kernels/cpu/transformer/attend.py`
@@ -22,6 +23,7 @@ from halfbyte.errors import lookup, unreachable
 
 GateFunction = Literal["silu", "gelu_tanh", "relu2"]  # of gated linear units, f(gate) * up, and of feed-forward layers without gates
 GATES: tuple[GateFunction, ...] = get_args(GateFunction)
+Gelu = Literal["", "none", "tanh"]  # of a product's results, in torch's words: "": no GELU, exact, and by tanh
 LogitsFunction = Literal["over", "times", "cap"]  # of logits y and a constant c: y / c, y * c, c * tanh(y / c)
 RouterScores = Literal["", "sigmoid", "softmax"]  # by which a row chooses its experts; "": by logits
 SCORES: tuple[RouterScores, ...] = get_args(RouterScores)

@@ -225,6 +225,23 @@ def _int8_terms(rows: Tensor, codes: Codes, weight: _Affine, activation: Activat
 # Error bounds
 
 
+def low_rank_linear(
+    x: Tensor,
+    codes: Codes,
+    into: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    compute: Compute = "float",
+    scale: Tensor | None = None,
+) -> Tensor:
+    """y = z R^T + (z A^T) B^T + bias, float64 [..., N], z = x * scale rounded to the dtype of x.
+
+    codes of R [N, K]; into: A [r, K]; out: B [N, r]; scale [K].
+    """
+    z = x if scale is None else x * scale
+    return linear(z, codes, bias, compute, residual=z.double() @ into.double().mT @ out.double().mT)
+
+
 def error_bound(
     x: Tensor,
     codes: Codes,

@@ -32,7 +32,7 @@ from halfbyte.io.gguf import File, is_gguf, read_header
 from halfbyte.language.packed_cache import PackedCache, open_cache
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import PANEL
-from halfbyte.nn.described import Candidate
+from halfbyte.nn.described import LOW_RANK, Candidate
 from halfbyte.ops.transformer.layers import Weight
 
 if TYPE_CHECKING:
@@ -305,6 +305,8 @@ class PackedTensors:
         return self._source.floats(name).to(self._device_of(name)).contiguous()
 
     def _check(self, name: str) -> None:
+        if f"{name.removesuffix('weight')}{LOW_RANK}" in self._names:
+            raise UnsupportedError(f"LanguageModel computes no products of low rank, which {name} has: use transformers, or load")
         if name not in self._names:
             raise UnsupportedError(f"the checkpoint has no {name}: it is incomplete, or names its tensors as another version")
 

@@ -48,6 +48,30 @@ class Fold:
         if self.folded not in (0, 1, 3) or self.folded > len(self.kernel):
             raise ArgumentError(f"none, the first or all three dimensions of a kernel become channels, got {self}: pass those of the layer")
 
+    @classmethod
+    def of(
+        cls,
+        kernel: tuple[int, ...],
+        stride: tuple[int, ...],
+        dilation: tuple[int, ...],
+        *,
+        channels: tuple[int, int],
+        groups: int,
+        padded: bool,
+        transposed: bool = False,
+    ) -> Fold:
+        """How the weight of a convolution with these settings is folded. channels: inputs and outputs; padded: whether its input is."""
+        phases: tuple[int, ...] = ()
+        if transposed:
+            phases = tuple(min(step // math.gcd(step, gap), taps) for step, gap, taps in zip(stride, dilation, kernel, strict=True))
+        folded = 0
+        if len(kernel) == 3:
+            # A kernel that moves by its own size over what is not padded reads each number once: it is a linear layer of patches.
+            dense = all(gap == 1 or taps == 1 for gap, taps in zip(dilation, kernel, strict=True))
+            folded = 3 if not transposed and stride == kernel and not padded and dense else 1
+        depthwise = groups > 1 and channels == (groups, groups) and math.prod(phases) * math.prod(kernel[:folded]) > 1
+        return cls(kernel, phases, folded, groups if transposed or depthwise else 1, depthwise)
+
     @property
     def steps(self) -> tuple[int, ...]:
         """Sizes of the kernel of the ordinary convolution, before taps become channels."""

@@ -18,8 +18,10 @@ from halfbyte.nn.kinds import FLOAT_MODULES, kind_of
 from halfbyte.nn.modules.conv import fold_of
 from halfbyte.nn.modules.experts import MixtureOfExperts, stacks
 from halfbyte.nn.modules.experts import why_not as why_not_experts
+from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.quantized import QuantModule, why_not_hooks
 from halfbyte.nn.modules.scaled import factor_of
+from halfbyte.nn.modules.subclassed import why_not_forward
 from halfbyte.nn.training.fake_quantized import FakeQuantized
 from halfbyte.ops.checks import FLOATS
 
@@ -27,8 +29,7 @@ ATTENTION = "MultiheadAttention is quantized only with inputs of one width, with
 CUSTOM_LOADER = "it is in a module with its own save and load, which do not read codes"
 ROUTER = "it is a router, whose rounded scores would choose other experts"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
-# Subclasses that compute the same as their base class; those of diffusers split large videos, as QuantConv3d does.
-_PLAIN = (".FalconLinear", "timm.layers.linear.Linear", "_cogvideox.CogVideoXSafeConv3d", "_kandinsky6_sr.Kandinsky6SRSafeConv3d")
+_PLAIN = (".FalconLinear", "timm.layers.linear.Linear")  # subclasses that compute the same as their base class
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
 
 
@@ -43,7 +44,7 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
     custom_loader, routers = _with_custom_loader(modules), _routers(modules)
     found = []
     for name, module in modules:
-        if isinstance(module, FLOAT_MODULES):
+        if isinstance(module, FLOAT_MODULES) and not isinstance(module, QuantModule):
             reason = _why_not(module, without_data) or (CUSTOM_LOADER if name in custom_loader else None)
             reason = reason or (ROUTER if name in routers else None)
             if reason is None and (other := elsewhere.get(id(module.weight))):
@@ -54,6 +55,8 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
             reason = why_not_experts(module) if stacks(module) else STACKED if _stacked(module) else NOT_A_KIND
             if isinstance(module, MixtureOfExperts):
                 reason = "the biases of experts"
+            elif isinstance(module, LowRankLinear):
+                reason = "the product of low rank, which takes the outliers"
             elif isinstance(module, parametrize.ParametrizationList):
                 reason = "what a parametrized weight is made of"
             elif isinstance(module, nn.MultiheadAttention):
@@ -134,10 +137,11 @@ def _why_not(module: nn.Module, without_data: bool) -> str | None:
         return f"in training for {module.target.format}, to which convert_qat_ converts it"
     weight = cast("Tensor", module.weight)
     name, base = type(module).__name__, next(base for base in FLOAT_MODULES if isinstance(module, base))
+    forward_reason = why_not_forward(module, base) if _differs(module, base) and not _known(module) else None
     reasons = {
         "its weight is parametrized": parametrize.is_parametrized(module),
         f"its weight is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
-        f"{name} has a forward of its own": _differs(module, base) and not _known(module),
+        str(forward_reason): forward_reason is not None,
         f"{name} has a {_overridden_method(module, base)} of its own": _overridden_method(module, base) is not None,
         str(why_not_hooks(module)): why_not_hooks(module) is not None,
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),

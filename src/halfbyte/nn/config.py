@@ -80,6 +80,8 @@ class Config:
             the least squared error of the codes.
         strict: Whether a weight that its format cannot hold, such as one that is nearly zero, is an error; otherwise its module stays in
             floating point, and `report` says why.
+        low_rank: The rank of a product in floating point that takes the outliers of each Linear, so that the rest can have 4 bits with
+            compute="int8" (SVDQuant); 0: none. With calibration, inputs of the model, scales balance inputs and weights before.
 
     Example:
         >>> hb.Config("q4_0", skip=["*lm_head"], overrides={"*down_proj": "q8_0"}).method
@@ -97,6 +99,7 @@ class Config:
     calibration: Calibration | Tensor | Iterable[object] | None = field(default=None, repr=False, compare=False)
     observer: Observer = "minmax"
     strict: bool = False
+    low_rank: int = 0
 
     def __post_init__(self) -> None:
         check_type(self.overrides, Mapping, "overrides are a dict of patterns and formats", 'write overrides={"*.down_proj": "q8_0"}')
@@ -114,6 +117,11 @@ class Config:
             raise ArgumentError(f"activations is one of dynamic, static, got {self.activations!r}")
         if self.observer not in OBSERVERS:
             raise ArgumentError(f"observer is one of {', '.join(OBSERVERS)}, got {self.observer!r}")
+        if type(self.low_rank) is not int or self.low_rank < 0:
+            raise ArgumentError(f"low_rank is a whole number, got {self.low_rank!r}: write low_rank=32, or 0 for none")
+        if self.low_rank and (self.method in CALIBRATED or self.activations == "static"):
+            what = f"method={self.method!r}" if self.method in CALIBRATED else 'activations="static"'
+            raise ArgumentError(f"low_rank does not go together with {what}: use one of {', '.join(METHODS)} and dynamic activations")
 
     @classmethod
     def auto(
@@ -203,7 +211,10 @@ def take_calibration(config: Config, given: object, *, in_memory: bool = True) -
     activations of a model that is not `in_memory`, as it must be traced and run.
     """
     calibration = config.calibration if given is None else given
-    if config.activations != "static":
+    if config.low_rank:
+        if not in_memory:
+            raise UnsupportedError("low_rank takes a float model that is in memory: load it, and call quantize_(model, config)")
+    elif config.activations != "static":
         check_given(config.method, calibration is not None, need=CALIBRATED, use=(*CALIBRATED, "mse"), other=METHODS)
     elif not in_memory:
         raise UnsupportedError('activations="static" traces a model that is in memory: use quantize_(model, config, calibration=images)')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -13,17 +14,21 @@ from halfbyte.errors import ArgumentError, FormatError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibration.calibrate import Calibration, Result, as_calibration, calibrate, calibrated_names, unreached
+from halfbyte.nn.calibration.low_rank import branches
 from halfbyte.nn.calibration.runs import Progress
 from halfbyte.nn.candidates import CUSTOM_LOADER, candidates, quantized
 from halfbyte.nn.config import Config, Decisions, as_config, check_patterns, decide, formats_of, take_calibration
-from halfbyte.nn.described import NOT_A_KIND, Candidate
+from halfbyte.nn.described import NOT_A_KIND, RESIDUAL, Candidate
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
 from halfbyte.nn.modules.conv import fold_of
 from halfbyte.nn.modules.expanded import expanded
+from halfbyte.nn.modules.low_rank import placed
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, NOTES, add_kept, add_notes
 from halfbyte.nn.static.codes import LayerWeight, calibrated, on_codes, replace_
 from halfbyte.nn.training.fake_quantized import check_not_in_training
+
+NO_RESTS: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
 
 # What takes the place of a method for weights that calibration does not reach: embeddings above all.
 UNCALIBRATED = {"gptq": "mse", "awq": "mse"}
@@ -58,7 +63,7 @@ def quantize_(
         config: What to quantize and how; or the format of all layers.
         calibration: Token ids [passages, tokens], or a Calibration: required by "gptq" and "awq", and used by "mse", if given, to weight
             its errors. The model must then consist of a list of decoder layers. With `activations="static"`: batches of images, such as a
-            DataLoader yields.
+            DataLoader yields. With `low_rank`: inputs of the model, each a tensor, a tuple of arguments or a dict of keyword arguments.
         progress: Called with (decoder layers done, all of them, name) while calibrating.
 
     Returns:
@@ -107,8 +112,27 @@ def _quantize_expanded_(
         raise ArgumentError(f"there is nothing to quantize in {type(model).__name__}{why}")
     if config.activations == "static":
         return _quantize_static_(model, config, decisions, calibration)
-    results: dict[str, Result] = {}
     notes: list[str] = [others] if others else []
+    if config.low_rank:
+        replacements, more = branches(model, formats, config.low_rank, calibration)
+        renamed = {f"{name}.{RESIDUAL}" if name in replacements else name: fmt for name, fmt in formats.items()}
+        with placed(model, replacements):
+            rests = {f"{name}.{RESIDUAL}": branch.rest for name, branch in replacements.items()}
+            return _put_(model, renamed, config, None, progress, notes + more, rests)
+    return _put_(model, formats, config, calibration, progress, notes)
+
+
+def _put_(
+    model: nn.Module,
+    formats: Mapping[str, Format],
+    config: Config,
+    calibration: Calibration | Tensor | Iterable[object] | None,
+    progress: Progress | None,
+    notes: list[str],
+    rests: Mapping[str, Callable[[], Tensor]] = NO_RESTS,
+) -> nn.Module:
+    """Quantizes the modules that `formats` names. rests: the weights of residuals, each computed when it is needed."""
+    results: dict[str, Result] = {}
     if calibration is not None:
         calibrated = calibrated_names(model, formats)
         results = {r.name: r for r in calibrate(model, calibrated, config.method, as_calibration(calibration), progress=progress)}
@@ -117,7 +141,7 @@ def _quantize_expanded_(
     method = UNCALIBRATED.get(config.method, config.method)
 
     def codes_of(name: str, module: nn.Module, fmt: Format) -> tuple[Codes, float | None]:
-        result, weight = results.get(f"{name}.weight"), module.get_parameter("weight")
+        result, weight = results.get(f"{name}.weight"), rests[name]() if name in rests else module.get_parameter("weight")
         if result is not None and isinstance(result.value, Codes):
             return result.value, result.error
         if result is not None and result.reason is not None:
@@ -125,7 +149,11 @@ def _quantize_expanded_(
         codes = quantize_weight(kind_of(module), weight, fmt, method, f"{name}.weight", fold_of(module))
         return codes, relative_error(weight, codes, kind_of(module), fold_of(module))
 
-    add_kept(model, put_quantized_(model, formats, config, codes_of))
+    add_kept(model, kept := put_quantized_(model, formats, config, codes_of))
+    for name in kept.keys() & rests.keys():
+        residual = model.get_submodule(name)
+        dtype = residual.get_parameter("weight").dtype
+        residual.register_parameter("weight", nn.Parameter(rests[name]().to(dtype), requires_grad=False))
     with torch.no_grad():
         for name, result in results.items():
             if isinstance(result.value, Tensor):

@@ -8,14 +8,19 @@ import torch
 from torch import nn
 
 from halfbyte.errors import UnsupportedError
+from halfbyte.nn.described import RESIDUAL
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules.conv import QUANT_CONVOLUTIONS, QuantConv2d, QuantConvTranspose2d
 from halfbyte.nn.modules.expanded import collapse_
 from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts, StackedExperts
+from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.modules.quantized import PART, QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
 from halfbyte.nn.modules.scaled import ScaledEmbedding, set_factor
+from halfbyte.nn.modules.subclassed import float_skeleton
 from halfbyte.nn.modules.transposed import conv1d
+
+_Weights = dict[tuple[int, int], nn.Parameter]
 
 # Classes that compute what their float form computes. Others also apply an activation, or are part of an integer network.
 _CONVERTIBLE = (QuantLinear, PermutedLinear, QuantEmbedding, QuantEmbeddingBag, *QUANT_CONVOLUTIONS.values(), QuantExperts)
@@ -42,9 +47,12 @@ def dequantize_(
     chosen = {name: module for name, module in modules if is_chosen(module)}
     for module in chosen.values():
         check_convertible(module, with_group=len(chosen) == len(modules))
-    weights: dict[int, nn.Parameter] = {}
+    weights: _Weights = {}
     for name, module in chosen.items():
         model.set_submodule(name, _float_module(module, weights, dtype))
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, LowRankLinear) and name and f"{name}.{RESIDUAL}" in chosen:
+            model.set_submodule(name, module.merged())
     experts = {name: module for name, module in model.named_modules() if name and isinstance(module, MixtureOfExperts)}
     collapse_(model, {name: module for name, module in experts.items() if not any(isinstance(m, QuantExperts) for m in module.modules())})
     return list(chosen)
@@ -74,16 +82,21 @@ def check_convertible(module: QuantModule, *, with_group: bool = False) -> None:
             f"a {type(module).__name__} whose weight is distributed over processes cannot become a float layer: do it in one process, and "
             "distribute the model then"
         )
-    if type(module) not in _CONVERTIBLE and not (with_group and isinstance(module, FusedLinear)):
+    if (
+        type(module) not in _CONVERTIBLE
+        and getattr(module, "float_class", None) is None
+        and not (with_group and isinstance(module, FusedLinear))
+    ):
         raise UnsupportedError(
             f"a {type(module).__name__} is fused with other layers and cannot become a float layer: load the model again, and do it before "
             "fuse_ or optimize_"
         )
 
 
-def _float_module(module: QuantModule, weights: dict[int, nn.Parameter], dtype: torch.dtype | None) -> nn.Module:
-    """The float module that `module` replaced; `weights` has the parameters made so far, by the address of the packed weight."""
-    key = module.packed.data.data_ptr()
+def _float_module(module: QuantModule, weights: _Weights, dtype: torch.dtype | None) -> nn.Module:
+    """The float module that `module` replaced; `weights` has the parameters made so far, by the address of the packed weight and
+    its place among fused ones."""
+    key = module.packed.data.data_ptr(), module.index if isinstance(module, FusedLinear) else 0  # fused layers share their bytes
     if key not in weights:
         weights[key] = nn.Parameter(module.weight.clone().to(dtype or module.dtype))
     weight, float_module = weights[key], _skeleton(module, weights[key])
@@ -119,14 +132,14 @@ def _skeleton(module: QuantModule, weight: nn.Parameter) -> nn.Module:
             device="meta",
         )
     assert isinstance(module, QuantConv2d)
-    kind: Callable[..., nn.Module] = getattr(nn, module.kind)
     more = {"output_padding": module.output_padding} if isinstance(module, QuantConvTranspose2d) else {}
-    return kind(
-        module.in_channels,
-        module.out_channels,
-        module.kernel_size,
-        module.stride,
-        module.padding,
+    return float_skeleton(
+        module,
+        in_channels=module.in_channels,
+        out_channels=module.out_channels,
+        kernel_size=module.kernel_size,
+        stride=module.stride,
+        padding=module.padding,
         dilation=module.dilation,
         groups=module.groups,
         bias=False,

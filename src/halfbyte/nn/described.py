@@ -14,6 +14,7 @@ CONVOLUTIONS = {"Conv1d": 1, "Conv2d": 2, "Conv3d": 3, "ConvTranspose1d": 1, "Co
 KINDS = ("Linear", "Embedding", "EmbeddingBag", *CONVOLUTIONS, "Experts")
 NOT_A_KIND = "only Linear, Embedding, EmbeddingBag, convolutions and experts are quantized"
 ORDER = "input_order"
+RESIDUAL, LOW_RANK, INPUT_SCALE = "residual", "low_rank_in", "input_scale"  # the quantized part of a LowRankLinear, and what it adds
 LEAST, MOST = -128, 127
 
 

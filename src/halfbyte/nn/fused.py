@@ -4,8 +4,8 @@ before it.
 Their weights are concatenated along the rows, and their outputs are slices of one product; no number changes. A token then takes fewer
 and larger products, which matters where each is short: activations are quantized once, and threads or thread blocks synchronize less often.
 
-A GELU (not its tanh approximation) is applied to the product before that is written: no number changes by more than 2^-20 of GELU's
-argument. Convolutions: `fused_convolutions.py`.
+A GELU is applied to the product before that is written: no number changes by more than 2^-20 of GELU's argument. Convolutions:
+`fused_convolutions.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,17 @@ from halfbyte.formats.codes import Codes
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
+from halfbyte.nn.described import RESIDUAL
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
+from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.packed_check import digest
 from halfbyte.nn.modules.quantized import DerivedLinear, QuantLinear, QuantModule, why_not_hooks
 from halfbyte.nn.modules.weight_view import AnyPacked, WeightView, traced
 from halfbyte.nn.report import REMARK
 
-# Children of one module that transformers calls in this order with the same tensor.
+_Approximate = Literal["none", "tanh"]
+
+# Children of one module that transformers and diffusers call in this order with the same tensor.
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_proj", "k_proj"),  # where values are what keys are made of (Gemma 4)
@@ -38,10 +43,15 @@ SIBLINGS = (
     ("q_lin", "k_lin", "v_lin"),
     ("q", "k", "v"),
     ("gate_proj", "up_proj"),
+    ("to_q", "to_k", "to_v"),
+    ("to_k", "to_v"),
+    ("add_q_proj", "add_k_proj", "add_v_proj"),
+    ("add_k_proj", "add_v_proj"),
 )
 
-# Modules of cross-attention in transformers and torch: their queries come from another tensor than keys and values.
+# Modules of cross-attention in transformers, torch and diffusers: their queries come from another tensor than keys and values.
 _CROSS = {"crossattention", "encoder_attn", "EncDecAttention", "cross_attn", "multihead_attn"}
+_OF_CONTEXT = {("to_k", "to_v"), ("add_k_proj", "add_v_proj")}  # siblings in cross-attention, too
 
 # A linear layer and the activation to which its parent passes its output, which nothing else uses.
 ACTIVATED = (
@@ -50,6 +60,7 @@ ACTIVATED = (
     ("fc1", "activation_fn"),
     ("fc1", "act"),
     ("lin1", "activation"),
+    ("proj_mlp", "act_mlp"),
 )
 
 
@@ -83,24 +94,39 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
     if not any(isinstance(module, QuantModule) for module in model.modules()):
         raise ArgumentError(f"fuse_ takes a quantized model, got a {type(model).__name__} without quantized layers: call quantize_ first")
     for path, parent in list(model.named_modules()):
-        for names in () if _CROSS.intersection(path.split(".")) else siblings:
-            parts = [getattr(parent, name, None) for name in names]
-            linears = [p for p in parts if type(p) is QuantLinear and not _watched(p)]
-            groups = groupby(zip(names, linears, strict=True), lambda pair: _kind(pair[1])) if len(linears) == len(names) else ()
-            for some in [dict(run) for _, run in groups]:
-                if len(some) > 1 and len({linear.bias.dtype for linear in some.values() if linear.bias is not None}) < 2:
-                    group = _Group.of(list(some.values()))
-                    for i, (name, linear) in enumerate(some.items()):
-                        setattr(parent, name, FusedLinear(group, i, linear))
-                    _remark(parent, list(some))
+        parts_of_name = path.split(".")
+        is_cross = not _CROSS.isdisjoint(parts_of_name) or vars(parent).get("is_cross_attention", "attn2" in parts_of_name)  # in diffusers
+        for names in siblings:
+            if is_cross and tuple(names) not in _OF_CONTEXT:
+                continue
+            places = [_place(parent, name) for name in names]
+            linears = [p for home, key in places if type(p := home._modules.get(key)) is QuantLinear and not _watched(p)]
+            groups = groupby(zip(names, places, linears, strict=True), lambda one: _kind(one[2])) if len(linears) == len(names) else ()
+            for some in [list(run) for _, run in groups]:
+                if len(some) > 1 and len({linear.bias.dtype for _, _, linear in some if linear.bias is not None}) < 2:
+                    group = _Group.of([linear for _, _, linear in some])
+                    for i, (_, (home, key), linear) in enumerate(some):
+                        setattr(home, key, FusedLinear(group, i, linear))
+                    _remark(parent, [name for name, _, _ in some])
+        proj = parent._modules.get("proj")
+        if _is_gelu_of_diffusers(parent) and type(proj) is QuantLinear and not _watched(proj):
+            parent.proj = GeluLinear(proj, parent.approximate)
+            vars(parent)["gelu"] = _unchanged  # comes before the method
+            _remark(parent, ("proj", "gelu"))
         for name, function in activated:
-            dense, after = getattr(parent, name, None), getattr(parent, function, None)
-            if type(dense) is QuantLinear and not _watched(dense) and _is_gelu(after):
-                setattr(parent, name, GeluLinear(dense))
+            dense, after = parent._modules.get(name), parent._modules.get(function)
+            if type(dense) is QuantLinear and not _watched(dense) and (approximate := _gelu(after)) is not None:
+                setattr(parent, name, GeluLinear(dense, approximate))
                 setattr(parent, function, nn.Identity())
                 _remark(parent, (name, function))
     fuse_convolutions_(model)
     return model
+
+
+def _place(parent: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module and the name in it of the linear layer that gets the input of the child `name`: that itself, or its residual."""
+    child = parent._modules.get(name)
+    return (child, RESIDUAL) if isinstance(child, LowRankLinear) and child.input_scale is None else (parent, name)
 
 
 def _remark(parent: nn.Module, names: Sequence[str]) -> None:
@@ -113,12 +139,24 @@ def _watched(module: nn.Module) -> bool:
     return trained or why_not_hooks(module) is not None or "forward" in vars(module)
 
 
-def _is_gelu(module: object) -> bool:
+def _gelu(module: object) -> _Approximate | None:
+    """How a module computes GELU, in torch's words; None for any other module."""
     if not isinstance(module, nn.Module) or _watched(module):
-        return False
+        return None
     # transformers has its own class, which calls torch's function.
-    is_gelu_module = type(module).__name__ == "GELUActivation" and getattr(module, "act", None) is functional.gelu
-    return is_gelu_module or (type(module) is nn.GELU and module.approximate == "none")
+    if type(module).__name__ == "GELUActivation" and getattr(module, "act", None) is functional.gelu:
+        return "none"
+    return cast("_Approximate", module.approximate) if type(module) is nn.GELU else None
+
+
+def _is_gelu_of_diffusers(module: nn.Module) -> bool:
+    """Whether it computes gelu(proj(x)), by a method `gelu`."""
+    is_class = type(module).__name__ == "GELU" and type(module).__module__ == "diffusers.models.activations"
+    return is_class and "gelu" not in vars(module) and "forward" not in vars(module)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def _kind(linear: QuantLinear) -> tuple[object, ...]:
@@ -290,7 +328,7 @@ class FusedLinear(DerivedLinear):
             return traced(ops.dequantize(self._whole, self.dtype)[rows], self)
         return WeightView(self._whole, self.dtype, self.weight_shape, rows)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         whole, bias = self._whole, self._parameters["bias"]
         if whole is self._group.packed and bias is self._group.biases[self._index]:
             return self._group.part(x, self)
@@ -333,10 +371,15 @@ class FusedLinear(DerivedLinear):
 
 
 class GeluLinear(DerivedLinear):
-    """gelu(x W^T + bias)"""
+    """gelu(x W^T + bias); approximate: as of torch's gelu"""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.linear_gelu(x, self.packed, self.bias, compute=self.compute, activation=self.activation)
+    def __init__(self, linear: QuantLinear, approximate: _Approximate = "none") -> None:
+        super().__init__(linear)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        settings = {"compute": self.compute, "activation": self.activation}
+        return ops.linear_gelu(x, self.packed, self.bias, approximate=self.approximate, **settings)
 
 
 def _part(group: _Group, index: int) -> Packed:

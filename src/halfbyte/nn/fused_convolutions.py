@@ -144,7 +144,7 @@ def _in_channels_last(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
     """Lets convolutions hand images on to each other in channels_last; returns how many take them so."""
 
     def gives(node: fx.Node) -> bool:
-        return isinstance(module_of(node, modules), QuantConv2d)
+        return _is_convolution(node, modules)
 
     formats = Formats(graph, modules, gives)
     if not (count := formats.channels_last_count()) or formats.writes_shared():
@@ -167,7 +167,13 @@ def _with_pools(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
 
 def _alone(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Whether it is a convolution whose result is read once, and not clamped."""
-    return isinstance(module_of(node, modules), QuantConv2d) and len(node.users) == 1 and not node.kwargs
+    return _is_convolution(node, modules) and len(node.users) == 1 and not node.kwargs
+
+
+def _is_convolution(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether it is a quantized convolution, without another class's forward, which takes neither sums nor clamps."""
+    module = module_of(node, modules)
+    return isinstance(module, QuantConv2d) and module.float_class is None
 
 
 def _clamp(node: fx.Node, modules: dict[str, nn.Module]) -> _Clamp | None:

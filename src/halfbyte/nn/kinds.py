@@ -17,10 +17,11 @@ from halfbyte.formats.spec import Format
 from halfbyte.layouts.convolution import Filter, PackedConv, channels_last
 from halfbyte.layouts.folding import Fold
 from halfbyte.nn.described import CONVOLUTIONS, KINDS
-from halfbyte.nn.modules.conv import QUANT_CONVOLUTIONS, FloatConv, QuantConv2d, fold_of, image_groups
+from halfbyte.nn.modules.conv import FloatConv, QuantConv2d, fold_of, image_groups
 from halfbyte.nn.modules.experts import QuantExperts, StackedExperts
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantEmbeddingBag, QuantLinear, QuantModule, keep_hooks
 from halfbyte.nn.modules.scaled import factor_of
+from halfbyte.nn.modules.subclassed import form_of
 from halfbyte.nn.modules.transposed import is_conv1d, is_transposed
 from halfbyte.nn.modules.weight_view import AnyPacked, pack_like
 from halfbyte.nn.static.integer import IntegerModule
@@ -85,10 +86,9 @@ def quantized_module(
         quantized = module.with_weight(packed, dtype, error)
     elif isinstance(packed, PackedConv):
         assert isinstance(module, FloatConv | QuantConv2d)
-        form = QUANT_CONVOLUTIONS[kind_of(module)]
         if activation == "image" and (isinstance(packed.format.block, int) or packed.format.zero != "none"):
             activation = "row"  # as Config says
-        quantized = form(packed, module, compute, activation, dtype=dtype, error=error)
+        quantized = form_of(module)(packed, module, compute, activation, dtype=dtype, error=error)
     elif isinstance(module, nn.Embedding | QuantEmbedding):
         factor = factor_of(module) if isinstance(module, nn.Embedding) else module.embed_scale
         quantized = QuantEmbedding(packed, module.padding_idx, embed_scale=factor, dtype=dtype, error=error)

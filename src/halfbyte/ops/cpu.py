@@ -13,6 +13,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu.plan_cache import PLANS
+from halfbyte.kernels.layer_kinds import Gelu
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
@@ -47,7 +48,7 @@ def linear(
     activation: str,
     low: float,
     high: float,
-    gelu: bool = False,
+    gelu: Gelu = "",
 ) -> Tensor:
     """With `gelu`, GELU is applied instead of the clamp."""
     kernel = PLANS.linear_kernels.get((format, n, k, weight.numel(), x.dtype, compute, activation, gelu))
@@ -66,7 +67,7 @@ def linear(
         residual = residual.contiguous()
     if x.numel() == 0 or n == 0:
         empty = empty_sum(x, (*shape[:-1], n), bias, residual)
-        return (functional.gelu(empty) if gelu else empty.clamp_(low, high)).to(x.dtype)
+        return (functional.gelu(empty, approximate=gelu) if gelu else empty.clamp_(low, high)).to(x.dtype)
     weight = aligned(weight)
     if not x.is_contiguous():
         x = x.reshape(-1, k)
@@ -76,11 +77,21 @@ def linear(
     return kernel(x, weight.data_ptr(), bias, low, high, residual)
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, compute: str, activation: str) -> Tensor:
-    return linear(x, weight, bias, None, format, n, k, compute, activation, -_INFINITE, _INFINITE, gelu=True)
+def linear_gelu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    format: str,
+    n: int,
+    k: int,
+    compute: str,
+    activation: str,
+    approximate: Gelu = "none",
+) -> Tensor:
+    return linear(x, weight, bias, None, format, n, k, compute, activation, -_INFINITE, _INFINITE, gelu=approximate)
 
 
-def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str, gelu: bool) -> LinearKernel:
+def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str, gelu: Gelu) -> LinearKernel:
     """Check what all calls of this kind have in common, and find the kernel."""
     from halfbyte.dispatch.choose import cpu_kernel
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -237,19 +238,28 @@ def linear(
         raise
 
 
-def linear_gelu(x: Tensor, packed: Packed, bias: Tensor | None = None, *, compute: str = "auto", activation: str = "block") -> Tensor:
-    """gelu(linear(x, packed, bias)), the exact one (not its tanh approximation): x [..., K] -> [..., N].
+def linear_gelu(
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None = None,
+    *,
+    compute: str = "auto",
+    activation: str = "block",
+    approximate: Literal["none", "tanh"] = "none",
+) -> Tensor:
+    """gelu(linear(x, packed, bias)): x [..., K] -> [..., N]; approximate: as of torch's gelu.
 
     On the CPU it is computed before the product is rounded and written, with an error of at most 2^-20 of its argument; elsewhere,
     and where gradients are needed, by torch after the product. Otherwise as `linear`.
     """
     if transformed():
-        return functional.gelu(linear(x, packed, bias, compute=compute, activation=activation))
+        return functional.gelu(linear(x, packed, bias, compute=compute, activation=activation), approximate=approximate)
     try:
         n, k = _matrix(packed)
         if plain(x, bias) and x.is_cpu and not differentiated(x, bias, None):
-            return cpu.linear_gelu(x, packed.data, bias, packed.name, n, k, compute, activation)
-        return OPS.linear_gelu.default(x, packed.data, bias, packed.name, n, k, compute, activation)  # type: ignore[no-any-return]
+            return cpu.linear_gelu(x, packed.data, bias, packed.name, n, k, compute, activation, approximate)
+        settings = packed.name, n, k, compute, activation, approximate
+        return OPS.linear_gelu.default(x, packed.data, bias, *settings)  # type: ignore[no-any-return]
     except Exception:
         check_operands(x, packed, Packed, bias)
         raise

@@ -27,7 +27,9 @@ _library.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str format, int n, int k, str compute, str activation, "
     "float? low, float? high) -> Tensor"
 )
-_library.define("linear_gelu(Tensor x, Tensor weight, Tensor? bias, str format, int n, int k, str compute, str activation) -> Tensor")
+_library.define(
+    "linear_gelu(Tensor x, Tensor weight, Tensor? bias, str format, int n, int k, str compute, str activation, str approximate) -> Tensor"
+)
 _library.define("qlinear(Tensor x, Tensor weight, Tensor table, str format, int n, int k, int low, int high) -> Tensor")
 _library.define("embedding(Tensor ids, Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
 _library.define("dequantize(Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
@@ -272,7 +274,8 @@ transformed_linear = transformation(_gradients)
 
 
 def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
-    return functional.gelu(OPS.linear.default(x, weight, bias, None, *settings, None, None))
+    y: Tensor = OPS.linear.default(x, weight, bias, None, *settings[:-1], None, None)
+    return functional.gelu(y, approximate=str(settings[-1]))
 
 
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
@@ -337,7 +340,7 @@ loops(_library, "linear_gelu", "qlinear", "embedding")
 torch.library.register_fake("halfbyte::linear", _linear_fake, lib=_library)
 torch.library.register_vmap("halfbyte::linear", _linear_vmap, lib=_library)
 torch.library.register_fake(
-    "halfbyte::linear_gelu", lambda x, weight, bias, *sizes: _linear_fake(x, weight, bias, None, *sizes), lib=_library
+    "halfbyte::linear_gelu", lambda x, weight, bias, *sizes: _linear_fake(x, weight, bias, None, *sizes[:-1]), lib=_library
 )
 torch.library.register_fake(
     "halfbyte::qlinear", lambda x, weight, table, format, n, k, low, high: x.new_empty((*x.shape[:-1], n)), lib=_library

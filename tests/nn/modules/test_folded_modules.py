@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.checkpoint import export
-from halfbyte.errors import CheckpointError, FormatError, HalfbyteError
+from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.kinds import FLOAT_MODULES
 from halfbyte.nn.modules.quantized import QuantModule
@@ -204,15 +204,3 @@ def test_networks_on_codes_leave_them_in_floating_point_and_say_so() -> None:
     network = hb.quantize_(model, hb.Config("int8_channel", activations="static"), [x])
     assert "2 (ConvTranspose2d) runs in floating point" in hb.report(network).notes
     assert float((network(x) - wanted).norm() / wanted.norm()) < 0.1
-
-
-def test_the_subclass_of_diffusers_that_splits_videos() -> None:
-    class CogVideoXSafeConv3d(nn.Conv3d):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input)
-
-    model = nn.Sequential(CogVideoXSafeConv3d(16, 4, 3))
-    with pytest.raises(HalfbyteError, match="has a forward of its own"):
-        hb.quantize_(model, "int8_channel")
-    CogVideoXSafeConv3d.__module__ = "diffusers.models.autoencoders.autoencoder_kl_cogvideox"
-    assert type(hb.quantize_(model, "int8_channel")[0]) is hb.QuantConv3d

@@ -5,7 +5,7 @@ docs/engineering/checkpoint.md specifies it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import torch
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.safetensors import is_shape
-from halfbyte.nn.described import check_compute
+from halfbyte.nn.described import INPUT_SCALE, LOW_RANK, RESIDUAL, check_compute
 
 if TYPE_CHECKING:
     from halfbyte.nn.modules.quantized import QuantModule
@@ -36,6 +36,8 @@ class Module:
     ordered  its inputs are reordered: <module>.input_order is stored too
     bytes_each  its codes of 5 or 6 bits take whole bytes in the files
     dtype    of the float weight that it replaces, where that is not the model's
+    low_rank  of the residual of a LowRankLinear, the rank of the other part; 0 for all others
+    scaled   whether that has a scale of its inputs
     """
 
     format: Format
@@ -45,6 +47,8 @@ class Module:
     ordered: bool = False
     bytes_each: bool = False
     dtype: torch.dtype | None = None
+    low_rank: int = 0
+    scaled: bool = False
 
     @classmethod
     def of(cls, module: QuantModule, dtype: torch.dtype) -> Module:
@@ -65,6 +69,8 @@ class Module:
     def to_json(self) -> dict[str, object]:
         entry = {**asdict(self), "format": str(self.format), "shape": list(self.shape)}
         del entry["bytes_each"], entry["dtype"]
+        if not self.low_rank:
+            del entry["low_rank"], entry["scaled"]
         if self.dtype is not None:
             entry["dtype"] = DTYPE_NAMES[self.dtype]
         return entry | {BITS: 8 if self.bytes_each else self.format.packed_bits} if self.format.packed_bits else entry
@@ -78,8 +84,11 @@ class Module:
         dtype = entry.get("dtype")
         if dtype is not None and dtype_named(dtype) is None:
             raise FormatError(f"a dtype is one of {', '.join(DTYPES)}, got {short(dtype)}")
+        rank, scaled = entry.get("low_rank", 0), entry.get("scaled", False)
+        if type(rank) is not int or rank < 0 or not isinstance(scaled, bool):
+            raise FormatError(f"a low_rank is a whole number and scaled true or false, got {short(rank)} and {short(scaled)}")
         settings = entry.get("compute", "auto"), entry.get("activation", "block")
-        module_entry = cls(fmt, tuple(shape), *settings, ordered, has_bytes_each(fmt, entry), dtype_named(dtype))
+        module_entry = cls(fmt, tuple(shape), *settings, ordered, has_bytes_each(fmt, entry), dtype_named(dtype), rank, scaled)
         check_compute(module_entry.compute, module_entry.activation)
         return module_entry
 
@@ -95,6 +104,19 @@ def has_bytes_each(fmt: Format, entry: Mapping[str, object]) -> bool:
     if fmt.packed_bits and (type(bits) is not int or bits not in (fmt.packed_bits, 8)):
         raise FormatError(f"codes of {fmt} take {fmt.packed_bits} or 8 bits in files, got {short(bits)}: use a newer halfbyte")
     return bool(fmt.packed_bits) and bits == 8
+
+
+def branches(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, bool]]:
+    """The rank of each LowRankLinear, and whether its inputs have a scale. shapes: of the tensors that are not quantized."""
+    names = (name for name, shape in shapes.items() if name.endswith(f".{LOW_RANK}") and len(shape) == 2)
+    homes = {name.removesuffix(f".{LOW_RANK}"): shapes[name][0] for name in names}
+    return {home: (rank, f"{home}.{INPUT_SCALE}" in shapes) for home, rank in homes.items()}
+
+
+def with_branches(modules: Mapping[str, Module], shapes: Mapping[str, Sequence[int]]) -> dict[str, Module]:
+    """The modules, those that are the residual of a LowRankLinear with its settings."""
+    more = {f"{home}.{RESIDUAL}": settings for home, settings in branches(shapes).items()}
+    return {name: replace(m, low_rank=more[name][0], scaled=more[name][1]) if name in more else m for name, m in modules.items()}
 
 
 def describe(modules: Mapping[str, Module]) -> dict[str, object]:

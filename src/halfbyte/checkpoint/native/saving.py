@@ -16,7 +16,7 @@ from halfbyte.checkpoint.mapping.generation_settings import FILE as GENERATION_C
 from halfbyte.checkpoint.native.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.native.manifest import INDEX, Manifest, Weight
 from halfbyte.checkpoint.native.model_card import CardWeight, model_card, write_card
-from halfbyte.checkpoint.native.quantization_config import SETTINGS, Module, describe, dtype_named
+from halfbyte.checkpoint.native.quantization_config import SETTINGS, Module, describe, dtype_named, with_branches
 from halfbyte.checkpoint.wrappers import unwrapped, without_parts
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type, model_path
 from halfbyte.formats.dense import to_dense
@@ -163,7 +163,7 @@ def publish(
         for name, weight in weights.items():
             module, dtype = name.removesuffix(".weight"), None if weight.dtype == main else weight.dtype
             modules[module] = Module(weight.format, weight.shape, weight.compute, weight.activation, module in ordered, dtype=dtype)
-        config = {**config, SETTINGS: describe(modules)}
+        config = {**config, SETTINGS: describe(with_branches(modules, {name: spec.shape for name, spec in writer.specs.items()}))}
     described = [CardWeight(one.kind, one.format, math.prod(one.shape), one.stored_bytes, one.error) for one in weights.values()]
     card = model_card(staging.folder.name, described, total_bytes=total, config=config, base_model=base_model)
     write_card(staging.path, card, published=staging.folder)

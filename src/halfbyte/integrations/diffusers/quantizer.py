@@ -11,6 +11,7 @@ model over devices, and attaches hooks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -18,7 +19,7 @@ import torch
 from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
-from halfbyte.checkpoint.native.quantization_config import METHOD, Module, describe
+from halfbyte.checkpoint.native.quantization_config import METHOD, Module, describe, with_branches
 from halfbyte.errors import CheckpointError, FormatError, UnsupportedError
 from halfbyte.formats import ggml
 from halfbyte.formats.codes import Codes
@@ -30,6 +31,7 @@ from halfbyte.integrations.transformers.weights_in_files import (
     PackedWeight,
     check_finite,
     check_shape,
+    expect_branches,
     expect_codes,
     missing,
     put,
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
 
 _REMEDY = "use the diffusers that saved them, and their config.json"
 _WEIGHT = ".weight"
+_UNET, _FIRST = "model.diffusion_model.", "input_blocks.0.0.weight"  # the prefix of a UNet's names, and one of them
+_ROW = 256  # numbers of a row of reshaped tensors, as city96's tool writes those of UNets that K-quants would not fit
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml's numbers
 
 
@@ -97,12 +101,19 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         guards = {f"{name}{_WEIGHT}" for name in self.quantization_config.modules}
         return [key for key in loaded_keys if key not in guards]
 
+    def maybe_update_state_dict(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gives the tensors of a UNet without the prefix by which diffusers finds them, as in city96's files, that prefix."""
+        return {f"{_UNET}{name}": tensor for name, tensor in state_dict.items()} if _FIRST in state_dict else state_dict
+
     # Before the weights are read
 
     def _process_model_before_weight_loading(
-        self, model: nn.Module, keep_in_fp32_modules: Sequence[str] = (), state_dict: Mapping[str, object] | None = None, **kwargs: object
+        self, model: nn.Module, keep_in_fp32_modules: Sequence[str] = (), state_dict: dict[str, Tensor] | None = None, **kwargs: object
     ) -> None:
         config, self._in_float32 = self.quantization_config, set(keep_in_fp32_modules)
+        for name, shape in _reshaped(model, state_dict or {}).items():
+            assert state_dict is not None
+            state_dict[name] = state_dict[name].reshape(shape)
         types = {name: api.ggml_type(tensor) for name, tensor in (state_dict or {}).items()}
         blocks = {name for name, number in types.items() if number in ggml.TYPES}
         if config.modules:
@@ -112,6 +123,7 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         self._waiting |= {f"{name}{_WEIGHT}" for name in self._formats}
 
     def _expect_codes(self, model: nn.Module, state_dict: Mapping[str, object] | None) -> None:
+        expect_branches(model, self.quantization_config.modules)
         names = {name for name, _ in model.named_modules()}
         for name, settings in self.quantization_config.modules.items():
             if name not in names:
@@ -126,7 +138,8 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         check_patterns(config, found)
         formats = formats_of(choose(found, config))
         for name in [name for name in formats if f"{name}{_WEIGHT}" in blocks]:
-            del formats[name]
+            if isinstance(model.get_submodule(name), nn.Linear):  # whose codes are taken over
+                del formats[name]
         self._formats = {name: fmt for name, fmt in formats.items() if not self._stays_float32(model, name)}
 
     def _stays_float32(self, model: nn.Module, name: str) -> bool:
@@ -161,8 +174,9 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         if (number := api.ggml_type(param_value)) is not None and name not in self._formats:
             self._read_blocks(model, param_name, state_dict[param_name], number, torch.device(target_device), dtype)
         elif name in self._formats:
-            weight = param_value if number is None else api.ggml_bytes(param_value).contiguous().view(_FLOATS[number])
-            self._quantize(name, cast("Part", model.get_submodule(name)), weight.to(target_device, dtype))
+            part = cast("Part", model.get_submodule(name))
+            weight = param_value if number is None else _floats(param_name, state_dict[param_name], number, part.weight.shape)
+            self._quantize(name, part, weight.to(target_device, dtype))
         else:  # with the scales of the file: in `param_value` they have the dtype of the model
             module = model.get_submodule(name)
             module.register_buffer(key, state_dict[param_name].to(target_device))
@@ -189,8 +203,10 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         """Takes over a tensor of a GGUF file: as codes where it is the weight of a linear layer, else in floating point."""
         home, _, key = name.rpartition(".")
         module = cast("Part", model.get_submodule(home))
-        value = _decoded(name, api.ggml_bytes(tensor).contiguous(), number)
-        if value.shape != (wanted := getattr(module, key).shape):
+        wanted = getattr(module, key).shape
+        decoded = _decoded(name, api.ggml_bytes(tensor).contiguous(), number)
+        value = _of_shape(decoded, wanted)
+        if value.shape != wanted:
             what = f"{name} is {list(value.shape)} in the GGUF file, and {list(wanted)} in the model"
             raise CheckpointError(f"{what}: pass config=, the folder with the config.json of the model in the file")
         if isinstance(value, Codes):
@@ -199,6 +215,8 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
                 module.weight = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
                 return
             value = value.dequantize()
+        if isinstance(decoded, Codes) and len(wanted) > 2:
+            self._kept[home] = "its blocks in the file are not along its inputs: name a format to round it again"
         value = value.to(device, dtype if self._in_float32.isdisjoint(home.split(".")) else torch.float32)
         if key in module._parameters:
             module._parameters[key] = nn.Parameter(value, requires_grad=False)
@@ -277,7 +295,8 @@ class _Description:
                 f"a quantized model is saved without adapters, and {adapted.removesuffix('.base_layer')} has one: save the adapter by "
                 "save_lora_adapter, or merge it by fuse_lora, and call unload_lora"
             )
-        return describe({name: Module.of(module, self._model.dtype) for name, module in quantized.items()})
+        shapes = {name: parameter.shape for name, parameter in self._model.named_parameters()}
+        return describe(with_branches({name: Module.of(module, self._model.dtype) for name, module in quantized.items()}, shapes))
 
 
 def _quantized(model: nn.Module) -> dict[str, QuantModule]:
@@ -297,6 +316,36 @@ def _decoded(name: str, data: Tensor, number: int) -> Codes | Tensor:
     codes = ggml.decode(kind, (*data.shape[:-1], data.shape[-1] // kind.nbytes * kind.weights), data, extract)
     codes.check_values()
     return codes
+
+
+def _floats(name: str, tensor: Tensor, number: int, shape: torch.Size) -> Tensor:
+    """The numbers of a tensor of a GGUF file that belongs to a module with a weight of this shape."""
+    value = _decoded(name, api.ggml_bytes(tensor).contiguous(), number)
+    whole = value.dequantize() if isinstance(value, Codes) else value
+    return whole.reshape(shape) if _is_reshaped(value.shape, shape) else whole
+
+
+def _reshaped(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """The shapes in the model of floating-point tensors that the file has in rows of 256."""
+    shapes = {name: tensor.shape for name, tensor in model.named_parameters()}
+    floats = {name: tensor for name, tensor in tensors.items() if name in shapes and api.ggml_type(tensor) is None}
+    return {name: shapes[name] for name, tensor in floats.items() if _is_reshaped(tensor.shape, shapes[name])}
+
+
+def _is_reshaped(stored: Sequence[int], shape: Sequence[int]) -> bool:
+    return tuple(stored) != tuple(shape) and len(stored) == 2 and stored[-1] == _ROW and math.prod(stored) == math.prod(shape)
+
+
+def _of_shape(value: Codes | Tensor, shape: torch.Size) -> Codes | Tensor:
+    """A tensor in rows of 256 in its shape in the model: as codes where blocks do not go across rows there."""
+    if not _is_reshaped(value.shape, shape):
+        return value
+    if isinstance(value, Codes):
+        block = value.format.block
+        if len(shape) == 2 and isinstance(block, int) and shape[-1] % block == 0:
+            return value.reshape(tuple(shape))
+        value = value.dequantize()
+    return value.reshape(shape)
 
 
 def _adopt(model: nn.Module) -> None:

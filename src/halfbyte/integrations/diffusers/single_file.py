@@ -6,6 +6,7 @@ from functools import wraps
 from pathlib import Path
 
 from diffusers.loaders.single_file_model import FromOriginalModelMixin
+from diffusers.loaders.single_file_utils import SingleFileComponentError
 
 from halfbyte.errors import CheckpointError, HalfbyteError
 from halfbyte.integrations.transformers.quantizer import HalfbyteConfig
@@ -20,7 +21,7 @@ def _in_words(cls: type, *args: object, **kwargs: object) -> object:
         return _from_single_file(cls, *args, **kwargs)
     except HalfbyteError:
         raise
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as e:
+    except (AttributeError, IndexError, KeyError, RuntimeError, SingleFileComponentError, TypeError, ValueError) as e:
         if not isinstance(kwargs.get("quantization_config"), HalfbyteConfig):
             raise
         file = args[0] if args else kwargs.get("pretrained_model_link_or_path_or_dict")

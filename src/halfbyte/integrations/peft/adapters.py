@@ -1,4 +1,4 @@
-"""peft: LoRA adapters on quantized linear layers and embeddings, as in QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
+"""peft: LoRA adapters on quantized linear layers, convolutions and embeddings, as in QLoRA (Dettmers et al. 2023, arXiv:2305.14314).
 
     from peft import LoraConfig, get_peft_model
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from peft.tuners import tuners_utils
 from peft.tuners.adaption_prompt import AdaptionPromptModel
-from peft.tuners.lora.layer import Embedding, Linear
+from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, Linear
 from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, check_adapters_to_merge, check_target_module_exists
 from peft.utils import PeftType
@@ -25,13 +25,16 @@ from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 from torch import Tensor, nn
 from torch.nn import functional
 
-from halfbyte import ops
 from halfbyte.errors import HalfbyteError, UnsupportedError
 from halfbyte.integrations.peft import modules as peft_modules
+from halfbyte.nn.described import RESIDUAL
 from halfbyte.nn.fused import FusedLinear
+from halfbyte.nn.kinds import quantize_weight
+from halfbyte.nn.modules.conv import QuantConv1d, QuantConv2d, QuantConv3d, fold_of
 from halfbyte.nn.modules.experts import QuantExperts
 from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear, QuantModule
+from halfbyte.nn.modules.subclassed import float_skeleton
 from halfbyte.nn.modules.weight_view import AnyPacked, pack_like
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     _Sizes = Callable[..., tuple[int, int] | tuple[None, None]]
 
 _ALL_LINEAR = "all-linear"
-_ADAPTABLE = (QuantLinear, PermutedLinear, FusedLinear, QuantEmbedding)
+_ADAPTABLE = (QuantLinear, PermutedLinear, FusedLinear, QuantEmbedding, QuantConv1d, QuantConv2d, QuantConv3d)
 # Adapters that can be attached to quantized layers; XLORA is a mixture of LoRA adapters.
 _SERVED = (PeftType.LORA, PeftType.XLORA, PeftType.TRAINABLE_TOKENS)
 
@@ -64,6 +67,7 @@ class _Requantized(nn.Module):
         reasons = {
             "its columns are permuted": isinstance(base, PermutedLinear),
             "they are DoRA or similar": any(name in getattr(self, "lora_variant", ()) for name in names),
+            "it is a convolution with groups": isinstance(base, QuantConv2d) and base.groups > 1,
             "they have biases": any(getattr(self, "lora_bias", {}).get(name) for name in names),
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
@@ -75,7 +79,7 @@ class _Requantized(nn.Module):
                 weight = base.weight.float() + self.get_delta_weight(name).float()
             if safe_merge and not torch.isfinite(weight).all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
-            codes = ops.quantize(weight, base.packed.codes_format, name=f"the weight with {name}")
+            codes = quantize_weight(base.kind, weight, base.packed.codes_format, "absmax", f"the weight with {name}", fold_of(base))
             if self._before_merge is None:
                 self._before_merge = base.packed
             self._put(base, pack_like(base.packed, codes, base.packed.device))
@@ -113,6 +117,42 @@ class QuantLoraLinear(_Requantized, Linear):
         return self.lora_A
 
 
+class _QuantLoraConv(_Requantized):
+    """y = QuantConv(x) + scaling * B(A(dropout(x))), by peft's own `forward`."""
+
+    _like: nn.Module | None = None  # what peft takes for the base layer while it creates A and B, of whose class they are
+
+    def update_layer(self, *args: object, **kwargs: object) -> None:
+        base = self.get_base_layer()
+        if isinstance(base, QuantConv2d):
+            sizes = {name: getattr(base, name) for name in ("in_channels", "out_channels", "kernel_size", "stride", "padding", "groups")}
+            like = float_skeleton(base, **sizes, bias=base.bias is not None, device="meta")
+            like.register_parameter("weight", nn.Parameter(base.dtype_mark, requires_grad=False))  # of its dtype and device
+            vars(self)["_like"] = like  # not a submodule
+        try:
+            super().update_layer(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            vars(self).pop("_like", None)
+
+    def get_base_layer(self) -> Any:
+        return super().get_base_layer() if self._like is None else self._like
+
+    def _adapters_here(self) -> nn.ModuleDict | nn.ParameterDict:
+        return cast(nn.ModuleDict, self.lora_A)
+
+
+class QuantLoraConv1d(_QuantLoraConv, Conv1d):
+    """LoRA on a QuantConv1d."""
+
+
+class QuantLoraConv2d(_QuantLoraConv, Conv2d):
+    """LoRA on a QuantConv2d."""
+
+
+class QuantLoraConv3d(_QuantLoraConv, Conv3d):
+    """LoRA on a QuantConv3d."""
+
+
 class QuantLoraEmbedding(_Requantized, Embedding):
     """y = QuantEmbedding(ids) + scaling * B(A[ids]), by peft's own `forward`."""
 
@@ -130,7 +170,9 @@ _create_new_module = _lora._create_new_module
 
 
 def _create(lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: object) -> nn.Module:
-    lora_config._register_custom_module({QuantLinear: QuantLoraLinear, QuantEmbedding: QuantLoraEmbedding})
+    layers: dict[type[nn.Module], type[nn.Module]] = {QuantLinear: QuantLoraLinear, QuantEmbedding: QuantLoraEmbedding}
+    layers |= {QuantConv1d: QuantLoraConv1d, QuantConv3d: QuantLoraConv3d, QuantConv2d: QuantLoraConv2d}  # their base class last
+    lora_config._register_custom_module(layers)
     adapter: nn.Module = _create_new_module(lora_config, adapter_name, target, **kwargs)
     return adapter
 
@@ -162,6 +204,8 @@ def _including(include: _Include) -> _Include:
 def _check_modules(config: Any, quantized: dict[str, QuantModule]) -> None:
     """Raises UnsupportedError for target modules that are quantized, and get no adapters of this kind."""
     for name, module in quantized.items():
+        if (home := name.removesuffix(f".{RESIDUAL}")) != name and check_target_module_exists(config, home):
+            raise UnsupportedError(f"peft's {config.peft_type.value} cannot train {home}, a LowRankLinear: quantize without low_rank")
         if config.peft_type in _SERVED and type(module) in _ADAPTABLE:
             continue
         if not check_target_module_exists(config, name):
@@ -216,6 +260,8 @@ def _knowing_sizes(features: _Sizes) -> _Sizes:
     def sizes_of(module: nn.Module) -> tuple[int, int] | tuple[None, None]:
         if isinstance(module, QuantEmbedding):
             return module.num_embeddings, module.embedding_dim
+        if isinstance(module, QuantConv2d):
+            return module.in_channels, module.out_channels
         return (module.in_features, module.out_features) if isinstance(module, QuantLinear) else features(module)
 
     return sizes_of

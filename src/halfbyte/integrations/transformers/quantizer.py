@@ -31,7 +31,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from halfbyte.checkpoint.mapping.architecture import keep_dtypes_
-from halfbyte.checkpoint.native.quantization_config import METHOD, Module, describe, parse
+from halfbyte.checkpoint.native.quantization_config import METHOD, Module, describe, parse, with_branches
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, HalfbyteError, UnsupportedError
 from halfbyte.formats.codes import stored_tensors
@@ -42,6 +42,7 @@ from halfbyte.integrations.transformers.weights_in_files import (
     PackedWeight,
     check_finite,
     check_shape,
+    expect_branches,
     expect_codes,
     missing,
     put,
@@ -227,6 +228,7 @@ class HalfbyteQuantizer(HfQuantizer):
             del model.config.halfbyte
         keep_dtypes_(model, model.dtype)
         experts = expand_(model)
+        expect_branches(model, self.quantization_config.modules)
         self.quantization_config.modules = wanted = self._resolve(model)
         for name, settings in wanted.items():
             expect_codes(model, name, settings, _REMEDY)._is_hf_initialized = True
@@ -400,7 +402,7 @@ class HalfbyteQuantizer(HfQuantizer):
             if isinstance(module := quantized[name], QuantLinear):
                 owner = self._tied[name]
                 found[owner] = replace(found[owner], compute=module.compute, activation=module.activation)
-        return found
+        return with_branches(found, {name: parameter.shape for name, parameter in model.named_parameters()})
 
     def adopt(self, model: Any) -> None:
         """Prepares a model that was quantized otherwise for `save_pretrained`."""

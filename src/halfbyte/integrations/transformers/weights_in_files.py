@@ -6,6 +6,7 @@ Called by `quantizer.py` here and in `integrations/diffusers`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -17,9 +18,10 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import dense_tensors, from_dense
 from halfbyte.formats.spec import Format
 from halfbyte.nn.config import Config
-from halfbyte.nn.described import ORDER
+from halfbyte.nn.described import ORDER, RESIDUAL
 from halfbyte.nn.kinds import FLOAT_MODULES, codes_shape, kind_of, pack_weight, quantize_weight, quantized_module, relative_error
 from halfbyte.nn.modules.conv import fold_of
+from halfbyte.nn.modules.low_rank import expected
 from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.modules.transposed import is_transposed
@@ -71,6 +73,13 @@ class CodesPlaceholder(nn.Module):
         codes = from_dense(self.settings.format, self.shape, tensors, bytes_each=self.settings.bytes_each)
         codes.check_values()
         return codes
+
+
+def expect_branches(model: nn.Module, modules: Mapping[str, Module]) -> None:
+    """Puts a LowRankLinear without data in place of each float layer whose residual `modules` has."""
+    ranks = {name.removesuffix(f".{RESIDUAL}"): (one.low_rank, one.scaled) for name, one in modules.items() if one.low_rank}
+    for name, branch in expected(model, ranks).items():
+        model.set_submodule(name, branch)
 
 
 def expect_codes(model: nn.Module, name: str, settings: Module, remedy: str) -> Part:

@@ -51,6 +51,9 @@ class QuantConv2d(QuantModule):
     dilation: tuple[int, ...]
     padding_mode: str
     fold: Fold  # how the weight of the float layer became `packed`
+    compute: str
+    activation: str
+    float_class: type[nn.Module] | None = None  # a subclass of torch's convolution, whose forward it has; see subclassed.py
 
     def __init__(
         self,

@@ -38,8 +38,8 @@ class PermutedLinear(DerivedLinear):
         sorted_ = Step(torch.index_select, (1, in_order), {}, None)
         return WeightView(self.packed, self.dtype, self.weight_shape, steps=(sorted_,))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.index_select(-1, self.input_order))
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        return super().forward(x.index_select(-1, self.input_order), added)
 
 
 def check_order(order: Tensor, k: int) -> None:

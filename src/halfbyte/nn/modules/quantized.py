@@ -119,7 +119,7 @@ class QuantModule(nn.Module):
     _checked: int | None = -1  # of packed_data when it was last checked: None where it has none, -1 where it was not checked
 
     def __init__(self, packed: AnyPacked, dtype: torch.dtype, error: float | None) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not a convolution's of torch, which may follow (see subclassed.py)
         if isinstance(packed, Packed) and len(packed.shape) != self.dimensions:
             wanted = "[N, K]" if self.dimensions == 2 else "[E, N, K]"
             raise ArgumentError(f"the weight of {type(self).__name__} is {wanted}, got shape {list(packed.shape)}")
@@ -339,9 +339,9 @@ class QuantLinear(QuantModule):
         """The concatenated weight and bias of the layers that it is fused with; here, of a layer that is not fused, its own."""
         return self.packed, self.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features], float32, bfloat16 or float16 -> [..., out_features] of the same dtype."""
-        return ops.linear(x, self.packed, self.bias, compute=self.compute, activation=self.activation)
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """x [..., in_features], float32, bfloat16 or float16 -> [..., out_features] of the same dtype; with `added`, of that shape."""
+        return ops.linear(x, self.packed, self.bias, residual=added, compute=self.compute, activation=self.activation)
 
     def extra_repr(self) -> str:
         fmt = self._packed.codes_format

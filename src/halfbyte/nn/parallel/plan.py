@@ -31,6 +31,7 @@ from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.sharding import Ranges, spread
 from halfbyte.formats.spec import Format
 from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts, StackedExperts
+from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear
 
@@ -106,6 +107,8 @@ def holders(model: nn.Module) -> dict[str, Holder]:
     """Everything in a model that can be cut, by name."""
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, LowRankLinear):
+            raise UnsupportedError(f"{name} has a product of low rank, which processes cannot share: quantize without low_rank")
         if isinstance(module, QuantLinear | QuantEmbedding | QuantExperts):
             shape, fmt, weight = module.codes_shape, module.packed.codes_format, id(module.packed_data)
             if isinstance(module, QuantEmbedding):

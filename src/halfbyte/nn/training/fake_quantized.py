@@ -16,6 +16,7 @@ from halfbyte.kernels.conv_reference import patches
 from halfbyte.layouts.convolution import Filter, channels_first, channels_last
 from halfbyte.nn.kinds import kind_of, quantize_weight
 from halfbyte.nn.modules.scaled import ScaledEmbedding, factor_of, scaled
+from halfbyte.nn.modules.subclassed import form_of
 from halfbyte.nn.modules.transposed import is_conv1d, is_transposed
 from halfbyte.ops.conv.folded import repeated
 from halfbyte.ops.conv.functions import module_window
@@ -176,6 +177,12 @@ def check_not_in_training(model: nn.Module, remedy: str = "call this before prep
     """Raises ArgumentError for a model with modules in training, whose weights and modules must not be changed otherwise."""
     if name := next((name for name, module in model.named_modules() if isinstance(module, FakeQuantized)), None):
         raise ArgumentError(f"{name} is in training for its quantized form: {remedy}")
+
+
+def has_form(module: nn.Module) -> bool:
+    """Whether a module can be trained for its quantized form."""
+    subclassed = isinstance(module, nn.Conv1d | nn.Conv2d) and form_of(module).float_class is not None
+    return kind_of(module) in FORMS and not subclassed
 
 
 def prepare_(module: nn.Module, target: Target, scale: nn.Parameter | None, zero: Tensor | None) -> None:

@@ -19,7 +19,7 @@ from halfbyte.nn.modules.expanded import expanded
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.modules.transposed import is_transposed
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_kept, add_notes
-from halfbyte.nn.training.fake_quantized import FORMS, FakeQuantized, Target, prepare_, restore_
+from halfbyte.nn.training.fake_quantized import FakeQuantized, Target, has_form, prepare_, restore_
 from halfbyte.quantizers import CALIBRATED, METHODS
 
 SCALES = ("dynamic", "learned")
@@ -31,8 +31,9 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
     The float weights remain, under their names, and are what an optimizer updates. Gradients pass the rounding unchanged (the
     straight-through estimator), except for weights beyond the ends of their grid, which get none (`ops/fake_quantize.py`).
 
-    Fold batch norms before (`fold_batch_norms_`). Experts, EmbeddingBags, Conv3d and transposed convolutions stay in floating point, which
-    `report(model)` notes; so does a module whose weight its format cannot hold, unless the config is strict or it is the only one.
+    Fold batch norms before (`fold_batch_norms_`). Experts, EmbeddingBags, Conv3d, transposed and subclassed convolutions stay in floating
+    point, which `report(model)` notes; so does a module whose weight its format cannot hold, unless the config is strict or it is the
+    only one.
 
     Args:
         model: The float model.
@@ -56,7 +57,7 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
     _check(model, config, scales)
     with expanded(model):
         formats = formats_of(choose(candidates(model), config))
-        others = [name for name in formats if kind_of(model.get_submodule(name)) not in FORMS]
+        others = [name for name in formats if not has_form(model.get_submodule(name))]
     trained = [(name, module, formats[name]) for name, module in model.named_modules() if name in formats and name not in others]
     if not trained:
         quantized = any(isinstance(module, QuantModule) for module in model.modules())
@@ -124,6 +125,8 @@ def _check(model: nn.Module, config: Config, scales: str) -> None:
         raise ArgumentError(f"scales is one of {', '.join(SCALES)}, got {scales!r}")
     if config.method in CALIBRATED:
         raise ArgumentError(f"{config.method} needs calibration, which training does not have: use one of {', '.join(METHODS)}")
+    if config.low_rank:
+        raise ArgumentError(f"low_rank={config.low_rank} cannot be trained: use 0")
     if config.activations == "static":
         raise ArgumentError('activations="static" cannot be trained: use "dynamic"')
 

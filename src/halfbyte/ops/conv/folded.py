@@ -54,19 +54,15 @@ def sides_of(layer: Layer, padding: str | tuple[int, ...]) -> tuple[Sides, ...]:
 
 def fold_of(layer: Layer, *, transposed: bool = False) -> Fold:
     """How a layer's weight becomes one of images."""
-    kernel = tuple(layer.kernel_size)
-    phases: tuple[int, ...] = ()
-    if transposed:
-        steps = zip(layer.stride, layer.dilation, kernel, strict=True)
-        phases = tuple(min(stride // math.gcd(stride, dilation), taps) for stride, dilation, taps in steps)
-    folded = 0
-    if len(kernel) == 3:
-        # A kernel that moves by its own size over what is not padded reads each number once: it is a linear layer of patches.
-        patches = not transposed and tuple(layer.stride) == kernel and not any(map(any, sides_of(layer, layer.padding)))
-        dense = all(step == 1 or taps == 1 for step, taps in zip(layer.dilation, kernel, strict=True))
-        folded = 3 if patches and dense else 1
-    depthwise = 1 < layer.groups == layer.in_channels == layer.out_channels and math.prod(phases) * math.prod(kernel[:folded]) > 1
-    return Fold(kernel, phases, folded, layer.groups if transposed or depthwise else 1, depthwise)
+    return Fold.of(
+        tuple(layer.kernel_size),
+        tuple(layer.stride),
+        tuple(layer.dilation),
+        channels=(layer.in_channels, layer.out_channels),
+        groups=layer.groups,
+        padded=any(map(any, sides_of(layer, layer.padding))),
+        transposed=transposed,
+    )
 
 
 class Movement(NamedTuple):

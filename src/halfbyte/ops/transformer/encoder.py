@@ -43,7 +43,7 @@ class EncoderLayer:
         products = (
             tensors.product(qkv),
             tensors.product(attention.o_proj),
-            tensors.product(mlp.gate_up, gelu=True),
+            tensors.product(mlp.gate_up, gelu="none"),
             tensors.product(mlp.down_proj),
         )
         first, second = (encoder.Norm(tensors.of(norm.weight), tensors.of(_shift(norm)), norm.eps) for norm in norms)

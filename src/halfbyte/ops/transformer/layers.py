@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfbyte.kernels.layer_kinds import Gelu
 from halfbyte.kernels.problem import Activation, Problem, check_compute
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
@@ -79,7 +80,7 @@ class Addresses:
         self._kept.append(tensor.detach())
         return tensor.data_ptr()
 
-    def product(self, weight: Weight, *, gelu: bool = False) -> Product:
+    def product(self, weight: Weight, *, gelu: Gelu = "") -> Product:
         """The product of float32 activations and this weight, followed by GELU if `gelu`; of stacked weights that of the first."""
         from halfbyte.dispatch.choose import cpu_kernel
         from halfbyte.kernels.cpu.step_sequence import Product

@@ -80,7 +80,7 @@ def _built(layer: nn.Module, family: EncoderFamily) -> LayerSpec:
     query, o_proj, up, down = linears[0], *linears[3:]
     if (reason := why_not_fused("+".join(family.qkv), linears[:3])) is not None:
         raise UnsupportedError(reason)
-    if type(up) is not GeluLinear or type(layer.get_submodule(family.activation)) is not nn.Identity:
+    if type(up) is not GeluLinear or up.approximate != "none" or type(layer.get_submodule(family.activation)) is not nn.Identity:
         raise UnsupportedError(f"its {family.up} has no GELU, which fuse_ puts there where it follows")
     for name, linear in ((family.o_proj, o_proj), (family.down, down)):
         if type(linear) is not QuantLinear:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 
+from halfbyte.errors import unreachable
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR
-from halfbyte.kernels.cpu.codegen.elementary import gelu
+from halfbyte.kernels.cpu.codegen.elementary import gelu, gelu_tanh
 from halfbyte.kernels.cpu.codegen.elements import element_of
 from halfbyte.kernels.cpu.codegen.ir import Value, vector
 from halfbyte.kernels.cpu.linear.block_end import BlockEnd
@@ -89,7 +90,15 @@ class Epilogue(BlockEnd):
                 to.store(isa.from_float(value, kind), 0, self.out_bytes)
 
     def _finished(self, value: Value, low: Value, high: Value) -> Value:
-        return gelu(self.f, value) if self.spec.gelu else value.max_or(low).min_or(high)
+        match self.spec.gelu:
+            case "":
+                return value.max_or(low).min_or(high)
+            case "none":
+                return gelu(self.f, value)
+            case "tanh":
+                return gelu_tanh(self.f, value)
+            case _:
+                raise unreachable(self.spec.gelu, "the GELU of a product")
 
     def _clamp(self) -> tuple[Value, Value]:
         return LINEAR.load_floats(self.args, "clamp")

@@ -36,6 +36,7 @@ from halfbyte.kernels.cpu.linear.block_end import HIGHEST_CODE, biasable, highes
 from halfbyte.kernels.cpu.linear.expanded import PanelSpec
 from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ActivationSpec, BlockSum, Inner, Schedule, TileSpec, WeightSpec
 from halfbyte.kernels.cpu.plan_cache import PLANS, LinearCall
+from halfbyte.kernels.layer_kinds import Gelu
 from halfbyte.kernels.problem import Activation, scaling_of
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
@@ -76,7 +77,7 @@ class LinearKernel:
         activation: Activation,
         *,
         zeroed: bool = False,
-        gelu: bool = False,
+        gelu: Gelu = "",
         sparse: bool = False,
         isa: ISA | None = None,
     ) -> None:
@@ -272,7 +273,7 @@ class LinearKernel:
 
     def _bracketing(self, tiles: Mapping[str, TileSpec]) -> dict[str, int]:
         functions = {f"bracketing_{name}": compiled(bracketed.build, one, self.isa) for name, one in tiles.items()}
-        panel = replace(self.tile_spec, schedule=Schedule(1, tiles["tile_function"].schedule.vectors), out="f32", gelu=False)
+        panel = replace(self.tile_spec, schedule=Schedule(1, tiles["tile_function"].schedule.vectors), out="f32", gelu="")
         return {**functions, "panel_function": compiled(bracketed.build_panel, panel, self.isa)}
 
     def _expansion(self, tiles: Mapping[str, TileSpec]) -> dict[str, int]:
@@ -287,7 +288,7 @@ class LinearKernel:
 
 
 def specs(
-    isa: ISA, geo: Geometry, source: Kind, out: Kind, inner: Inner, activation: Activation, *, gelu: bool = False, zeroed: bool = False
+    isa: ISA, geo: Geometry, source: Kind, out: Kind, inner: Inner, activation: Activation, *, gelu: Gelu = "", zeroed: bool = False
 ) -> tuple[TileSpec, RowSpec]:
     """What tiles (of a row, and one vector of outputs) and the conversion of a row of `source` to their activations are compiled for."""
     fmt, unit, integers = geo.format, isa.unit(geo, inner), inner == "int8"
@@ -343,6 +344,6 @@ def specs(
 
 @functools.lru_cache(maxsize=1024)
 def linear_kernel(
-    fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation, *, gelu: bool = False, sparse: bool = False
+    fmt: Format, n: int, k: int, dtype: torch.dtype, inner: Inner, activation: Activation, *, gelu: Gelu = "", sparse: bool = False
 ) -> LinearKernel:
     return LinearKernel(fmt, n, k, dtype, inner, activation, gelu=gelu, sparse=sparse)

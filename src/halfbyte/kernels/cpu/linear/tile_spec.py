@@ -7,6 +7,7 @@ from typing import Literal
 
 from halfbyte.formats.spec import Family, Zero
 from halfbyte.kernels.cpu.codegen.elements import Kind
+from halfbyte.kernels.layer_kinds import Gelu
 
 Inner = Literal["int8", "float", "bf16"]
 # How the sum of a block's products becomes a float that the weight's scale multiplies. Accumulators begin at the row's correction, and
@@ -93,7 +94,7 @@ class TileSpec:
 
     scaled_at_end  a row has one activation scale, which its totals are multiplied by at the end
     out            "f32", "bf16" or "f16", or "i8" for a tile that requantizes
-    gelu           outputs go through `elementary.gelu`
+    gelu           outputs go through `elementary.gelu`, or `gelu_tanh`
     """
 
     weight: WeightSpec
@@ -101,4 +102,4 @@ class TileSpec:
     schedule: Schedule
     scaled_at_end: bool
     out: Kind
-    gelu: bool = False
+    gelu: Gelu = ""

@@ -1,0 +1,45 @@
+"""A product of low rank that takes the outliers of a weight, so that the rest fits few bits (SVDQuant, Li and others, arXiv:2411.05007).
+
+    W [N, K] = B A + R,  B [N, r], A [r, K]
+
+B A is close to the best approximation of rank r (Eckart and Young), found by subspace iteration on a random start (Halko, Martinsson and
+Tropp, arXiv:0909.4061, algorithm 4.4); the same weight always gets the same one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_EXTRA = 8  # dimensions of the subspace beyond the rank
+_STEPS = 4
+
+
+def low_rank(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """B [N, r] and A [r, K] of a weight [N, K] in float32; both have the same norm in each of the r directions."""
+    n, k = weight.shape
+    generator = torch.Generator("cpu").manual_seed(0)
+    start = torch.randn(k, min(rank + _EXTRA, n, k), generator=generator, dtype=torch.float32, device="cpu")
+    basis = _orthogonal(weight @ start.to(weight.device))
+    for _ in range(_STEPS):
+        basis = _orthogonal(weight @ _orthogonal(weight.mT @ basis))
+    u, sizes, v = torch.linalg.svd(basis.mT @ weight, full_matrices=False)
+    root = sizes[:rank].sqrt()
+    return basis @ u[:, :rank] * root, root[:, None] * v[:rank]
+
+
+def _orthogonal(columns: Tensor) -> Tensor:
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis
+
+
+def balancing_scale(inputs: Tensor, weight: Tensor) -> Tensor:
+    """The scale s [K] of inputs x * s and weights W / s whose channels have equal ranges then (SmoothQuant, Xiao and others,
+    arXiv:2211.10438, with alpha = 1/2); with a geometric mean of 1.
+
+    inputs  max |x| of each channel [K]
+    weight  [N, K]
+    """
+    ratio = weight.abs().amax(0) / inputs
+    exponent = torch.where((ratio > 0) & ratio.isfinite(), ratio, 1.0).log() / 2
+    return (exponent - exponent.mean()).clamp(-7, 7).exp()

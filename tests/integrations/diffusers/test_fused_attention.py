@@ -1,0 +1,134 @@
+"""`optimize_` of diffusion models: queries, keys and values, also those of the prompt, are one product each, and GELU is in the product
+before it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("diffusers", reason="diffusers is not installed")
+
+import tiny_diffusers
+from test_diffusers_gguf import flux, output, qwen_image, sd3, wan
+
+import halfbyte as hb
+from halfbyte.nn.dequantized import dequantize_
+from halfbyte.nn.fused import FusedLinear, GeluLinear
+
+
+def unet() -> tuple[Any, None, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    latents, prompt = (torch.randn(*shape, generator=generator) for shape in ((2, 4, 7, 9), (2, 5, 32)))
+    return tiny_diffusers.unet(), None, {"sample": latents, "timestep": torch.tensor(3), "encoder_hidden_states": prompt}
+
+
+QKV, CONTEXT = "to_q+to_k+to_v", "add_q_proj+add_k_proj+add_v_proj"
+# What is computed together in one attention of each kind.
+CASES: dict[str, tuple[Any, dict[str, set[str]]]] = {
+    "flux": (flux, {"transformer_blocks.0.attn": {QKV, CONTEXT}, "single_transformer_blocks.0.attn": {QKV}}),
+    "sd3": (sd3, {"transformer_blocks.0.attn": {QKV, CONTEXT}}),
+    "qwen": (qwen_image, {"transformer_blocks.0.attn": {QKV, CONTEXT}}),
+    "wan": (wan, {"blocks.0.attn1": {QKV}, "blocks.0.attn2": {"to_k+to_v"}}),
+    "unet": (
+        unet,
+        {
+            "mid_block.attentions.0.transformer_blocks.0.attn1": {QKV},
+            "mid_block.attentions.0.transformer_blocks.0.attn2": {"to_k+to_v"},
+        },
+    ),
+}
+cases = pytest.mark.parametrize("name", CASES)
+
+
+def run(model: Any, call: dict[str, Any], dtype: torch.dtype = torch.float32) -> Tensor:
+    found: Tensor = output(model, call, dtype).float()
+    return found
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["float", "int8"])
+def test_the_same_as_unfused(name: str, dtype: torch.dtype, how: str) -> None:
+    torch.manual_seed(0)
+    build, together = CASES[name]
+    model, _, call = build()
+    small: Any = hb.quantize_(model.eval().to(dtype), hb.Config("q8_0", compute=how))
+    unfused, exact = run(small, call, dtype), copy.deepcopy(small)
+    dequantize_(exact)
+    floats = run(exact, call, dtype)
+    fused: Any = hb.optimize_(small)
+    for path, groups in together.items():
+        remark = fused.get_submodule(path).halfbyte_remark
+        assert set(remark.removeprefix("computed together: ").split(", ")) == groups
+    assert "computed together: to_q+to_k+to_v" in str(hb.report(fused))
+    gelus = [module for module in fused.modules() if type(module).__name__ == "GELU" and hasattr(module, "proj")]
+    assert all(type(module.proj) is GeluLinear and module.approximate == module.proj.approximate for module in gelus)
+    assert bool(gelus) == (name != "unet")  # which has GEGLU
+    if name == "flux":
+        assert type(fused.single_transformer_blocks[0].proj_mlp) is GeluLinear
+    found = run(fused, call, dtype)
+    # The same products of the same codes: sums in another order in float32, each rounded once to the dtype; a few blocks pass that on.
+    assert float((found - unfused).norm() / unfused.norm()) < (1e-5 if dtype == torch.float32 else 2**-7)
+    # int8 rounds each activation by 2^-8 of the largest of its block.
+    assert float((found - floats).norm() / floats.norm()) < (0.05 if how == "int8" else 1e-4 if dtype == torch.float32 else 0.03)
+
+
+@cases
+def test_activations_are_multiplied_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfbyte import ops
+
+    torch.manual_seed(0)
+    model, _, call = CASES[name][0]()
+    fused: Any = hb.optimize_(hb.quantize_(model.eval(), hb.Config("q8_0", compute="float")))
+    products = []
+    linear = ops.linear
+
+    def counted(x: Tensor, packed: Any, *args: Any, **settings: Any) -> Tensor:
+        products.append(packed.shape)
+        return linear(x, packed, *args, **settings)
+
+    monkeypatch.setattr(ops, "linear", counted)
+    run(fused, call)
+    sizes = {name: module for name, module in fused.named_modules() if isinstance(module, FusedLinear)}
+    rows = [sum(module._group.sizes) for module in sizes.values() if module.index == 0]
+    assert sizes
+    others = [module for module in fused.modules() if type(module) is hb.QuantLinear]
+    assert len(products) == len(rows) + len(others)  # none of the groups is computed twice
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_compiled(name: str) -> None:
+    torch.manual_seed(0)
+    model, _, call = CASES[name][0]()
+    fused: Any = hb.optimize_(hb.quantize_(model.eval(), hb.Config("q8_0", compute="float")))
+    want = run(fused, call)
+    torch.compiler.reset()  # torch keeps eight graphs of a forward
+    fused.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(fused, call), want, rtol=1e-4, atol=1e-4)
+
+
+@cases
+def test_a_fused_model_is_saved_as_before(name: str, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model, _, _ = CASES[name][0]()
+    small: Any = hb.quantize_(model.eval(), "q8_0")
+    before = {key: tensor.clone() for key, tensor in small.state_dict().items()}
+    hb.optimize_(small).save_pretrained(tmp_path)  # type: ignore[operator]
+    after = type(model).from_pretrained(tmp_path).state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+
+
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+def test_offloaded_in_groups(kind: str) -> None:
+    torch.manual_seed(0)
+    model, _, call = unet()
+    fused: Any = hb.optimize_(hb.quantize_(model, hb.Config("q8_0", compute="float")))
+    want, cpu = run(fused, call), torch.device("cpu")
+    blocks = {"num_blocks_per_group": 1} if kind == "block_level" else {}
+    fused.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type=kind, **blocks)
+    assert torch.equal(run(fused, call), want)
