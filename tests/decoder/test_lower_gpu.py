@@ -300,6 +300,28 @@ def greedy(model: CpuModel | GpuModel, ids: list[int], count: int, **cache_setti
     return found
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_choice_within_a_step_and_after_it(captured: bool, models: Any, graphs: list[int]) -> None:
+    """The second likeliest tokens, of logits with a soft cap."""
+    cpu, gpu = models("Gemma3DecoderLayer")
+    ids, seen = ids_of(9), []
+
+    def second(logits: Tensor) -> Tensor:
+        seen.append(logits)
+        return logits.topk(2).indices[:, 1]
+
+    here, cache = _read(cpu, ids), Cache(gpu.spec, where=gpu.where)
+    gpu.prefill(ids, cache)
+    expected, found = [5], [5]
+    for _ in range(20):
+        expected.append(int(cpu.decode(expected[-1:], here)[0].topk(2).indices[1]))
+        found += gpu.decode_tokens(found[-1:], cache, choose=second, captured=captured, goes_on=True)
+    assert found == expected
+    assert all(float(logits.abs().max()) <= 1.5 for logits in seen)
+    gpu.close_steps_of(cache)
+    assert all(graph.closed for graph in Imitated.instances)
+
+
 @pytest.mark.parametrize("kind", ["LlamaDecoderLayer", "Gemma3DecoderLayer", "Phi3DecoderLayer, longrope"])
 def test_steps_that_are_launched_ahead(kind: str, models: Any, graphs: list[int]) -> None:
     cpu, gpu = models(kind)

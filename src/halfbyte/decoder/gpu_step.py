@@ -173,16 +173,13 @@ class DecodeStep:
         """Whether the step is a CUDA graph."""
         return self._graph is not None
 
-    def __call__(
-        self, state: State, compute: Compute, masks: Sequence[Tensor] | None = None, *, tokens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, state: State, compute: Compute, masks: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Run the step.
 
         Args:
             state: Its numbers, of b sequences; b <= B.
             compute: Runs the model: the same launches in each call.
             masks: bool [B, T] for each group, in addition: such a step is not captured.
-            tokens: int64 [b] on the device, in place of `state.ids`.
 
         Returns:
             Logits [b, N], and the next tokens int64 [b]. The next call may overwrite both.
@@ -191,8 +188,6 @@ class DecodeStep:
         if state != self._there:
             self._state.copy_(self._numbers(state), non_blocking=True)
         self._there = None
-        if tokens is not None:
-            self.put_ids(tokens)
         if masks is None and self._runs and self._graph is None and self.refused is None and can_capture(self._device):
             self._capture(compute)
         self._runs += 1
@@ -201,14 +196,11 @@ class DecodeStep:
             return logits[:count], chosen[:count]
         return self.again(count)
 
-    def again(self, count: int, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Replay the graph at the next positions, for the tokens that the last call has found for `count` sequences, or others on the
-        device."""
+    def again(self, count: int) -> tuple[Tensor, Tensor]:
+        """Replay the graph at the next positions, for the tokens that the last call has found for `count` sequences."""
         assert self._graph is not None
         assert self._results is not None
         self._there = None
-        if tokens is not None and tokens.data_ptr() != self._results[1].data_ptr():
-            self.put_ids(tokens)
         self._graph.replay()
         logits, chosen = self._results
         return logits[:count], chosen[:count]

@@ -25,7 +25,7 @@ from halfbyte.decoder.offload.host_experts import HostExperts, at_once
 from halfbyte.decoder.offload.host_layers import HostLayers, HostStep
 from halfbyte.decoder.offload.placement import ON_GPU, Plan
 from halfbyte.decoder.rope import Rope
-from halfbyte.decoder.spec import DecoderSpec, LayerSpec
+from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits
 from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.errors import ArgumentError, UnsupportedError, non_finite_logits
 from halfbyte.kernels.layer_kinds import logits_in_torch
@@ -104,7 +104,6 @@ class GpuModel:
         self._steps: dict[tuple[object, ...], DecodeStep] = {}
         self._caches: dict[DecodeStep, weakref.ref[Cache]] = {}  # that steps are for
         self._ahead: tuple[DecodeStep, int, State, tuple[Tensor, Tensor]] | None = None
-        self._running: tuple[DecodeStep, int, int, Choose] | None = None  # `decode_chosen`'s, with the stamp and length of its cache
         self._reader = HostReader()
         in_torch = any(layer.attention.heads.softcap is not None for layer in spec.layers) or dtype == torch.float32
         self._chunk = _FEW if in_torch else _CHUNK
@@ -198,6 +197,7 @@ class GpuModel:
         positions: Sequence[int] | None = None,
         *,
         choose: Choose | None = None,
+        captured: bool = False,
         goes_on: bool = False,
     ) -> list[int]:
         """Choose the token after one new token of each sequence, which enters the cache.
@@ -206,6 +206,7 @@ class GpuModel:
             ids, cache, positions: As for `decode`; a mask follows from where the sequences of `Slots` start.
             choose: Logits [B, N], float32, which it may keep, to tokens int64 [B] on the same device, negative where it could not choose;
                 None: the likeliest tokens.
+            captured: Whether `choose` depends on the logits alone, so that it becomes a part of the step, and of its CUDA graph.
             goes_on: Whether the next call is likely to be for the tokens that this one returns: their step is launched before the host
                 has read them. What it computes is dropped if the next call is another one.
 
@@ -213,11 +214,11 @@ class GpuModel:
             CheckpointError: Without `choose`, the logits are NaN or infinite.
         """
         with self._on:
-            step, state = self._prepared(ids, cache, positions)
+            step, state = self._prepared(ids, cache, positions, choose if captured else None)
             logits, chosen = self._result(step, state, cache)
             self._ahead = None
             cache.append(1)
-            if choose is not None:
+            if choose is not None and not captured:
                 chosen = choose(self._scaled(logits))
                 step.put_ids(chosen)
             self._reader.ask(chosen)
@@ -236,55 +237,22 @@ class GpuModel:
         """Logits and the likeliest tokens of a step, which may have been launched already."""
         if self._ahead is not None and self._ahead[0] is step and self._ahead[1:3] == (cache.stamp, state):
             return self._ahead[3]
-        return self._run_step(step, state, cache)
-
-    def _run_step(self, step: DecodeStep, state: State, cache: Cache, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        found = step(state, partial(self._compute, cache), tokens=tokens)
+        found = step(state, partial(self._compute, cache))
         if step.refused is not None and step.refused not in self.notes:
             self.notes = (*self.notes, step.refused)
             warnings.warn(f"tokens are decoded launch by launch, not by a CUDA graph, as {step.refused}", stacklevel=4)
         return found
 
-    @torch.inference_mode()
-    def decode_chosen(self, tokens: Tensor, cache: Cache, choose: Choose) -> tuple[Tensor, Tensor]:
-        """Launch the decode step after one new token of the sequence of a cache, without waiting for the GPU.
-
-        Args:
-            tokens: int64 [1] on the GPU; best the second result of the last call.
-            cache: Of the tokens before.
-            choose: Finds the next token from logits [1, N] before `spec.logits`; it is captured with the step.
-
-        Returns:
-            Logits [1, N] before `spec.logits`, and the next token. The next call may overwrite both.
-        """
-        with self._on:
-            running = self._running
-            if running is not None and self.goes_on(cache) and running[3] == choose:
-                step = running[0]
-                found = step.again(1, tokens)
-            else:
-                step, state = self._prepared((0,), cache, None, choose)
-                found = self._run_step(step, state, cache, tokens)
-            cache.append(1)
-            has_room = cache.length < self._positions and all(layer.has_room(1) for layer in self._groups(cache))
-            self._running = (step, cache.stamp, cache.length, choose) if has_room else None
-            return found
-
-    def goes_on(self, cache: Cache) -> bool:
-        """Whether the next step of `decode_chosen` is the graph of the last one, which takes the host next to no time to launch."""
-        running = self._running
-        return running is not None and running[1:3] == (cache.stamp, cache.length) and running[0].is_captured
-
     def close_steps_of(self, cache: Cache) -> None:
         """Free what decode steps of a cache hold."""
-        self._running = None
+        self._ahead = None
         for key in [key for key, step in self._steps.items() if self._caches[step]() is cache]:
             self._close_step(key)
 
     def _prepared(
-        self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None, choose: Choose = finite_likeliest
+        self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None, choose: Choose | None = None
     ) -> tuple[DecodeStep, State]:
-        """The step for new tokens of a cache, with room for them, and its numbers."""
+        """The step for new tokens of a cache, with room for them, and its numbers. choose: Chooses tokens, in the step."""
         if len(ids) != cache.batch or len(ids) > self.most_decode:
             raise ArgumentError(
                 f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
@@ -309,7 +277,8 @@ class GpuModel:
         if step is None:
             self._close_steps()
             sizes = [Group(window, layer.size) for window, layer in zip(self._windows, groups, strict=True)]
-            step = DecodeStep(StepShape(sizes, self._tables, batch, padded), self.device, choose)
+            chooses = finite_likeliest if choose is None else partial(_chosen, choose, self.spec.logits)
+            step = DecodeStep(StepShape(sizes, self._tables, batch, padded), self.device, chooses)
             self._caches[step] = weakref.ref(cache)
         self._steps[key] = step  # the last one used is the last one
         return step, state
@@ -537,7 +506,16 @@ class GpuModel:
 
     def _scaled(self, y: Tensor) -> Tensor:
         """The model's logits, float32, in memory of their own."""
-        return logits_in_torch(y.to(torch.float32, copy=True), self.spec.logits)
+        return _logits(self.spec.logits, y)
+
+
+def _logits(function: Logits, y: Tensor) -> Tensor:
+    return logits_in_torch(y.to(torch.float32, copy=True), function)
+
+
+def _chosen(choose: Choose, function: Logits, y: Tensor) -> Tensor:
+    """The tokens that are chosen after the output y of the head."""
+    return choose(_logits(function, y))
 
 
 def _rows_of_prompt(tokens: int) -> int:

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from halfbyte.decoder.family import Family
 from halfbyte.decoder.rope import Rope
-from halfbyte.decoder.spec import DecoderSpec, LayerSpec, tensors_of
+from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits, tensors_of
 from halfbyte.integrations.transformers.decoder.live_layer import norm_of, weight_of
 from halfbyte.integrations.transformers.optimize.hooked import watched
-from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear
 from halfbyte.nn.modules.scaled import Factor, factor_of
@@ -26,8 +25,6 @@ from halfbyte.ops.transformer.whole_model_decode import Inputs
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
-
-Logits = tuple[LogitsFunction, float] | None  # a function of the logits and its constant, as `DecoderSpec` has them
 
 
 class _LiveRope(Rope):

@@ -28,13 +28,13 @@ from halfbyte.decoder.family import SLIDING, Family
 from halfbyte.decoder.kernels_gpu import layer_kernels
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.decoder.program import layer_ops
-from halfbyte.decoder.spec import LayerSpec, tensors_of
+from halfbyte.decoder.spec import LayerSpec, Logits, tensors_of
 from halfbyte.errors import HalfbyteError
 from halfbyte.integrations.transformers.decoder import gpu_run, layer_gpu
 from halfbyte.integrations.transformers.decoder.compiled_layers import Call, CompiledLayer, CpuRun, compile_layers
 from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
-from halfbyte.integrations.transformers.decoder.live_ends import Head, Logits, decoder_spec, why_no_step
+from halfbyte.integrations.transformers.decoder.live_ends import Head, decoder_spec, why_no_step
 from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import (

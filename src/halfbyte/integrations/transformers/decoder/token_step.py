@@ -16,9 +16,10 @@ from torch import Tensor
 
 from halfbyte.bounded import Bounded
 from halfbyte.decoder.family import Family
+from halfbyte.decoder.spec import Logits
 from halfbyte.integrations.transformers.cache import growing
 from halfbyte.integrations.transformers.decoder.compiled_layers import CompiledLayer
-from halfbyte.integrations.transformers.decoder.live_ends import Logits, embedding_of, per_layer_inputs_of
+from halfbyte.integrations.transformers.decoder.live_ends import embedding_of, per_layer_inputs_of
 from halfbyte.integrations.transformers.decoder.live_layer import norm_of
 from halfbyte.nn.modules.quantized import QuantEmbedding
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES

@@ -24,14 +24,13 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
-from halfbyte.decoder.gpu_step import HostReader
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
 from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
 from halfbyte.integrations.transformers.cache.static_codes import IN_CODES
 from halfbyte.integrations.transformers.generate.gpu_text import GpuText, read_prompt
 from halfbyte.integrations.transformers.generate.graphs import GraphStep, capacity, enlarge, keeping, static_cache
-from halfbyte.integrations.transformers.generate.steps import Choice, Step
+from halfbyte.integrations.transformers.generate.steps import Choice, Step, Text
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, Arguments, cache_name, parameters_of
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, replace_class
 from halfbyte.layouts.base import round_up
@@ -110,7 +109,7 @@ class _Generating(ReplacedForward):
         model, choice = cast("Part", self), Choice(logits_processor, generation_config.do_sample)
         if not synced_gpus and _is_plain(model, input_ids, generation_config, model_kwargs):
             # Copies to the host come before the prompt, for which they would wait.
-            told, ends = _Text(input_ids.cpu()), any(hasattr(one, "eos_token_id") for one in stopping_criteria)
+            told, ends = Text(input_ids.cpu()), any(hasattr(one, "eos_token_id") for one in stopping_criteria)
             pad = int(vars(generation_config)["_pad_token_tensor"]) if ends else None
             step: Step | GpuText | None = _read_by_gpu_model(model, input_ids, generation_config, model_kwargs, choice)
             if step is None and _has_steps(model, input_ids, generation_config, model_kwargs):
@@ -242,7 +241,7 @@ def _read(model: Part, ids: Tensor, choice: Choice, config: GenerationConfig, ar
 def _decode(
     model: Part,
     ids: Tensor,
-    told: _Text,
+    told: Text,
     step: Step | GpuText,
     criteria: StoppingCriteriaList,
     config: Any,
@@ -253,54 +252,27 @@ def _decode(
     """`_sample` of transformers after the prompt: ids [B, t] and what follows, [B, n]. told: what the host knows, and is returned."""
     cache = arguments[cache_name(arguments)]
     kept = config.return_dict_in_generate or not getattr(cache, _DEFAULT_CACHE, False)
-    on_gpu = _on_gpu(ids.device)
     anywhere = all(type(one) in _ANYWHERE for one in criteria)
-    reader = HostReader()
     unfinished = torch.ones(len(ids), dtype=torch.bool, device="cpu")
     with torch.cuda.device_of(ids), _closing(step), model._optimize_model_for_decode():
-        tokens = step.first
-        seen = _Text(ids) if on_gpu else told  # what the device knows
         while True:
-            reader.ask(tokens)
-            if on_gpu:
-                seen.append(tokens)
-            following = step(seen.ids, tokens) if step.ahead and seen.count < config.max_length else None
-            new = reader.answer()
+            new = step.next(told.ids, goes_on=told.count + 1 < config.max_length)
             if pad is not None and not unfinished.all():
                 new = new.where(unfinished, pad)
             told.append(new)
             if streamer is not None:
                 streamer.put(new)
-            unfinished &= ~criteria((told if anywhere else seen).ids, None).cpu()
+            unfinished &= ~criteria(told.ids if anywhere else told.ids.to(ids.device), None).cpu()
             if not unfinished.any():
                 break
-            tokens = step(seen.ids, tokens if on_gpu else new) if following is None else following
-        if following is not None and kept:
-            step.undo()
+        if kept:
+            step.finish()
         if isinstance(step, GraphStep) and step.refused is not None:
             _warn_once(model, step.refused)
     if streamer is not None:
         streamer.end()
     found = told.ids.to(ids.device, copy=True)
     return GenerateDecoderOnlyOutput(**{"sequences": found, KV_CACHE: cache}) if config.return_dict_in_generate else found
-
-
-class _Text:
-    """Tokens [B, t] that become more, with room for some: they are seldom copied."""
-
-    def __init__(self, ids: Tensor) -> None:
-        self.count = ids.shape[1]
-        self._places = torch.cat((ids, ids.new_empty(len(ids), _LATER)), 1)
-
-    @property
-    def ids(self) -> Tensor:
-        return self._places[:, : self.count]
-
-    def append(self, tokens: Tensor) -> None:
-        if self.count == self._places.shape[1]:
-            self._places = torch.cat((self._places, torch.empty_like(self._places)), 1)
-        self._places[:, self.count] = tokens
-        self.count += 1
 
 
 @contextmanager

@@ -15,14 +15,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from halfbyte.decoder.cache import Cache
-from halfbyte.decoder.gpu_step import likeliest
 from halfbyte.decoder.lower_gpu import GpuModel
-from halfbyte.integrations.transformers.decoder.live_ends import Head, Logits
+from halfbyte.integrations.transformers.decoder.live_ends import Head
 from halfbyte.integrations.transformers.decoder.stack import ChangedError, CompiledStack, check_layer, compiled_outside
-from halfbyte.integrations.transformers.generate.steps import Choice, compiled_decoder
+from halfbyte.integrations.transformers.generate.steps import Choice, Text, compiled_decoder
 from halfbyte.integrations.transformers.optimize.calls import Arguments, cache_name
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
-from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.ops.library import plain
 
 if TYPE_CHECKING:
@@ -32,11 +30,7 @@ _UNUSED = "use_cache", "logits_to_keep", "cache_position"  # arguments of a pref
 
 
 class GpuText:
-    """Tokens after a prompt, one after the other: the interface of `Step`.
-
-    Attributes:
-        first: The first token after the prompt, int64 [1].
-    """
+    """Tokens after a prompt, one after the other: the interface of `Step`."""
 
     def __init__(self, model: GpuModel, stack: Part, ids: Tensor, choice: Choice, most: int, lock: Lock) -> None:
         """Read the prompt ids [1, t] of a text of at most so many tokens. lock: It is released by `close`.
@@ -45,33 +39,35 @@ class GpuText:
             ChangedError: A layer has changed since the stack was compiled.
         """
         self._model, self._choice, self._cache = model, choice, Cache(model.spec, most=most, where=model.where)
-        self._lock = lock
-        self._choose = partial(_chosen, choice, model.spec.logits, ids) if choice.alone else likeliest
+        self._lock, self._seen = lock, Text(ids)
+        self._captured = partial(choice, ids) if choice.alone else None  # chooses by the logits alone
         logits = model.prefill(ids[0].tolist(), self._cache, before=partial(check_layer, stack))
-        self.first = choice(ids, logits[None])
+        self._first: Tensor | None = self._choose(logits[None])
+        self._tokens: list[int] = []  # the last ones
 
-    @property
-    def ahead(self) -> bool:
-        """Whether the next step is to be started before the host has seen the token of the last one, which it would see later otherwise."""
-        return self._model.goes_on(self._cache)
+    def next(self, ids: Tensor, *, goes_on: bool) -> Tensor:
+        """`Step.next`"""
+        first, self._first = self._first, None
+        if first is not None:
+            self._tokens = first.tolist()
+        else:
+            choose, is_captured = self._captured or self._choose, self._captured is not None
+            self._tokens = self._model.decode_tokens(self._tokens, self._cache, choose=choose, captured=is_captured, goes_on=goes_on)
+        return torch.tensor(self._tokens, device="cpu")
 
-    def __call__(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        """ids [1, t]: everything so far, its last column are the tokens [1]. The next tokens [1]."""
-        logits, chosen = self._model.decode_chosen(tokens, self._cache, self._choose)
-        return chosen if self._choice.alone else _chosen(self._choice, self._model.spec.logits, ids, logits)
+    def _choose(self, logits: Tensor) -> Tensor:
+        """The tokens after all that there are."""
+        tokens = self._choice(self._seen.ids, logits)
+        self._seen.append(tokens)
+        return tokens
 
-    def undo(self) -> None:
+    def finish(self) -> None:
         """Do nothing: the cache is not returned."""
 
     def close(self) -> None:
         """Free what the steps hold."""
         self._model.close_steps_of(self._cache)
         self._lock.release()
-
-
-def _chosen(choice: Choice, function: Logits, ids: Tensor, y: Tensor) -> Tensor:
-    """The tokens after ids [1, t], from the output y [1, N] of the head and the function of the logits."""
-    return choice(ids, logits_in_torch(y, function))
 
 
 def lowered(model: Part) -> tuple[GpuModel, CompiledStack] | None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import StaticCache, cache_utils
 
+from halfbyte.decoder.gpu_step import HostReader
 from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
 from halfbyte.integrations.transformers.cache.static_codes import IN_CODES, with_codes
-from halfbyte.integrations.transformers.generate.steps import TOKEN, Choice, Step
+from halfbyte.integrations.transformers.generate.steps import TOKEN, Choice, Step, Text
 from halfbyte.integrations.transformers.optimize.calls import Arguments
 from halfbyte.ops.graph_capture import CapturedGraph
 
@@ -45,12 +46,22 @@ class GraphStep(Step):
         self._result: Tensor | None = None  # of the graph: the next tokens, in the same place, or logits
         self._replays = 0
         self._left = 0  # replays for which the graph is right
+        self._seen, self._reader = Text(ids), HostReader()
+        assert self._first is not None
+        self._last = self._first
+        self._following: Tensor | None = self._first  # the next tokens, where they are on their way already
 
-    @property
-    def ahead(self) -> bool:
-        return self._graph is not None and self._left > 0
+    def next(self, ids: Tensor, *, goes_on: bool) -> Tensor:
+        """`Step.next`. The step after these tokens is started before the host has read them, where it is a graph."""
+        tokens = self._after(self._seen.ids, self._last) if self._following is None else self._following
+        self._last = tokens
+        self._reader.ask(tokens)
+        self._seen.append(tokens)
+        is_ahead = goes_on and self._graph is not None and self._left > 0
+        self._following = self._after(self._seen.ids, tokens) if is_ahead else None
+        return self._reader.answer()
 
-    def __call__(self, ids: Tensor, tokens: Tensor) -> Tensor:
+    def _after(self, ids: Tensor, tokens: Tensor) -> Tensor:
         length = self._length(ids)
         if self._graph is not None and not self._left:
             self.close()
@@ -60,7 +71,7 @@ class GraphStep(Step):
             self._capacity = capacity(self._cache, self._model)
             self._before = self._inputs = None
         if self._graph is None:
-            return super().__call__(ids, tokens)
+            return super()._after(ids, tokens)
         self._skipped += 1
         return self._replayed(ids, tokens)
 
@@ -69,7 +80,7 @@ class GraphStep(Step):
         if self._graph is not None:
             return self._replayed(ids, tokens)
         self._skipped -= 1
-        return super().__call__(ids, tokens)
+        return super()._after(ids, tokens)
 
     def _replayed(self, ids: Tensor, tokens: Tensor) -> Tensor:
         assert self._graph is not None
@@ -121,8 +132,10 @@ class GraphStep(Step):
         for layer in _rings(self._cache):
             layer.cumulative_length_int += self._replays - 1  # one was counted by the capture
 
-    def undo(self) -> None:
-        """Takes the last token out of the cache."""
+    def finish(self) -> None:
+        """Takes the token of a step that was started ahead out of the cache."""
+        if self._following is None:
+            return
         self.close()
         for layer in keeping(self._cache):
             if isinstance(layer, Ring):

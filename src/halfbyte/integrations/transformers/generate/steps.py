@@ -20,8 +20,8 @@ from transformers.generation.logits_process import MinPLogitsWarper, Temperature
 from halfbyte.decoder.families import family_of_model
 from halfbyte.decoder.family import Family
 from halfbyte.decoder.gpu_step import likeliest
+from halfbyte.decoder.spec import Logits
 from halfbyte.errors import UnsupportedError
-from halfbyte.integrations.transformers.decoder.live_ends import Logits
 from halfbyte.integrations.transformers.decoder.live_layer import weight_of
 from halfbyte.integrations.transformers.decoder.stack import CompiledStack, compiled, is_compiled_stack
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Config, Part
 
 TOKEN = "input_ids"
+_ROOM = 1024  # tokens
 # Processors whose effect depends on scores alone, without a synchronization with the GPU.
 _OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Arguments of a causal model's call that are understood.
@@ -77,6 +78,27 @@ class Choice:
         return likeliest(chances / torch.empty_like(chances).exponential_())
 
 
+class Text:
+    """Token ids [B, t] that become more, with room for some: they are seldom copied."""
+
+    def __init__(self, ids: Tensor) -> None:
+        """Begin with the ids of a prompt."""
+        self.count = ids.shape[1]
+        self._places = torch.cat((ids, ids.new_empty(len(ids), _ROOM)), 1)
+
+    @property
+    def ids(self) -> Tensor:
+        """All ids so far."""
+        return self._places[:, : self.count]
+
+    def append(self, tokens: Tensor) -> None:
+        """Append a token [B] to each."""
+        if self.count == self._places.shape[1]:
+            self._places = torch.cat((self._places, torch.empty_like(self._places)), 1)
+        self._places[:, self.count] = tokens
+        self.count += 1
+
+
 class Step:
     """A model's decoding step.
 
@@ -84,12 +106,11 @@ class Step:
     outputs    of that call
     ids        of the prompt, [B, t]
     more       tokens in the cache that ids do not have
-    first      the first tokens after the prompt, [B]
     """
 
     def __init__(self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, ids: Tensor, more: int = 0) -> None:
         self._model, self._choice, self._more = model, choice, more
-        self.first = choice(ids, outputs["logits"][:, -1])
+        self._first: Tensor | None = choice(ids, outputs["logits"][:, -1])
         self._arguments: Arguments = model._update_model_kwargs_for_generation(outputs, arguments)
         self._native = ModelStep.of(model) if model.device.type == "cpu" else None
         self._skipped = 0  # steps of which the arguments know nothing
@@ -98,12 +119,12 @@ class Step:
         # Whether transformers prepares each step: caches of fixed size come with masks that change in another way once a window is full.
         self._prepared: bool = getattr(self._arguments[cache_name(self._arguments)], "is_compileable", False)
 
-    @property
-    def ahead(self) -> bool:
-        """Whether the next step may be started before the host has seen the token of the last one."""
-        return False
+    def next(self, ids: Tensor, *, goes_on: bool) -> Tensor:
+        """The next tokens [B], for the host. ids [B, t]: everything so far, on the host; goes_on: whether more tokens may follow these."""
+        first, self._first = self._first, None
+        return self._after(ids, ids[:, -1]) if first is None else first
 
-    def __call__(self, ids: Tensor, tokens: Tensor) -> Tensor:
+    def _after(self, ids: Tensor, tokens: Tensor) -> Tensor:
         """ids [B, t]: everything so far, its last column are the tokens [B]. The next tokens [B]."""
         if self._inputs is None:
             self._prepare(ids)
@@ -115,8 +136,8 @@ class Step:
         self._arguments = self._model._update_model_kwargs_for_generation(outputs, self._arguments)
         return self._choice(ids, outputs.logits[:, -1])
 
-    def undo(self) -> None:
-        """Undoes the last step, where it was made ahead."""
+    def finish(self) -> None:
+        """Leaves the cache with all tokens but the last one."""
 
     def close(self) -> None:
         """Frees what the step holds."""
