@@ -167,6 +167,17 @@ class LayerCache:
                 buffer[0, :, :count] = source[slot, :, skipped : skipped + count]
         self.length = count
 
+    def fill(self, states: Sequence[Tensor], length: int) -> None:
+        """Replace the contents by the last tokens of sequences of `length` tokens, [B, Hkv, n, …] for each buffer; n is at least as many as
+        are attended to."""
+        there = states[0].shape[2]
+        count = there if self._window is None else min(there, self._window - 1)
+        self.first = self.length = 0
+        self.reserve(count, None)
+        for buffer, tokens in zip(self.buffers, states, strict=True):
+            buffer[:, :, :count] = tokens[:, :, there - count :]
+        self.first, self.length = length - count, count
+
     def can_cut(self, length: int) -> bool:
         """Whether the tokens that are attended to after the first `length` of the sequence are still in the buffers."""
         return length - (length if self._window is None else min(length, self._window - 1)) >= self.first

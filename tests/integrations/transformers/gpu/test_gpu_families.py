@@ -35,7 +35,7 @@ from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 from halfbyte.ops.replay import tapes
 
-EAGER = "gemma2, eager without a cap", "gpt_oss", "gpt_oss, no windows"
+EAGER = "gemma2", "gemma2, eager without a cap", "gpt_oss", "gpt_oss, no windows"
 SIZES = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
 SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 192}  # heads of 32
@@ -57,6 +57,7 @@ KINDS: dict[str, partial[Any]] = {
     "phi3": partial(transformers.Phi3Config, **WITHOUT, sliding_window=16),
     "phi3, a part of each head": partial(transformers.Phi3Config, **WITHOUT, partial_rotary_factor=0.75),
     "gemma": partial(transformers.GemmaConfig, **SIZES),
+    "gemma2": partial(transformers.Gemma2Config, **SIZES, query_pre_attn_scalar=10, attn_logit_softcapping=3.0, **MIXED),
     "gemma2, eager without a cap": partial(
         transformers.Gemma2Config, **SIZES, query_pre_attn_scalar=10, attn_logit_softcapping=None, **MIXED
     ),

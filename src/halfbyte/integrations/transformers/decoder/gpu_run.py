@@ -74,6 +74,7 @@ class GpuRun(Run):
             x.device.type in DEVICES
             and cos.dim() == 3
             and lowered.layer.attention.heads.accepts_rope_of(cos.shape[2])
+            and lowered.query_scale_from is None
             and (self._call.per_layer is None) == (lowered.layer.per_layer is None)
             and self._modules[index].self_attn.is_causal
             and not torch.is_grad_enabled()

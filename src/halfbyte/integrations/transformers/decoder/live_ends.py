@@ -32,14 +32,23 @@ class _LiveRope(Rope):
 
     def __init__(self, stack: Part, kind: str, x: Tensor, *, mrope: bool) -> None:
         self._rotary, self._kinds, self._mrope = stack.rotary_emb, [kind] if kind else [], mrope
-        self._x = x.new_empty(0)
+        self._x, self.switch = x.new_empty(0), longrope_switch(stack)
         cos, _ = self.tables(0, 1, 1)
-        super().__init__(torch.zeros(cos.shape[-1] // 2, dtype=torch.float32, device="cpu"))
+        super().__init__(torch.zeros(cos.shape[-1] // 2, dtype=torch.float32, device="cpu"), switch=self.switch)
 
     def tables(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(start, stop, device=self._x.device)[None]
+        if self.switch is not None:  # the furthest position decides for all
+            far = positions.new_full((1, 1), self.switch)
+            positions = torch.cat((positions, far), 1) if length > self.switch else positions.clamp(max=self.switch - 1)
         cos, sin = self._rotary(self._x, positions[None].expand(3, -1, -1) if self._mrope else positions, *self._kinds)
-        return cos, sin
+        return cos[:, : stop - start], sin[:, : stop - start]
+
+
+def longrope_switch(stack: Part) -> int | None:
+    """Length of a text from which on frequencies of all tokens are other ones ("longrope"); None: there is none."""
+    is_longrope = stack.rotary_emb.rope_type == "longrope"
+    return stack.config.rope_parameters["original_max_position_embeddings"] if is_longrope else None
 
 
 class Head(NamedTuple):
@@ -87,8 +96,6 @@ def decoder_spec(
     per_layer = layers[0].per_layer_input is not None
     if (reason := why_no_ends(stack, family, per_layer=per_layer)) is not None:
         return reason
-    if stack.rotary_emb.rope_type == "longrope":
-        return "frequencies of its rope depend on the length of the text"
     norm = getattr(stack, family.final_norm)
     if not type(norm).__module__.startswith(("torch.", "transformers.")):
         return "its last norm was replaced"

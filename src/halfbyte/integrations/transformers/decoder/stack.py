@@ -34,7 +34,7 @@ from halfbyte.integrations.transformers.decoder import gpu_run, layer_gpu
 from halfbyte.integrations.transformers.decoder.compiled_layers import Call, CompiledLayer, CpuRun, compile_layers
 from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
-from halfbyte.integrations.transformers.decoder.live_ends import Head, decoder_spec, why_no_step
+from halfbyte.integrations.transformers.decoder.live_ends import Head, decoder_spec, longrope_switch, why_no_step
 from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import (
@@ -441,6 +441,15 @@ class CompiledStack:
         if key not in self._steps:
             self._steps[key] = self._new_step(stack, head, logits)
         return self._steps[key]
+
+    def why_not_text(self, stack: Part, positions: Sequence[int], most: int) -> str | None:
+        """Why `gpu_model` does not write a text of at most so many tokens, whose next tokens have these positions; None if it does."""
+        limit, switch = query_scale_from(stack.layers[0]), longrope_switch(stack)
+        if limit is not None and most > limit:
+            return f"queries of positions from {limit} on have a factor that depends on these"
+        if switch is not None and most > switch and min(positions) <= switch:
+            return f"frequencies of its rope change when the text has more than {switch} tokens"
+        return None
 
     def gpu_model(self, stack: Part, head: Head, logits: Logits) -> GpuModel | str:
         """The whole model with an output embedding and a function of the logits, lowered for a GPU, or why it is not."""

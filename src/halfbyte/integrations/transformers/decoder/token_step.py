@@ -19,7 +19,7 @@ from halfbyte.decoder.family import Family
 from halfbyte.decoder.spec import Logits
 from halfbyte.integrations.transformers.cache import growing
 from halfbyte.integrations.transformers.decoder.compiled_layers import CompiledLayer
-from halfbyte.integrations.transformers.decoder.live_ends import embedding_of, per_layer_inputs_of
+from halfbyte.integrations.transformers.decoder.live_ends import embedding_of, longrope_switch, per_layer_inputs_of
 from halfbyte.integrations.transformers.decoder.live_layer import norm_of
 from halfbyte.nn.modules.quantized import QuantEmbedding
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES
@@ -71,9 +71,7 @@ class TokenStep:
         self._sources = [index if spec.kv_source is None else spec.kv_source for index, spec in enumerate(specs)]
         self.count, self.kept = len(layers), sum(spec.kv_source is None for spec in specs)
         self._kinds, self._mrope = ropes, family.mrope
-        # longrope has other frequencies for all tokens once the text is this long.
-        longrope = self._rotary.rope_type == "longrope"
-        self._switch: int | None = stack.config.rope_parameters["original_max_position_embeddings"] if longrope else None
+        self._switch = longrope_switch(stack)
         table, factor = embedding_of(stack, family, self.dtype)
         inputs = None if whole[0].per_layer_width is None else per_layer_inputs_of(stack, family, self.dtype)
         norm = norm_of(getattr(stack, family.final_norm), family)

@@ -28,9 +28,9 @@ from halfbyte.errors import ArgumentError
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
 from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
 from halfbyte.integrations.transformers.cache.static_codes import IN_CODES
-from halfbyte.integrations.transformers.generate.gpu_text import GpuText, read_prompt
+from halfbyte.integrations.transformers.generate.gpu_text import GpuText, read_prompts
 from halfbyte.integrations.transformers.generate.graphs import GraphStep, capacity, enlarge, keeping, static_cache
-from halfbyte.integrations.transformers.generate.steps import Choice, Step, Text
+from halfbyte.integrations.transformers.generate.steps import Choice, Step, Text, tokens_before
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, Arguments, cache_name, parameters_of
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, replace_class
 from halfbyte.layouts.base import round_up
@@ -111,7 +111,10 @@ class _Generating(ReplacedForward):
             # Copies to the host come before the prompt, for which they would wait.
             told, ends = Text(input_ids.cpu()), any(hasattr(one, "eos_token_id") for one in stopping_criteria)
             pad = int(vars(generation_config)["_pad_token_tensor"]) if ends else None
-            step: Step | GpuText | None = _read_by_gpu_model(model, input_ids, generation_config, model_kwargs, choice)
+            step: Step | GpuText | None = None
+            if _on_gpu(input_ids.device) and not in_mode():
+                kept = _is_kept(_cache_of(model_kwargs), generation_config)
+                step = read_prompts(model, input_ids, generation_config, model_kwargs, choice, kept=kept)
             if step is None and _has_steps(model, input_ids, generation_config, model_kwargs):
                 step = _read(model, input_ids, choice, generation_config, model_kwargs)
             if step is not None:
@@ -144,12 +147,9 @@ def _is_plain(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arg
     return bool(plain)
 
 
-def _read_by_gpu_model(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arguments, choice: Choice) -> GpuText | None:
-    """The prompt, read by `GpuModel` where that is possible and the cache is not returned."""
-    if not _on_gpu(ids.device) or config.return_dict_in_generate or not _is_default(_cache_of(arguments), config) or in_mode():
-        return None
-    mask_length = getattr(config, "_mask_length", ids.shape[1])
-    return read_prompt(model, ids, arguments, choice, config.max_length) if mask_length == ids.shape[1] else None
+def _is_kept(cache: object, config: GenerationConfig) -> bool:
+    """Whether somebody sees the cache of a call."""
+    return bool(config.return_dict_in_generate) or not getattr(cache, _DEFAULT_CACHE, False)
 
 
 def _is_default(cache: object, config: GenerationConfig) -> bool:
@@ -217,19 +217,17 @@ def _warn_once(model: Part, reason: str) -> None:
 
 def _read(model: Part, ids: Tensor, choice: Choice, config: GenerationConfig, arguments: Arguments) -> Step:
     """Read the prompt ids [B, t] as transformers does, on a GPU into a cache of fixed size."""
-    prompt = ids.shape[1]
-    mask = arguments.get("attention_mask")
-    known = max(prompt, 0 if mask is None else mask.shape[1], getattr(config, "_mask_length", 0))  # the cache has them after the prompt
-    name = cache_name(arguments)
+    more, name = tokens_before(ids, config, arguments), cache_name(arguments)
     if _on_gpu(ids.device):
-        size = first_size(known, known - prompt + config.max_length)
+        known = ids.shape[1] + more
+        size = first_size(known, more + config.max_length)
         if type(arguments[name]) is DynamicCache:
             arguments[name] = static_cache(model, size)
         elif not _is_static(arguments[name]):
             arguments[name].layers = static_cache(model, size, int8=True).layers
         elif capacity(make_rings(arguments[name]), model) < known:
             enlarge(arguments[name], model, size)
-    prepared = model, arguments, model._prefill(ids, config, arguments), choice, ids, known - prompt
+    prepared = model, arguments, model._prefill(ids, config, arguments), choice, ids, more
     if not _on_gpu(ids.device):
         return Step(*prepared)
     step = GraphStep(*prepared, arguments[name])
@@ -251,7 +249,6 @@ def _decode(
 ) -> object:
     """`_sample` of transformers after the prompt: ids [B, t] and what follows, [B, n]. told: what the host knows, and is returned."""
     cache = arguments[cache_name(arguments)]
-    kept = config.return_dict_in_generate or not getattr(cache, _DEFAULT_CACHE, False)
     anywhere = all(type(one) in _ANYWHERE for one in criteria)
     unfinished = torch.ones(len(ids), dtype=torch.bool, device="cpu")
     with torch.cuda.device_of(ids), _closing(step), model._optimize_model_for_decode():
@@ -265,7 +262,7 @@ def _decode(
             unfinished &= ~criteria(told.ids if anywhere else told.ids.to(ids.device), None).cpu()
             if not unfinished.any():
                 break
-        if kept:
+        if _is_kept(cache, config):
             step.finish()
         if isinstance(step, GraphStep) and step.refused is not None:
             _warn_once(model, step.refused)

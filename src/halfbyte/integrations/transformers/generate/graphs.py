@@ -47,9 +47,8 @@ class GraphStep(Step):
         self._replays = 0
         self._left = 0  # replays for which the graph is right
         self._seen, self._reader = Text(ids), HostReader()
-        assert self._first is not None
-        self._last = self._first
-        self._following: Tensor | None = self._first  # the next tokens, where they are on their way already
+        self._last = self.first
+        self._following: Tensor | None = self.first  # the next tokens, where they are on their way already
 
     def next(self, ids: Tensor, *, goes_on: bool) -> Tensor:
         """`Step.next`. The step after these tokens is started before the host has read them, where it is a graph."""
@@ -91,7 +90,7 @@ class GraphStep(Step):
         self._replays += 1
         self._left -= 1
         assert self._result is not None
-        return self._result if self._choice.alone else self._choice(ids, self._result)
+        return self._result if self.choice.alone else self.choice(ids, self._result)
 
     def refuse(self, reason: str) -> None:
         super().refuse(reason)
@@ -111,7 +110,7 @@ class GraphStep(Step):
 
         def step() -> Tensor:
             scores = self._scores(captured_tokens)
-            return captured_tokens.copy_(self._choice(inputs.values[TOKEN], scores)) if self._choice.alone else scores
+            return captured_tokens.copy_(self.choice(inputs.values[TOKEN], scores)) if self.choice.alone else scores
 
         try:
             self._graph = CapturedGraph(tokens.device)
