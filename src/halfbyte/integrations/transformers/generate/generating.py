@@ -1,9 +1,9 @@
 """`generate` of optimized models, where transformers would sample or decode greedily: transformers prepares the cache, the
 logits processors and the stopping criteria and reads the prompt; then the tokens are written by a loop of this file, with the same result.
 
-On a CPU the loop saves a part of what transformers does between steps. On a GPU a step becomes a CUDA graph (graphs.py) and is started
-before the host has read the token before: so the GPU never waits for Python. If the text ends there, that step is undone. One sequence
-whose cache is not returned is read and written by `GpuModel` (gpu_text.py), as in `hb.LanguageModel`.
+On a CPU the loop saves a part of what transformers does between steps. On a GPU the tokens are those of `GpuModel` (gpu_text.py), as in
+`hb.LanguageModel`; steps of models that it does not compute become CUDA graphs (graphs.py). Both are started before the host has read the
+token before: so the GPU never waits for Python.
 
 The method that is replaced is `_sample` of the model's class. (`generate(custom_generate=…)` would be a public way, but transformers up to
 5.24 do not pass the streamer on to such a function, and forget the tokenizer that stop strings need.) What this loop does not do is
@@ -19,21 +19,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from halfbyte.errors import ArgumentError
-from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
-from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
-from halfbyte.integrations.transformers.cache.static_codes import IN_CODES
-from halfbyte.integrations.transformers.generate.gpu_text import GpuText, read_prompts
-from halfbyte.integrations.transformers.generate.graphs import GraphStep, capacity, enlarge, keeping, static_cache
-from halfbyte.integrations.transformers.generate.steps import Choice, Step, Text, tokens_before
+from halfbyte.integrations.transformers.generate.gpu_text import GpuText, lowered, read_prompts
+from halfbyte.integrations.transformers.generate.graphs import GraphStep, Window, capturable, keeping, static_cache
+from halfbyte.integrations.transformers.generate.steps import Choice, Step, Text, lengths
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, Arguments, cache_name, parameters_of
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, replace_class
-from halfbyte.layouts.base import round_up
 from halfbyte.nn.parallel.parallelize import is_parallel
 from halfbyte.ops.library import in_mode
 
@@ -44,11 +40,10 @@ if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
 
 _DEFAULT_CACHE = "_halfbyte_made_by_transformers"
-_LATER = 1024  # tokens for which a cache has room at first, at most
-_CACHE_STEP = 64  # tokens
+_MOST_LATER = 16384  # tokens after a prompt, for which a static cache has room
 # These may be asked about ids in any memory.
 _ANYWHERE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
-_LAYERS = (StaticLayer, StaticSlidingWindowLayer, Ring, *IN_CODES)  # of caches of fixed size
+_LAYERS = (StaticLayer, Window)  # of caches of fixed size
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # Methods of GenerationMixin that are called or replaced here, with the parameters that they have in all tested versions.
 _METHODS = {
@@ -152,37 +147,25 @@ def _is_kept(cache: object, config: GenerationConfig) -> bool:
     return bool(config.return_dict_in_generate) or not getattr(cache, _DEFAULT_CACHE, False)
 
 
-def _is_default(cache: object, config: GenerationConfig) -> bool:
-    """Whether transformers has chosen the kind of the cache."""
-    return getattr(cache, _DEFAULT_CACHE, False) and config.cache_implementation != "dynamic"
-
-
 def _has_steps(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arguments) -> bool:
     """Whether the steps of `steps.py`, or on a GPU those of `graphs.py`, do what is asked for."""
     if not _on_gpu(ids.device):
         return True
     cache = _cache_of(arguments)
-    is_default = _is_default(cache, config)
-    ours = _is_static(cache) or (type(cache) is DynamicCache and is_default) or (type(cache) is Int8Cache and not cache.get_seq_length())
-    if cache.offloading or not ours:
-        return False  # another kind of cache was asked for
-    if (reason := _why_not_captured(model, ids.device, cache)) is not None:
-        _warn_once(model, reason)
+    asked = _is_kept(cache, config) or config.cache_implementation == "dynamic" or cache.offloading
+    is_long = lengths(ids, config, arguments)[1] - ids.shape[1] > _MOST_LATER
+    if asked or is_long or type(cache) not in (DynamicCache, StaticCache):
         return False
-    # A static cache of the caller is made larger here only.
-    return model.why_slow is None or not is_default
-
-
-def _is_static(cache: object) -> bool:
-    """Whether it has a fixed size; an Int8Cache has one on a GPU, from its first tokens on."""
-    return type(cache) is StaticCache or (type(cache) is Int8Cache and any(type(layer) in IN_CODES for layer in cache.layers))
+    if (reason := _why_not_captured(model, ids.device)) is not None:
+        _warn_once(model, reason)
+    return model.why_slow is None
 
 
 def _on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _why_not_captured(model: Part, device: torch.device, cache: Cache | None) -> str | None:
+def _why_not_captured(model: Part, device: torch.device) -> str | None:
     """Why no step of a model on a GPU is captured, or None."""
     if in_mode():
         return "autocast or forward-mode differentiation is on"
@@ -190,22 +173,14 @@ def _why_not_captured(model: Part, device: torch.device, cache: Cache | None) ->
         return "its weights are distributed over processes"
     if any(parameter.device != device for parameter in model.parameters()):
         return "it is on several devices"
-    layers = keeping(cache if cache is not None and _is_static(cache) else static_cache(model, 1))
-    other = next((type(layer).__name__ for layer in layers if type(layer) not in _LAYERS), None)
+    other = next((type(layer).__name__ for layer in keeping(static_cache(model, 1)) if type(layer) not in _LAYERS), None)
     return None if other is None else f"its cache has a {other}"
 
 
-def new_cache(model: Part, tokens: int = _LATER, *, int8: bool = False) -> Cache:
-    """An empty cache of the best kind for a text that is continued, at first with room for so many tokens, perhaps in 8 bits:
-    `past_key_values` of several calls of `generate`, which makes it larger where needed."""
-    if _on_gpu(model.device) and _why_not_captured(model, model.device, None) is None:
-        return static_cache(model, tokens, int8=int8)
-    return Int8Cache(model.config) if int8 else DynamicCache(config=model.config)
-
-
-def first_size(known: int, most: int) -> int:
-    """Tokens for which a static cache has room at first, of which so many are known and so many may come to be in all."""
-    return round_up(min(most, known + _LATER), _CACHE_STEP)
+def new_cache(model: Part) -> DynamicCache | None:
+    """An empty cache for a text that is continued, `past_key_values` of several calls of `generate`; None where `generate` is faster with a
+    cache of its own, so that reading the text again takes less time."""
+    return DynamicCache(config=model.config) if not _on_gpu(model.device) or lowered(model) is not None else None
 
 
 def _warn_once(model: Part, reason: str) -> None:
@@ -217,23 +192,11 @@ def _warn_once(model: Part, reason: str) -> None:
 
 def _read(model: Part, ids: Tensor, choice: Choice, config: GenerationConfig, arguments: Arguments) -> Step:
     """Read the prompt ids [B, t] as transformers does, on a GPU into a cache of fixed size."""
-    more, name = tokens_before(ids, config, arguments), cache_name(arguments)
+    (more, most), name = lengths(ids, config, arguments), cache_name(arguments)
     if _on_gpu(ids.device):
-        known = ids.shape[1] + more
-        size = first_size(known, more + config.max_length)
-        if type(arguments[name]) is DynamicCache:
-            arguments[name] = static_cache(model, size)
-        elif not _is_static(arguments[name]):
-            arguments[name].layers = static_cache(model, size, int8=True).layers
-        elif capacity(make_rings(arguments[name]), model) < known:
-            enlarge(arguments[name], model, size)
+        arguments[name] = static_cache(model, most) if type(arguments[name]) is DynamicCache else capturable(arguments[name])
     prepared = model, arguments, model._prefill(ids, config, arguments), choice, ids, more
-    if not _on_gpu(ids.device):
-        return Step(*prepared)
-    step = GraphStep(*prepared, arguments[name])
-    if model.why_slow is not None:
-        step.refuse(model.why_slow)
-    return step
+    return GraphStep(*prepared, arguments[name]) if _on_gpu(ids.device) else Step(*prepared)
 
 
 def _decode(
@@ -262,8 +225,6 @@ def _decode(
             unfinished &= ~criteria(told.ids if anywhere else told.ids.to(ids.device), None).cpu()
             if not unfinished.any():
                 break
-        if _is_kept(cache, config):
-            step.finish()
         if isinstance(step, GraphStep) and step.refused is not None:
             _warn_once(model, step.refused)
     if streamer is not None:

@@ -21,7 +21,7 @@ from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
 from halfbyte.integrations.transformers.cache.transfer import give_back, taken, why_not_transferred
 from halfbyte.integrations.transformers.decoder.live_ends import Head
 from halfbyte.integrations.transformers.decoder.stack import ChangedError, CompiledStack, check_layer, compiled, compiled_outside
-from halfbyte.integrations.transformers.generate.steps import ARGUMENTS, Choice, Step, Text, compiled_decoder, stack_of, tokens_before
+from halfbyte.integrations.transformers.generate.steps import ARGUMENTS, Choice, Step, Text, compiled_decoder, lengths, stack_of
 from halfbyte.integrations.transformers.optimize.calls import Arguments, bind, cache_name
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
 from halfbyte.ops.library import plain
@@ -87,15 +87,14 @@ class GpuText:
         self._seen.append(tokens)
         return tokens
 
-    def finish(self) -> None:
-        """Leave the cache of the call with all tokens but the last one, if somebody sees it."""
-        if self._given is not None:
-            give_back(self._cache, self._given, self._model.spec)
-
     def close(self) -> None:
-        """Free what the steps hold."""
-        self._model.close_steps_of(self._cache)
-        self._stack.gpu_lock.release()
+        """Free what the steps hold, and leave the cache of the call with all tokens but the last one, if somebody sees it."""
+        try:
+            if self._given is not None:
+                give_back(self._cache, self._given, self._model.spec)
+            self._model.close_steps_of(self._cache)
+        finally:
+            self._stack.gpu_lock.release()
 
 
 def lowered(model: Part) -> tuple[GpuModel, CompiledStack, Part] | None:
@@ -126,8 +125,8 @@ def read_prompts(
     past, starts = arguments[cache_name(arguments)], _starts(ids, arguments.get("attention_mask"))
     if starts is None or is_capturing() or not plain(ids) or torch.is_grad_enabled():
         return None
-    more = tokens_before(ids, config, arguments)
-    length, most = ids.shape[1] + more, more + int(vars(config)["max_length"])
+    more, most = lengths(ids, config, arguments)
+    length = ids.shape[1] + more
     is_alone = not past.get_seq_length() and _is_alone(ids, starts, arguments)
     while (found := lowered(model)) is not None:
         gpu_model, stack, module = found

@@ -147,9 +147,6 @@ class Step:
         self._arguments = self._model._update_model_kwargs_for_generation(outputs, self._arguments)
         return self.choice(ids, outputs.logits[:, -1])
 
-    def finish(self) -> None:
-        """Leaves the cache with all tokens but the last one."""
-
     def close(self) -> None:
         """Frees what the step holds."""
 
@@ -241,11 +238,13 @@ def stack_of(model: Part) -> Part | None:
     return stack if name.startswith(f"{module}.") and name.endswith("ForConditionalGeneration") else None
 
 
-def tokens_before(ids: Tensor, config: GenerationConfig, arguments: Arguments) -> int:
-    """How many tokens come before ids [B, t] in the cache of a call of `generate`, where it is continued by these alone."""
+def lengths(ids: Tensor, config: GenerationConfig, arguments: Arguments) -> tuple[int, int]:
+    """How many tokens of the text of a call of `generate` come before ids [B, t], in the cache alone, and how many it has at most."""
     mask = arguments.get("attention_mask")
     known = 0 if mask is None else mask.shape[1], getattr(config, "_mask_length", 0)
-    return max(0, *(count - ids.shape[1] for count in known))
+    before = max(0, *(count - ids.shape[1] for count in known))
+    assert config.max_length is not None
+    return before, before + config.max_length
 
 
 def compiled_decoder(model: Part, compile_stack: Callable[[Part], CompiledStack | str]) -> tuple[CompiledStack, Logits] | None:
