@@ -51,7 +51,6 @@ CONTENDERS = (
         "halfbyte-fused",
         "halfbyte-2:4",
         "halfbyte-int8-cache",
-        "halfbyte-int8-cache-compiled",
     ),
     *("torch", "torch-compiled", "torch-int4-compiled", "llama.cpp", "llama-bench"),
 )
@@ -352,13 +351,17 @@ class Torch:
         return generate(self.model, self.tokenizer, prompt, lambda _: None, **settings)
 
     def step(self) -> dict[str, float]:
-        """Milliseconds of one decoding step with a static cache, as a CUDA graph, and of reading its weights."""
+        """Milliseconds of one decoding step, and of reading its weights: in `generate`, or compiled, a CUDA graph with a static cache."""
         import torch
 
-        if not hasattr(self, "graph"):
-            self.graph, *self.kept = self.captured()
+        if not hasattr(self, "reading"):
             read = weight_bytes(self.model) - weight_bytes(self.model.get_input_embeddings())
             self.reading = reading_seconds(read) * 1e3
+            self.graph, *self.kept = self.captured() if self.compiled else [None]
+        if not self.compiled:
+            few, many = (self.texts(new) for new in (8, 8 + self.args.new))
+            step = (many - few) / self.args.new * 1e3
+            return {"step ms": step, "reading ms": self.reading, "of roofline": self.reading / step}
         times = []
         for _ in range(20):
             with torch.inference_mode():
@@ -373,11 +376,24 @@ class Torch:
         step = statistics.median(times)
         return {"step ms": step, "reading ms": self.reading, "of roofline": self.reading / step}
 
-    def captured(self) -> tuple[Any, ...]:
-        """The graph of a step, and what it reads and nothing else keeps: ids, positions and, last, the cache."""
+    def texts(self, new: int) -> float:
+        """Seconds of `generate` for so many new tokens of each sequence."""
         import torch
 
-        from halfbyte.integrations.transformers.generate.graphs import static_cache
+        import halfbyte
+
+        ids = torch.tensor([random_prompt(self.args, self.seed)] * self.args.batch, device="cuda")
+        cache = {"past_key_values": halfbyte.Int8Cache(self.model.config)} if self.int8_cache else {}
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None, **cache)
+        return time.perf_counter() - begin
+
+    def captured(self) -> tuple[Any, ...]:
+        """The graph of a compiled step, and what it reads and nothing else keeps: ids, positions and, last, the cache."""
+        import torch
+        from transformers import StaticCache
+
         from halfbyte.integrations.transformers.generate.steps import likeliest
 
         model = self.model
@@ -386,10 +402,10 @@ class Torch:
             return likeliest(model(**inputs).logits)
 
         with torch.inference_mode():
-            cache = static_cache(model, self.args.prompt + max(8, self.args.new), int8=self.int8_cache)
+            cache = StaticCache(config=model.config, max_cache_len=self.args.prompt + max(8, self.args.new))
             ids = torch.full((self.args.batch, 1), 300, device="cuda")
             position = torch.full((1, 1), self.args.prompt, device="cuda")
-            step = torch.compile(forward, fullgraph=True, dynamic=False) if self.compiled else forward
+            step = torch.compile(forward, fullgraph=True, dynamic=False)
             model(input_ids=ids.expand(-1, self.args.prompt), past_key_values=cache, logits_to_keep=1)
 
             def run() -> Any:
