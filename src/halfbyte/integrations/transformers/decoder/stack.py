@@ -26,6 +26,7 @@ from transformers.utils.generic import ModelOutput
 
 from halfbyte.decoder.family import SLIDING, Family
 from halfbyte.decoder.kernels_gpu import layer_kernels
+from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.decoder.program import layer_ops
 from halfbyte.decoder.spec import LayerSpec, Logits, tensors_of
@@ -34,7 +35,7 @@ from halfbyte.integrations.transformers.decoder import gpu_run, layer_gpu
 from halfbyte.integrations.transformers.decoder.compiled_layers import Call, CompiledLayer, CpuRun, compile_layers
 from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
-from halfbyte.integrations.transformers.decoder.live_ends import Head, decoder_spec, longrope_switch, why_no_step
+from halfbyte.integrations.transformers.decoder.live_ends import Head, decoder_spec, longrope_switch
 from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import (
@@ -477,18 +478,17 @@ class CompiledStack:
             return str(error)
 
     def _new_step(self, stack: Part, head: Weight | None, logits: Logits) -> TokenStep | None:
-        family, windows = self.kinds.family, self.kinds.windows
-        layers = [layer for layer in self.on_cpu(stack) if isinstance(layer, CompiledLayer)]
-        reuses = [layer.shared.reuses for layer in layers]
-        if len(layers) < len(windows) or reuses != sorted(reuses) or any(window is not None and window < 2 for window in windows):
+        layers = [layer.spec for layer in self.on_cpu(stack) if isinstance(layer, CompiledLayer)]
+        if len(layers) < len(stack.layers) or (any(map(needs_eager, layers)) and stack.config._attn_implementation != "eager"):
             return None
-        if any(needs_eager(layer.spec) for layer in layers) and stack.config._attn_implementation != "eager":
+        ends = None if head is None else Head(head, None), logits
+        spec = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), *ends)
+        if isinstance(spec, str) or any(not tensor.is_cpu for tensor in tensors_of(spec)):
             return None
-        per_layer = layers[0].whole.per_layer_width is not None
-        if why_no_step(stack, family, per_layer=per_layer) is not None:
+        try:
+            return TokenStep(CpuModel(spec), query_scale_from(stack.layers[0]), spec.norm.weight.dtype)
+        except HalfbyteError:
             return None
-        limit = query_scale_from(stack.layers[0])
-        return TokenStep(stack, family, layers, ropes=sorted({*self.kinds.ropes}), query_scale_from=limit, head=head, logits=logits)
 
 
 def _per_layer_inputs(stack: Part, call: Arguments, x: Tensor) -> Tensor | None:
