@@ -467,9 +467,9 @@ class Model:
 
         return Cache(self.model.spec, int8="int8-cache" in self.args.worker, where=self.model.where)
 
-    def next(self, tokens: list[int], cache: Any, positions: list[int] | None = None) -> list[int]:
+    def next(self, tokens: list[int], cache: Any) -> list[int]:
         if self.on_gpu:
-            found: list[int] = self.model.decode_tokens(tokens, cache, positions, goes_on=True)
+            found: list[int] = self.model.decode_tokens(tokens, cache, goes_on=True)
             return found
         return [int(row.argmax()) for row in self.model.decode(tokens, cache)]
 
@@ -502,13 +502,13 @@ class Model:
         for _ in range(20):
             slots.cut(self.args.prompt)
             for _ in range(2):  # of which the second one is captured at first
-                tokens = self.next(tokens, slots, slots.positions())
+                tokens = self.next(tokens, slots)
             begin = time.perf_counter()
             for _ in range(5):
-                tokens = self.next(tokens, slots, slots.positions())
+                tokens = self.next(tokens, slots)
             steps.append((time.perf_counter() - begin) / 5 * 1e3)
         slots.cut(self.args.prompt)
-        self.next(tokens, slots, slots.positions())
+        self.next(tokens, slots)
         graph, graphs = [*self.model._steps.values()][-1], []
         torch.cuda.synchronize()
         for _ in range(20):

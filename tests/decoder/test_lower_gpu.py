@@ -172,7 +172,7 @@ def test_slots_hold_what_sequences_hold_alone(kind: str, int8: bool, models: Any
             chosen = chance.randrange(len(texts))
             expected = cpu.decode(texts[chosen][-1:], _read(cpu, texts[chosen][:-1], int8=int8))[0]
             if step % 3 or int8:
-                assert_close(gpu.decode(newest, slots, None, positions)[chosen], expected, TOLERANCE[int8])
+                assert_close(gpu.decode(newest, slots, positions)[chosen], expected, TOLERANCE[int8])
             else:
                 assert gpu.decode_tokens(newest, slots, positions, goes_on=True)[chosen] == int(expected.argmax())
     assert sum(graphs) > 5
@@ -193,7 +193,7 @@ def test_steps_are_for_batches_of_few_sizes(models: Any, graphs: list[int]) -> N
             texts.pop()
             slots.leave(count)
         for goes_on in (True, True, False):
-            tokens = gpu.decode_tokens([text[-1] for text in texts], slots, slots.positions(), goes_on=goes_on)
+            tokens = gpu.decode_tokens([text[-1] for text in texts], slots, goes_on=goes_on)
             assert len(tokens) == count
             for text, token in zip(texts, tokens, strict=True):
                 text.append(token)
@@ -224,19 +224,6 @@ def test_prompts_are_read_in_few_numbers_of_rows(int8: bool, models: Any, monkey
             ids = ids[length:]
         assert caches[0].length == caches[1].length == sum(lengths)
     assert read == {1, 2, 4, 8, 16, 32, 64}
-
-
-@pytest.mark.parametrize("kind", ["Gemma3DecoderLayer", "LlamaDecoderLayer"])
-def test_a_mask_of_the_caller(kind: str, models: Any) -> None:
-    """As of sequences that are padded on the left."""
-    cpu, gpu = models(kind)
-    ids, caches = ids_of(12), [_read(model, ids_of(12)[:-1]) for model in (cpu, gpu)]
-    mask = torch.ones(1, 12, dtype=torch.bool)
-    mask[:, :3] = False
-    found = [model.decode(ids[-1:], cache, mask, [8]) for model, cache in zip((cpu, gpu), caches, strict=True)]
-    assert_close(found[1], found[0], TOLERANCE[False])
-    mask[:] = True
-    assert float((gpu.decode([5], _read(gpu, ids[:-1]), mask, [8]) - found[1]).abs().max()) > 1e-3
 
 
 # CUDA graphs

@@ -248,6 +248,14 @@ class Cache:
     def _moved(self) -> None:
         self.stamp = self.place = next(_stamps)
 
+    def positions(self) -> list[int]:
+        """Return the position of the next token of each sequence."""
+        return [self.length] * self.batch
+
+    def mask(self) -> Tensor | None:
+        """Return which of `length` + 1 tokens each sequence attends to, bool [B, length + 1]; None: all."""
+        return None
+
     def reserve(self, tokens: int) -> None:
         """Make room for so many more tokens of each sequence."""
         moved = [layer.reserve(tokens, self.most) for layer in self.layers]
@@ -325,13 +333,11 @@ class Slots(Cache):
         return [(layer.keys[: self.batch], layer.values[: self.batch], layer.length) for layer in self.by_layer]
 
     def mask(self) -> Tensor | None:
-        """Return which of `length` + 1 tokens each sequence attends to, bool [B, length + 1]; None: all."""
         if not any(self.starts):
             return None
         return torch.arange(self.length + 1, device="cpu") >= torch.tensor(self.starts, device="cpu")[:, None]
 
     def positions(self) -> list[int]:
-        """Return the position of the next token of each sequence."""
         return [self.length - start for start in self.starts]
 
     def join(self, sequence: Cache) -> None:

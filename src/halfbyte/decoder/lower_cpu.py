@@ -84,22 +84,20 @@ class CpuModel:
         self.least_prefill = LEAST_PREFILL
 
     @torch.inference_mode()
-    def decode(self, ids: Sequence[int], cache: Cache, mask: Tensor | None = None, positions: Sequence[int] | None = None) -> Tensor:
+    def decode(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None) -> Tensor:
         """Compute the logits [B, N], float32, after one new token of each sequence, which enters the cache.
 
         Args:
             ids: A token for each sequence.
             cache: Of the tokens before.
-            mask: bool [B, length + 1], contiguous: which tokens of the cache and new ones each sequence may attend to; None: all.
-            positions: Of the tokens; None: the cache's length.
+            positions: Of the tokens; None: those that follow in the cache.
         """
         if len(ids) != cache.batch or len(ids) > self.most_decode:
             raise ArgumentError(
                 f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
             )
-        where = [cache.length] * len(ids) if positions is None else positions
         cache.reserve(1)
-        return self._stepped(ids, where, cache, mask)
+        return self._stepped(ids, cache.positions() if positions is None else positions, cache, cache.mask())
 
     def _stepped(self, ids: Sequence[int], where: Sequence[int], cache: Cache, mask: Tensor | None, *, in_a_row: bool = False) -> Tensor:
         """The logits [M, N] after tokens at these positions, one of each sequence, or several of one `in_a_row`."""

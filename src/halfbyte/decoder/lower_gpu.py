@@ -169,22 +169,17 @@ class GpuModel:
     # Decoding
 
     @torch.inference_mode()
-    def decode(self, ids: Sequence[int], cache: Cache, mask: Tensor | None = None, positions: Sequence[int] | None = None) -> Tensor:
+    def decode(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None) -> Tensor:
         """Compute the logits [B, N], float32 on the GPU, after one new token of each sequence, which enters the cache.
 
         Args:
             ids: A token for each sequence.
             cache: Of the tokens before.
-            mask: bool [B, length + 1]: which tokens of the cache and new ones each sequence may attend to; None: all. That of `Slots`
-                follows from where their sequences start, and is not read.
-            positions: Of the tokens; None: the cache's length.
+            positions: Of the tokens; None: those that follow in the cache.
         """
         with self._on:
             step, state = self._prepared(ids, cache, positions)
-            given = None if mask is None or isinstance(cache, Slots) else self._masks(mask, cache)
-            if given is not None and self._first.step is not None:
-                self._first.step = self._first.step._replace(mask=mask)
-            logits, _ = self._result(step, state, cache) if given is None else step(state, partial(self._compute, cache), given)
+            logits, _ = self._result(step, state, cache)
             self._ahead = None
             cache.append(1)
             return self._scaled(logits)
@@ -203,7 +198,7 @@ class GpuModel:
         """Choose the token after one new token of each sequence, which enters the cache.
 
         Args:
-            ids, cache, positions: As for `decode`; a mask follows from where the sequences of `Slots` start.
+            ids, cache, positions: As for `decode`.
             choose: Logits [B, N], float32, which it may keep, to tokens int64 [B] on the same device, negative where it could not choose;
                 None: the likeliest tokens.
             captured: Whether `choose` depends on the logits alone, so that it becomes a part of the step, and of its CUDA graph.
@@ -258,7 +253,7 @@ class GpuModel:
                 f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
             )
         self._check_ids(ids)
-        places = [cache.length] * len(ids) if positions is None else list(positions)
+        places = cache.positions() if positions is None else list(positions)
         cache.reserve(1)
         self._compute_positions(max(places) + 1)
         starts = tuple(cache.starts) if isinstance(cache, Slots) else (0,) * len(ids)
@@ -303,15 +298,6 @@ class GpuModel:
         """Whether the step after the one with these numbers, which are in the cache, needs no other buffers and tables."""
         last = max(row % self._positions for row in state.rows) + 1
         return last < self._positions and all(layer.has_room(1) for layer in self._groups(cache))
-
-    def _masks(self, mask: Tensor, cache: Cache) -> list[Tensor]:
-        """A mask [B, length + 1] for the buffers of each group."""
-        found, there = [], mask.to(self.device)
-        for layer in self._groups(cache):
-            seen = torch.zeros(len(mask), layer.size, dtype=torch.bool, device=self.device)
-            seen[:, : layer.length + 1] = there[:, layer.first :]
-            found.append(seen)
-        return found
 
     def _compute(self, cache: Cache, inputs: Inputs) -> Tensor:
         """Logits [B, N] in the type of activations; the tokens enter the cache."""
