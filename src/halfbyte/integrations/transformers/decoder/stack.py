@@ -479,7 +479,10 @@ class CompiledStack:
 
     def _new_step(self, stack: Part, head: Weight | None, logits: Logits) -> TokenStep | None:
         layers = [layer.spec for layer in self.on_cpu(stack) if isinstance(layer, CompiledLayer)]
-        if len(layers) < len(stack.layers) or (any(map(needs_eager, layers)) and stack.config._attn_implementation != "eager"):
+        reuses = [layer.kv_source is not None for layer in layers]
+        if len(layers) < len(stack.layers) or reuses != sorted(reuses):
+            return None
+        if any(map(needs_eager, layers)) and stack.config._attn_implementation != "eager":
             return None
         ends = None if head is None else Head(head, None), logits
         spec = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), *ends)

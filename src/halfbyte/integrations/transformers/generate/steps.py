@@ -23,17 +23,17 @@ from halfbyte.decoder.family import Family
 from halfbyte.decoder.gpu_step import likeliest
 from halfbyte.decoder.spec import Logits
 from halfbyte.errors import UnsupportedError
-from halfbyte.integrations.transformers.decoder.live_layer import family_of, weight_of
+from halfbyte.integrations.transformers.decoder.live_ends import Head
+from halfbyte.integrations.transformers.decoder.live_layer import family_of
 from halfbyte.integrations.transformers.decoder.stack import CompiledStack, compiled, is_compiled_stack
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, cache_name, is_true, unset
 from halfbyte.integrations.transformers.optimize.hooked import why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers, original
 from halfbyte.kernels.layer_kinds import LogitsFunction, logits_in_torch
-from halfbyte.nn.modules.quantized import QuantLinear, has_global_hooks
-from halfbyte.nn.parallel.parallelize import part_of
+from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.library import plain
-from halfbyte.ops.transformer.layers import why_not_packed
+from halfbyte.ops.transformer.layers import Weight
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
@@ -200,16 +200,11 @@ class ModelStep:
     @classmethod
     def of(cls, model: Part) -> ModelStep | None:
         """Make the step of a model; None if it is not computed in one native call."""
-        if (decoder := compiled_decoder(model, compiled)) is None or why_hooked(model) is not None or "forward" in vars(model.lm_head):
+        decoder, stack = compiled_decoder(model, compiled), stack_of(model)
+        if decoder is None or stack is None or why_hooked(model) is not None:
             return None
-        head, stack = model.lm_head, stack_of(model)
-        found, logits = decoder
-        assert stack is not None
-        weight = None
-        if type(head) is QuantLinear:
-            if part_of(head) is not None or why_not_packed([head.packed]) is not None:
-                return None
-            weight = weight_of(head)
+        (found, logits), head = decoder, Head.of(model.lm_head)
+        weight = head.weight if head is not None and isinstance(head.weight, Weight) else None
         step = found.step(stack, weight, None if weight is None else logits)
         return None if step is None else cls(model, step, logits, with_head=weight is not None)
 
