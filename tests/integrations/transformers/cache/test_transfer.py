@@ -41,7 +41,7 @@ def test_there_and_back(kind: str, new: int, model: Any, monkeypatch: pytest.Mon
     """Tokens that come back are those that a cache of transformers would have; what a window has forgotten is 0, and not seen."""
     monkeypatch.setattr(gpu_run, "DEVICES", ("cpu",))
     assert stack.is_compiled_stack(model.model)
-    spec = lowered(model)[0].spec  # type: ignore[index]
+    spec = lowered(model)[0].spec  # type: ignore[union-attr]
     ids = torch.randint(3, 99, (2, 9 + new))
     with torch.no_grad():
         past, expected = CACHES[kind](model), CACHES[kind](model)
@@ -62,7 +62,7 @@ def test_there_and_back(kind: str, new: int, model: Any, monkeypatch: pytest.Mon
 
 
 def test_what_is_freed(model: Any) -> None:
-    spec = lowered(model)[0].spec  # type: ignore[index]
+    spec = lowered(model)[0].spec  # type: ignore[union-attr]
     past = DynamicCache(config=model.config)
     with torch.no_grad():
         model(torch.randint(3, 99, (1, 9)), past_key_values=past)
@@ -75,7 +75,7 @@ class Odd(DynamicCache):
 
 
 def test_what_is_not_transferred(model: Any) -> None:
-    spec = lowered(model)[0].spec  # type: ignore[index]
+    spec = lowered(model)[0].spec  # type: ignore[union-attr]
     assert why_not_transferred(DynamicCache(config=model.config), spec, 1000) is None
     assert why_not_transferred(Odd(config=model.config), spec, 9) == "its cache is a Odd"
     assert why_not_transferred(StaticCache(config=model.config, max_cache_len=32), spec, 33) is None

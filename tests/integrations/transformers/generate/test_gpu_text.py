@@ -300,6 +300,15 @@ def test_a_layer_that_changes_while_the_prompt_is_read(texts: list[bool], monkey
     assert len(texts) == 1
 
 
+def test_what_the_report_says(llama: tuple[Any, Any]) -> None:
+    assert "`generate` decodes all layers in one CUDA graph; beams" in str(hb.report(llama[1]))
+    model = models("LlamaDecoderLayer")[1]
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 1.5)
+    assert "where it can, as transformers computes some of its layers" in str(hb.report(model))
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    assert "where it can, as its head is no linear layer by itself" in str(hb.report(model))
+
+
 def test_another_thread_is_at_work(llama: tuple[Any, Any], texts: list[bool]) -> None:
     plain, model = llama
     asked = {**prompt(9), **SETTINGS}

@@ -393,7 +393,7 @@ class CompiledStack:
         spec, here = self.specs(stack)[index], gpu(device.index or 0)
         assert not isinstance(spec, str)
         kernels = layer_kernels(layer_ops(spec), here, dtype=gpu_run.dtype_of(spec))
-        told = ["tokens of beams and of plain calls with a cache that grows: transformers' layers"]
+        told = ["single tokens in calls with a cache that grows: transformers' layers"]
         told += [f"{lowered.op.name}: {lowered.reason}" for lowered in kernels if lowered.reason is not None]
         reason = gpu_run.why_not_prefilled(stack.layers[index], spec, here)
         return told if reason is None else [*told, f"prompts: {reason}"]

@@ -81,6 +81,17 @@ class _Generating(ReplacedForward):
     keeps_name = True  # config.json has it
     why_slow: str | None = None  # the reason why this model's steps on a GPU are not captured, of which there was a warning
 
+    @property
+    def halfbyte_remark(self) -> str | None:
+        """What `halfbyte.report` says of it on a GPU."""
+        model = cast("Part", self)
+        if not _on_gpu(model.device):
+            return None
+        found = lowered(model)
+        if isinstance(found, str):
+            return f"`generate` replays decode steps of transformers as CUDA graphs where it can, as {found}"
+        return "`generate` decodes all layers in one CUDA graph; beams, assistants and masks with holes: transformers' steps"
+
     def _prepare_cache_for_generation(self, generation_config: object, model_kwargs: dict[str, object], *args: object) -> Any:
         given = _cache_of(model_kwargs)
         answer = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
@@ -180,7 +191,7 @@ def _why_not_captured(model: Part, device: torch.device) -> str | None:
 def new_cache(model: Part) -> DynamicCache | None:
     """An empty cache for a text that is continued, `past_key_values` of several calls of `generate`; None where `generate` is faster with a
     cache of its own, so that reading the text again takes less time."""
-    return DynamicCache(config=model.config) if not _on_gpu(model.device) or lowered(model) is not None else None
+    return None if _on_gpu(model.device) and isinstance(lowered(model), str) else DynamicCache(config=model.config)
 
 
 def _warn_once(model: Part, reason: str) -> None:

@@ -97,13 +97,15 @@ class GpuText:
             self._stack.gpu_lock.release()
 
 
-def lowered(model: Part) -> tuple[GpuModel, CompiledStack, Part] | None:
-    """A model lowered for a GPU, its stack compiled, and that of transformers; None if some of it is not computed by `GpuModel`."""
+def lowered(model: Part) -> tuple[GpuModel, CompiledStack, Part] | str:
+    """A model lowered for a GPU, its stack compiled, and that of transformers; or why `GpuModel` does not compute it."""
     decoder, stack = compiled_decoder(model, compiled_outside), stack_of(model)
-    if decoder is None or stack is None or watched(model) or (head := Head.of(model.lm_head)) is None:
-        return None
+    if decoder is None or stack is None or watched(model):
+        return "it has more parts than compiled layers and a head, a hook, or is in training"
+    if (head := Head.of(model.lm_head)) is None:
+        return "its head is no linear layer by itself"
     found = decoder[0].gpu_model(stack, head, decoder[1])
-    return None if isinstance(found, str) else (found, decoder[0], stack)
+    return found if isinstance(found, str) else (found, decoder[0], stack)
 
 
 def read_prompts(
@@ -128,7 +130,7 @@ def read_prompts(
     more, most = lengths(ids, config, arguments)
     length = ids.shape[1] + more
     is_alone = not past.get_seq_length() and _is_alone(ids, starts, arguments)
-    while (found := lowered(model)) is not None:
+    while not isinstance(found := lowered(model), str):
         gpu_model, stack, module = found
         if len(ids) > gpu_model.most_decode or why_not_transferred(past, gpu_model.spec, most) is not None:
             return None
@@ -162,7 +164,7 @@ def _after_forward(
     compiled(module)  # compares the layers, too
     past, found = arguments[cache_name(arguments)], lowered(model)  # the forward may have begun another cache
     length = int(past.get_seq_length())
-    if found is None or length != ids.shape[1] + step.more or why_not_transferred(past, found[0].spec, most) is not None:
+    if isinstance(found, str) or length != ids.shape[1] + step.more or why_not_transferred(past, found[0].spec, most) is not None:
         return None
     gpu_model, stack, _ = found
     positions = _positions(step.prepared(ids), len(ids), length, mrope=stack.kinds.family.mrope)

@@ -229,7 +229,7 @@ def _outputs(model: Any, *, optimized: bool = False) -> list[Tensor]:
         if device.type == "cuda" and model.can_generate():
             compile_kernels(model, 1, _PREFILL, partial(DynamicCache, config=model.config))
             past = DynamicCache(config=model.config)
-            if optimized and (found := lowered(model)) is not None:
+            if optimized and not isinstance(found := lowered(model), str):
                 cache = Cache(found[0].spec, where=found[0].where)
                 found[0].prefill(parts[0][0].tolist(), cache)
                 decoded = [found[0].decode(part[0].tolist(), cache).cpu() for part in parts[1:]]
