@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -325,7 +325,6 @@ class GpuModel:
         *,
         every: bool = False,
         total: int | None = None,
-        before: Callable[[int], object] | None = None,
     ) -> Tensor:
         """Read tokens of one sequence, which enter the cache.
 
@@ -334,7 +333,6 @@ class GpuModel:
             cache: Of the tokens before, of one sequence.
             every: Compute the logits of every token, not of the last one.
             total: Length of the whole sequence, which decides between short and long frequencies ("longrope"); None: with these tokens.
-            before: Called with the index of each layer before its launches, while the GPU computes the layer before it.
 
         Returns:
             The logits after the last token [N], float32 on the GPU; or after every token [t, N].
@@ -348,7 +346,7 @@ class GpuModel:
             self._ahead = None
             self._compile_kernels(ids[:chunk], cache, total)
             for start in range(0, len(ids), chunk):
-                x = self._read(ids[start : start + chunk], cache, total, before)
+                x = self._read(ids[start : start + chunk], cache, total)
                 if every:
                     logits.append(self._scaled(self._head(normed(x[0], self._norm))))
             return torch.cat(logits) if every else self._scaled(self._head(normed(x[0, -1:], self._norm)))[0]
@@ -377,7 +375,7 @@ class GpuModel:
         self._steps.clear()
         self._caches.clear()
 
-    def _read(self, ids: Sequence[int], cache: Cache, total: int, before_layer: Callable[[int], object] | None = None) -> Tensor:
+    def _read(self, ids: Sequence[int], cache: Cache, total: int) -> Tensor:
         """The hidden states [1, t, K] of tokens after the last layer. total: length of the whole sequence.
 
         Rows behind the tokens are computed, too, so that there are recorded launches for few numbers of tokens. What these rows write
@@ -405,8 +403,6 @@ class GpuModel:
             entry = cache.by_layer[index]
             tables, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]
             per_layer_input = None if of_layers is None else of_layers[:, :, index]
-            if before_layer is not None:
-                before_layer(index)
             if len(entry.buffers) == 2:
                 x = prefill(layer, x, tables, KeyValues(entry.keys, entry.values, length), mask, per_layer_input)
             elif spec.kv_source is not None:

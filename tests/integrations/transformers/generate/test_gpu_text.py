@@ -280,26 +280,6 @@ def test_a_model_that_changes(texts: list[bool]) -> None:
     assert len(texts) == 3
 
 
-def test_a_layer_that_changes_while_the_prompt_is_read(texts: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is seen before its launches, and the prompt is read again."""
-    plain, model = models("LlamaDecoderLayer")
-    asked, seen = {**prompt(9), **SETTINGS}, []
-    check = stack._changed
-
-    def changing(one: Any, index: int) -> Any:
-        if not seen:
-            seen.append(index)
-            for other in (plain, model):
-                other.model.layers[1].mlp.down_proj = other.model.layers[0].mlp.down_proj
-        return check(one, index)
-
-    monkeypatch.setattr(stack, "_changed", changing)
-    found = model.generate(**asked)
-    assert seen
-    assert torch.equal(found, plain.generate(**asked))
-    assert len(texts) == 1
-
-
 def test_what_the_report_says(llama: tuple[Any, Any]) -> None:
     assert "`generate` decodes all layers in one CUDA graph; beams" in str(hb.report(llama[1]))
     model = models("LlamaDecoderLayer")[1]

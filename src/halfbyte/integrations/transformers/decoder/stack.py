@@ -216,16 +216,6 @@ def compiled_outside(stack: Part) -> CompiledStack | str:
     return known[0]
 
 
-class ChangedError(Exception):
-    """A layer has changed since its stack was compiled; it is compiled again."""
-
-
-def check_layer(stack: Part, index: int) -> None:
-    """Raise ChangedError if a layer of a compiled stack is not as it was."""
-    if _changed(stack, index) is not None:
-        raise ChangedError
-
-
 def _changed(stack: Part, index: int) -> list[LoweredLayer | None] | None:
     """The lowered layers, compiled again, if the layer of an index has changed; else None."""
     if _stacks[stack][1].layers[index].is_unchanged():

@@ -8,7 +8,7 @@ somebody sees that cache. Models that transformers computes a part of take the s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
 from halfbyte.integrations.transformers.cache.transfer import give_back, taken, why_not_transferred
 from halfbyte.integrations.transformers.decoder.live_ends import Head
-from halfbyte.integrations.transformers.decoder.stack import ChangedError, CompiledStack, check_layer, compiled, compiled_outside
+from halfbyte.integrations.transformers.decoder.stack import CompiledStack
 from halfbyte.integrations.transformers.generate.steps import ARGUMENTS, Choice, Step, Text, compiled_decoder, lengths, stack_of
 from halfbyte.integrations.transformers.optimize.calls import Arguments, bind, cache_name
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
@@ -99,7 +99,7 @@ class GpuText:
 
 def lowered(model: Part) -> tuple[GpuModel, CompiledStack, Part] | str:
     """A model lowered for a GPU, its stack compiled, and that of transformers; or why `GpuModel` does not compute it."""
-    decoder, stack = compiled_decoder(model, compiled_outside), stack_of(model)
+    decoder, stack = compiled_decoder(model), stack_of(model)
     if decoder is None or stack is None or watched(model):
         return "it has more parts than compiled layers and a head, a hook, or is in training"
     if (head := Head.of(model.lm_head)) is None:
@@ -130,43 +130,31 @@ def read_prompts(
     more, most = lengths(ids, config, arguments)
     length = ids.shape[1] + more
     is_alone = not past.get_seq_length() and _is_alone(ids, starts, arguments)
-    while not isinstance(found := lowered(model), str):
-        gpu_model, stack, module = found
-        if len(ids) > gpu_model.most_decode or why_not_transferred(past, gpu_model.spec, most) is not None:
-            return None
-        if stack.why_not_text(module, [length], most) is not None or stack.gpu_lock.locked():
-            return None
-        if not is_alone:
-            step = Step(model, arguments, model._prefill(ids, config, arguments), choice, ids, more)
-            return _after_forward(model, module, ids, step, starts, most, arguments, kept=kept) or step
-        with suppress(ChangedError):
-            return _read_alone(found, ids, choice, most, past, kept=kept)
-    return None
-
-
-def _read_alone(found: tuple[GpuModel, CompiledStack, Part], ids: Tensor, choice: Choice, most: int, past: Any, *, kept: bool) -> GpuText:
-    """Read the prompt ids [1, t] of a text of at most so many tokens by a lowered model.
-
-    Raises:
-        ChangedError: A layer has changed since the stack was compiled.
-    """
-    model, stack, module = found
+    if isinstance(found := lowered(model), str):
+        return None
+    gpu_model, stack, module = found
+    if len(ids) > gpu_model.most_decode or why_not_transferred(past, gpu_model.spec, most) is not None:
+        return None
+    if stack.why_not_text(module, [length], most) is not None or stack.gpu_lock.locked():
+        return None
+    if not is_alone:
+        step = Step(model, arguments, model._prefill(ids, config, arguments), choice, ids, more)
+        return _after_forward(model, ids, step, starts, most, arguments, kept=kept) or step
     with _locked(stack):
-        cache = Cache(model.spec, int8=type(past) is Int8Cache, most=most, where=model.where)
-        logits = model.prefill(ids[0].tolist(), cache, before=partial(check_layer, module))
-        return GpuText(model, stack, cache, ids, choice(ids, logits[None]), choice, [cache.length], past if kept else None)
+        cache = Cache(gpu_model.spec, int8=type(past) is Int8Cache, most=most, where=gpu_model.where)
+        first = choice(ids, gpu_model.prefill(ids[0].tolist(), cache)[None])
+        return GpuText(gpu_model, stack, cache, ids, first, choice, [length], past if kept else None)
 
 
 def _after_forward(
-    model: Part, module: Part, ids: Tensor, step: Step, starts: Sequence[int], most: int, arguments: Arguments, *, kept: bool
+    model: Part, ids: Tensor, step: Step, starts: Sequence[int], most: int, arguments: Arguments, *, kept: bool
 ) -> GpuText | None:
     """The text after prompts that the model's forward has read; None if `GpuModel` does not compute it, or has other work now."""
-    compiled(module)  # compares the layers, too
     past, found = arguments[cache_name(arguments)], lowered(model)  # the forward may have begun another cache
     length = int(past.get_seq_length())
     if isinstance(found, str) or length != ids.shape[1] + step.more or why_not_transferred(past, found[0].spec, most) is not None:
         return None
-    gpu_model, stack, _ = found
+    gpu_model, stack, module = found
     positions = _positions(step.prepared(ids), len(ids), length, mrope=stack.kinds.family.mrope)
     if not positions or stack.why_not_text(module, positions, most) is not None or stack.gpu_lock.locked():
         return None

@@ -200,7 +200,7 @@ class ModelStep:
     @classmethod
     def of(cls, model: Part) -> ModelStep | None:
         """Make the step of a model; None if it is not computed in one native call."""
-        decoder, stack = compiled_decoder(model, compiled), stack_of(model)
+        decoder, stack = compiled_decoder(model), stack_of(model)
         if decoder is None or stack is None or why_hooked(model) is not None:
             return None
         (found, logits), head = decoder, Head.of(model.lm_head)
@@ -242,13 +242,12 @@ def lengths(ids: Tensor, config: GenerationConfig, arguments: Arguments) -> tupl
     return before, before + config.max_length
 
 
-def compiled_decoder(model: Part, compile_stack: Callable[[Part], CompiledStack | str]) -> tuple[CompiledStack, Logits] | None:
-    """The stack of a causal language model (`stack_of`), compiled by a function of the stack, and the function of its logits; None for
-    other models."""
+def compiled_decoder(model: Part) -> tuple[CompiledStack, Logits] | None:
+    """The compiled stack of a causal language model (`stack_of`), as it is now, and the function of its logits; None for other models."""
     stack = stack_of(model)
     if stack is None or model.training or has_global_hooks():
         return None
-    found, family = compile_stack(stack), family_of(stack.layers[0])
+    found, family = compiled(stack), family_of(stack.layers[0])
     return None if isinstance(found, str) or family is None else (found, _logits(model, family, stack.config))
 
 
