@@ -52,7 +52,6 @@ CONTENDERS = (
         "halfbyte-fused",
         "halfbyte-2:4",
         "halfbyte-int8-cache",
-        "halfbyte-int8-cache-compiled",
     ),
     *("torch", "torch-compiled", "torch-int4-compiled", "llama.cpp", "llama-bench", "llama-bench-no-mmap"),
 )
@@ -358,13 +357,17 @@ class Torch:
         return generate(self.model, self.tokenizer, prompt, lambda _: None, **settings)
 
     def step(self) -> dict[str, float]:
-        """Milliseconds of one decoding step with a static cache, as a CUDA graph, and of reading its weights."""
+        """Milliseconds of one decoding step, and of reading its weights: in `generate`, or compiled, a CUDA graph with a static cache."""
         import torch
 
-        if not hasattr(self, "graph"):
-            self.graph, *self.kept = self.captured()
+        if not hasattr(self, "reading"):
             read = weight_bytes(self.model) - weight_bytes(self.model.get_input_embeddings())
             self.reading = reading_seconds(read) * 1e3
+            self.graph, *self.kept = self.captured() if self.compiled else [None]
+        if not self.compiled:
+            few, many = (self.texts(new) for new in (8, 8 + self.args.new))
+            step = (many - few) / self.args.new * 1e3
+            return {"step ms": step, "reading ms": self.reading, "of roofline": self.reading / step}
         times = []
         for _ in range(20):
             with torch.inference_mode():
@@ -379,11 +382,24 @@ class Torch:
         step = statistics.median(times)
         return {"step ms": step, "reading ms": self.reading, "of roofline": self.reading / step}
 
-    def captured(self) -> tuple[Any, ...]:
-        """The graph of a step, and what it reads and nothing else keeps: ids, positions and, last, the cache."""
+    def texts(self, new: int) -> float:
+        """Seconds of `generate` for so many new tokens of each sequence."""
         import torch
 
-        from halfbyte.integrations.transformers.generate.graphs import static_cache
+        import halfbyte
+
+        ids = torch.tensor([random_prompt(self.args, self.seed)] * self.args.batch, device="cuda")
+        cache = {"past_key_values": halfbyte.Int8Cache(self.model.config)} if self.int8_cache else {}
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None, **cache)
+        return time.perf_counter() - begin
+
+    def captured(self) -> tuple[Any, ...]:
+        """The graph of a compiled step, and what it reads and nothing else keeps: ids, positions and, last, the cache."""
+        import torch
+        from transformers import StaticCache
+
         from halfbyte.integrations.transformers.generate.steps import likeliest
 
         model = self.model
@@ -392,10 +408,10 @@ class Torch:
             return likeliest(model(**inputs).logits)
 
         with torch.inference_mode():
-            cache = static_cache(model, self.args.prompt + max(8, self.args.new), int8=self.int8_cache)
+            cache = StaticCache(config=model.config, max_cache_len=self.args.prompt + max(8, self.args.new))
             ids = torch.full((self.args.batch, 1), 300, device="cuda")
             position = torch.full((1, 1), self.args.prompt, device="cuda")
-            step = torch.compile(forward, fullgraph=True, dynamic=False) if self.compiled else forward
+            step = torch.compile(forward, fullgraph=True, dynamic=False)
             model(input_ids=ids.expand(-1, self.args.prompt), past_key_values=cache, logits_to_keep=1)
 
             def run() -> Any:
@@ -463,9 +479,9 @@ class Model:
 
         return Cache(self.model.spec, int8="int8-cache" in self.args.worker, where=self.model.where)
 
-    def next(self, tokens: list[int], cache: Any, positions: list[int] | None = None) -> list[int]:
+    def next(self, tokens: list[int], cache: Any) -> list[int]:
         if self.on_gpu:
-            found: list[int] = self.model.decode_tokens(tokens, cache, positions, goes_on=True)
+            found: list[int] = self.model.decode_tokens(tokens, cache, goes_on=True)
             return found
         return [int(row.argmax()) for row in self.model.decode(tokens, cache)]
 
@@ -498,13 +514,13 @@ class Model:
         for _ in range(20):
             slots.cut(self.args.prompt)
             for _ in range(2):  # of which the second one is captured at first
-                tokens = self.next(tokens, slots, slots.positions())
+                tokens = self.next(tokens, slots)
             begin = time.perf_counter()
             for _ in range(5):
-                tokens = self.next(tokens, slots, slots.positions())
+                tokens = self.next(tokens, slots)
             steps.append((time.perf_counter() - begin) / 5 * 1e3)
         slots.cut(self.args.prompt)
-        self.next(tokens, slots, slots.positions())
+        self.next(tokens, slots)
         graph, graphs = [*self.model._steps.values()][-1], []
         torch.cuda.synchronize()
         for _ in range(20):

@@ -349,7 +349,7 @@ def _repeat_layers(source: Path, target: Path, few: int, layers: int) -> None:
 
     from halfbyte.io.gguf import Writer, read_header
 
-    header, copies = read_header(source), {}
+    header, copies = read_header(source), dict[str, Any]()
     for name in header.entries:
         found = re.fullmatch(r"blk\.(\d+)\.(.*)", name)
         places = [name] if found is None else [f"blk.{i}.{found[2]}" for i in range(int(found[1]), layers, few)]

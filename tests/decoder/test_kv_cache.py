@@ -77,7 +77,7 @@ def test_slots_hold_what_sequences_hold_alone(kind: str, int8: bool, models: dic
         else:
             for text in texts:
                 text.append(chance.randrange(3, 90))
-            logits = model.decode([text[-1] for text in texts], slots, slots.mask(), slots.positions())
+            logits = model.decode([text[-1] for text in texts], slots)
             chosen = chance.randrange(len(texts))
             assert_close(logits[chosen], last_logits(model, texts[chosen], int8=int8), int8)
         assert slots.batch == len(texts)

@@ -172,7 +172,7 @@ def test_slots_hold_what_sequences_hold_alone(kind: str, int8: bool, models: Any
             chosen = chance.randrange(len(texts))
             expected = cpu.decode(texts[chosen][-1:], _read(cpu, texts[chosen][:-1], int8=int8))[0]
             if step % 3 or int8:
-                assert_close(gpu.decode(newest, slots, None, positions)[chosen], expected, TOLERANCE[int8])
+                assert_close(gpu.decode(newest, slots, positions)[chosen], expected, TOLERANCE[int8])
             else:
                 assert gpu.decode_tokens(newest, slots, positions, goes_on=True)[chosen] == int(expected.argmax())
     assert sum(graphs) > 5
@@ -193,7 +193,7 @@ def test_steps_are_for_batches_of_few_sizes(models: Any, graphs: list[int]) -> N
             texts.pop()
             slots.leave(count)
         for goes_on in (True, True, False):
-            tokens = gpu.decode_tokens([text[-1] for text in texts], slots, slots.positions(), goes_on=goes_on)
+            tokens = gpu.decode_tokens([text[-1] for text in texts], slots, goes_on=goes_on)
             assert len(tokens) == count
             for text, token in zip(texts, tokens, strict=True):
                 text.append(token)
@@ -202,61 +202,6 @@ def test_steps_are_for_batches_of_few_sizes(models: Any, graphs: list[int]) -> N
             assert text[length - 1] == int(cpu.decode([text[length - 2]], _read(cpu, text[: length - 2]))[0].argmax())
     assert len(gpu._steps) <= 32
     assert len(graphs) <= 10, "1, 2, 4, 8, 16 and 21 sequences, before and after the buffers have grown"
-
-
-@pytest.mark.parametrize("int8", [False, True])
-def test_prompts_are_read_in_few_numbers_of_rows(int8: bool, models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows behind the last token change nothing, and lie behind the sequence in the cache, whose window moves in between."""
-    cpu, gpu = models("Gemma3DecoderLayer")
-    name, read = ("prefill_with" if int8 else "prefill"), set[int]()
-    run = getattr(lower_gpu, name)
-
-    def counted(layer: Any, x: Tensor, *others: Any) -> Any:
-        read.add(x.shape[1])
-        return run(layer, x, *others)
-
-    monkeypatch.setattr(lower_gpu, name, counted)
-    for lengths in ((1, 3, 5, 12), (9, 7, 2), (60, 11), (14, 31, 1, 3)):
-        caches, ids = [Cache(model.spec, int8=int8, where=model.where) for model in (cpu, gpu)], ids_of(90)
-        for length in lengths:
-            found = [model.prefill(ids[:length], cache, every=True) for model, cache in zip((cpu, gpu), caches, strict=True)]
-            assert_close(found[1], found[0], TOLERANCE[int8])
-            ids = ids[length:]
-        assert caches[0].length == caches[1].length == sum(lengths)
-    assert read == {1, 2, 4, 8, 16, 32, 64}
-
-
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("kind", [*SLOTS, "GptOssDecoderLayer", "Qwen2MoeDecoderLayer"])
-def test_prompts_that_are_read_together(kind: str, int8: bool, models: Any) -> None:
-    """Prompts of different lengths beside one that runs: their logits, and those of tokens after them in slots."""
-    cpu, gpu = models(kind)
-    texts = [ids_of(count, seed) for seed, count in enumerate((11, 5, 1, 30, 9))]
-    slots = Slots(gpu.spec, 6, int8=int8, where=gpu.where)
-    slots.join(_read(gpu, texts[0], int8=int8))
-    cache = Cache(gpu.spec, 4, int8=int8, most=32, where=gpu.where)
-    for found, text in zip(gpu.prefill_together(texts[1:], cache), texts[1:], strict=True):
-        assert_close(found, cpu.prefill(text, Cache(cpu.spec, int8=int8)), TOLERANCE[int8])
-    slots.join_all(cache, [len(text) for text in texts[1:]])
-    for step in range(12):
-        for index, text in enumerate(texts):
-            text.append(3 + (5 * index + step) % 80)
-        logits = gpu.decode([text[-1] for text in texts], slots, None, slots.positions())
-        for text, found in zip(texts, logits, strict=True):
-            assert_close(found, cpu.decode(text[-1:], _read(cpu, text[:-1], int8=int8))[0], TOLERANCE[int8])
-
-
-@pytest.mark.parametrize("kind", ["Gemma3DecoderLayer", "LlamaDecoderLayer"])
-def test_a_mask_of_the_caller(kind: str, models: Any) -> None:
-    """As of sequences that are padded on the left."""
-    cpu, gpu = models(kind)
-    ids, caches = ids_of(12), [_read(model, ids_of(12)[:-1]) for model in (cpu, gpu)]
-    mask = torch.ones(1, 12, dtype=torch.bool)
-    mask[:, :3] = False
-    found = [model.decode(ids[-1:], cache, mask, [8]) for model, cache in zip((cpu, gpu), caches, strict=True)]
-    assert_close(found[1], found[0], TOLERANCE[False])
-    mask[:] = True
-    assert float((gpu.decode([5], _read(gpu, ids[:-1]), mask, [8]) - found[1]).abs().max()) > 1e-3
 
 
 # CUDA graphs
@@ -318,6 +263,28 @@ def greedy(model: CpuModel | GpuModel, ids: list[int], count: int, **cache_setti
     while len(found) < count:
         found.append(int(model.decode(found[-1:], cache)[0].argmax()))
     return found
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_choice_within_a_step_and_after_it(captured: bool, models: Any, graphs: list[int]) -> None:
+    """The second likeliest tokens, of logits with a soft cap."""
+    cpu, gpu = models("Gemma3DecoderLayer")
+    ids, seen = ids_of(9), []
+
+    def second(logits: Tensor) -> Tensor:
+        seen.append(logits)
+        return logits.topk(2).indices[:, 1]
+
+    here, cache = _read(cpu, ids), Cache(gpu.spec, where=gpu.where)
+    gpu.prefill(ids, cache)
+    expected, found = [5], [5]
+    for _ in range(20):
+        expected.append(int(cpu.decode(expected[-1:], here)[0].topk(2).indices[1]))
+        found += gpu.decode_tokens(found[-1:], cache, choose=second, captured=captured, goes_on=True)
+    assert found == expected
+    assert all(float(logits.abs().max()) <= 1.5 for logits in seen)
+    gpu.close_steps_of(cache)
+    assert all(graph.closed for graph in Imitated.instances)
 
 
 @pytest.mark.parametrize("kind", ["LlamaDecoderLayer", "Gemma3DecoderLayer", "Phi3DecoderLayer, longrope"])
@@ -444,46 +411,6 @@ def test_batches_say_the_same(int8: bool, speculate: int, both: Any, graphs: lis
         texts.append(found)
     assert texts[0] == texts[1]
     assert sum(graphs) > 20
-
-
-@pytest.mark.parametrize("prefix_bytes", [0, 1 << 20])
-def test_a_batch_reads_short_prompts_together(prefix_bytes: int, both: Any, graphs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, gpu, tokenizer = both
-    sampling, read, together = Sampling(max_new_tokens=6, ignore_eos=True), [], gpu.prefill_together
-
-    def counted(prompts: list[list[int]], cache: Cache) -> Tensor:
-        read.append([len(prompt) for prompt in prompts])
-        if len(read) == 2:
-            raise RuntimeError("a kernel has failed")
-        return together(prompts, cache)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(gpu, "prefill_together", counted)
-    prompts = [ids_of(count, count) for count in (5, 7, 100, 6, 9, 3, 4)]
-    monkeypatch.setattr(gpu, "prefill_chunk", 128)
-    found = []
-    for model in (cpu, gpu):
-        batch = Batch(model, tokenizer, slots=6, prefix_bytes=prefix_bytes)
-        started = [batch.submit(prompt, sampling) for prompt in prompts]
-        if model is gpu:
-            with pytest.raises(RuntimeError, match="a kernel has failed"):
-                list(iter(batch.step, None))
-            assert batch.failed == started[3:5]
-        for _ in run(batch, started):
-            pass
-        found.append([one.ids for one in started])
-    assert found[0] == found[1]
-    assert read[:2] == [[5, 7], [6, 9]], "the prompt of 100 tokens is read alone: with others, each would have as many rows"
-    batch = Batch(gpu, tokenizer, slots=6, prefix_bytes=prefix_bytes)
-    read.clear()
-    first = batch.submit(prompts[0], sampling)
-    while batch.running:
-        batch.step()
-    again = [batch.submit([*prompts[0], 5], sampling) for _ in range(2)]
-    while batch.running:
-        batch.step()
-    assert first.cached_tokens == 0
-    assert again[0].cached_tokens == 5, "a prefix that is cached is not read again"
-    assert not read
 
 
 def test_damaged_weights_are_told(tmp_path: Path, graphs: list[int]) -> None:

@@ -112,7 +112,7 @@ def test_graphs_and_chains_compute_the_same_bits(kind: str, int8: bool, tmp_path
             cache = Cache(gpu.spec, int8=int8, where=gpu.where)
             gpu.prefill(ids_of(count), cache)
             slots.join(cache)
-        return torch.stack([gpu.decode([token, token + 1, token + 2], slots, None, slots.positions()) for token in range(3, 30)])
+        return torch.stack([gpu.decode([token, token + 1, token + 2], slots) for token in range(3, 30)])
 
     first = steps()
     replayed = [key for key, tape in tapes.items() if isinstance(key, tuple) and key[0] == "token" and tape.replay is not None]
@@ -133,7 +133,7 @@ def test_prompts_that_are_read_together(kind: str, int8: bool, tmp_path: Path) -
         cache, slots = Cache(gpu.spec, 4, int8=int8, most=32, where=gpu.where), Slots(gpu.spec, 4, int8=int8, where=gpu.where)
         found = gpu.prefill_together(texts, cache)
         slots.join_all(cache, [len(text) for text in texts])
-        then = gpu.decode([5, 6, 7, 8], slots, None, slots.positions())
+        then = gpu.decode([5, 6, 7, 8], slots)
         for index, text in enumerate(texts):
             alone = Cache(cpu.spec, int8=int8)
             assert distance(found[index], cpu.prefill(text, alone)) < tolerance

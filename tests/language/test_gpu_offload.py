@@ -81,7 +81,7 @@ def test_logits_are_those_of_the_gpu_alone(kind: str, dtype: torch.dtype, tmp_pa
             some.join(cache)
     for step_index in range(4):
         tokens = ids_of(3, step_index)
-        both = [model.decode(tokens, some, None, some.positions()) for model, some in zip((one, split), slots, strict=True)]
+        both = [model.decode(tokens, some) for model, some in zip((one, split), slots, strict=True)]
         assert_close(both[1], both[0], dtype)
 
 

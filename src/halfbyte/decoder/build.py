@@ -12,9 +12,9 @@ from halfbyte.decoder.build_layer import HeadSettings, Place, RouterSettings, bu
 from halfbyte.decoder.config import TextConfig
 from halfbyte.decoder.family import SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
-from halfbyte.decoder.spec import DecoderSpec, LayerSpec
+from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits
 from halfbyte.errors import CheckpointError, UnsupportedError
-from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction, Projections
+from halfbyte.kernels.layer_kinds import GateFunction, Projections
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Clamped
 from halfbyte.ops.transformer.layers import Weight
@@ -209,7 +209,7 @@ def _windows(family: Family, config: TextConfig, types: Sequence[str]) -> list[i
     return [config.count("sliding_window") if kind == SLIDING else None for kind in types]
 
 
-def _logits(family: Family, config: TextConfig) -> tuple[LogitsFunction, float] | None:
+def _logits(family: Family, config: TextConfig) -> Logits:
     if family.logits_divisor is not None:
         return "over", config.positive(family.logits_divisor)
     if family.logits_multiplier is not None:

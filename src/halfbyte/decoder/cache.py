@@ -171,16 +171,20 @@ class LayerCache:
 
     def copy_from(self, other: LayerCache, slot: int, start: int, length: int) -> None:
         """Replace the contents by those of another cache's slot, whose sequence begins at index `start` and has `length` tokens to copy."""
-        skipped = max(start - other.first, 0)
-        self.first, count = max(other.first - start, 0), other.length - skipped
-        count = min(count, length - self.first)
+        skipped, first = max(start - other.first, 0), max(other.first - start, 0)
+        count = min(other.length - skipped, length - first)
+        self.fill([source[slot : slot + 1, :, skipped : skipped + count] for source in other.buffers], first + count)
+
+    def fill(self, states: Sequence[Tensor], length: int) -> None:
+        """Replace the contents by the last tokens of sequences of `length` tokens, [B, Hkv, n, …] for each buffer; n is at least as many as
+        are attended to."""
+        count = states[0].shape[2]
         size = round_up(count + self._step, _STEP if self._window is not None else self._step)
-        self.memory = next(_stamps)
+        self.memory, self.first, self.length = next(_stamps), length - count, count
         with torch.inference_mode(False), torch.no_grad():
-            self.buffers = [buffer.new_empty((1, buffer.shape[1], size, buffer.shape[3])) for buffer in other.buffers]
-            for buffer, source in zip(self.buffers, other.buffers, strict=True):
-                buffer[0, :, :count] = source[slot, :, skipped : skipped + count]
-        self.length = count
+            self.buffers = [_allocated(old, tokens.shape, size) for old, tokens in zip(self.buffers, states, strict=True)]
+            for buffer, tokens in zip(self.buffers, states, strict=True):
+                buffer[:, :, :count] = tokens
 
     def can_cut(self, length: int) -> bool:
         """Whether the tokens that are attended to after the first `length` of the sequence are still in the buffers."""
@@ -200,14 +204,19 @@ def _moved(buffer: Tensor, start: int, stop: int, size: int, to: int) -> Tensor:
     if size == buffer.shape[2]:
         moved, tokens = buffer, tokens.clone()
     else:
-        shape = *buffer.shape[:2], size, buffer.shape[3]
-        # Steps on a GPU read free slots and what is behind the tokens, too.
-        moved = buffer.new_empty(shape) if buffer.is_cpu or len(buffer) == 1 else buffer.new_zeros(shape)
+        moved = _allocated(buffer, buffer.shape, size)
     if to:
         moved[:, :, :to] = 0
     if stop > start:
         moved[:, :, to : to + stop - start] = tokens
     return moved
+
+
+def _allocated(like: Tensor, shape: Sequence[int], size: int) -> Tensor:
+    """A buffer of `size` tokens, but else of a shape [B, Hkv, T, D]."""
+    batch, heads, _, width = shape
+    # Steps on a GPU read free slots and what is behind the tokens, too.
+    return (like.new_empty if like.is_cpu or batch == 1 else like.new_zeros)((batch, heads, size, width))
 
 
 class Cache:
@@ -251,6 +260,14 @@ class Cache:
 
     def _moved(self) -> None:
         self.stamp = self.place = next(_stamps)
+
+    def positions(self) -> list[int]:
+        """Return the position of the next token of each sequence."""
+        return [self.length] * self.batch
+
+    def mask(self) -> Tensor | None:
+        """Return which of `length` + 1 tokens each sequence attends to, bool [B, length + 1]; None: all."""
+        return None
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many more tokens of each sequence."""
@@ -329,13 +346,11 @@ class Slots(Cache):
         return [(layer.keys[: self.batch], layer.values[: self.batch], layer.length) for layer in self.by_layer]
 
     def mask(self) -> Tensor | None:
-        """Return which of `length` + 1 tokens each sequence attends to, bool [B, length + 1]; None: all."""
         if not any(self.starts):
             return None
         return torch.arange(self.length + 1, device="cpu") >= torch.tensor(self.starts, device="cpu")[:, None]
 
     def positions(self) -> list[int]:
-        """Return the position of the next token of each sequence."""
         return [self.length - start for start in self.starts]
 
     def join(self, sequence: Cache) -> None:

@@ -80,14 +80,12 @@ class KeyValues(NamedTuple):
         keys, values: [B, Hkv, T, D], written from `length` on: of the activations' type, or int8 codes.
         length: int64, one number: tokens in the cache before the new ones; None: 0.
         scales: Of keys and of values that are codes, bfloat16 [B, Hkv, T, ceil(D / 32)].
-        ring: Whether it is a ring buffer of the last T tokens.
     """
 
     keys: Tensor
     values: Tensor
     length: Tensor | None
     scales: tuple[Tensor, Tensor] | None = None
-    ring: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +196,7 @@ def decode(
         x: [B, 1, K]
         rotary: Cosines and sines of the tokens' positions, each [B or 1, R / 2], as `ops.transformer.decode_ops.attend` takes them.
         cache: Its KV cache.
-        mask: bool [B or 1, T], those of a ring by their age: which tokens of the cache may be seen; None: all that are there.
+        mask: bool [B or 1, T]: which tokens of the cache may be seen; None: all that are there.
         per_layer_input: [B, 1, P], if the layer has one.
         advance: 0 or 1, added to the cache's length.
     """
@@ -209,7 +207,7 @@ def decode(
         return [add_per_layer_input(layer, _decoded(layer, x, rotary, cache, mask, advance), per_layer_input)]
 
     others = mask, *(rotary or (None, None)), cache.keys, cache.values, length, *(cache.scales or (None, None)), per_layer_input
-    (y,) = replay_layer("token", layer, steps, x, others, advance, cache.ring, undo=lambda: length.sub_(advance))
+    (y,) = replay_layer("token", layer, steps, x, others, advance, undo=lambda: length.sub_(advance))
     return y
 
 
@@ -220,7 +218,7 @@ def _decoded(layer: GpuLayer, x: Tensor, rotary: Rotary, cache: KeyValues, mask:
     products = [_product(read, first.pre_norm, weight) for weight in first.qkv]
     qkv = (torch.cat(products, -1) if len(products) > 1 else products[0]).view(len(x), -1)
     assert cache.length is not None
-    how: dict[str, Any] = {"scales": cache.scales, "factor": first.residual_multiplier, "advance": advance, "ring": cache.ring}
+    how: dict[str, Any] = {"scales": cache.scales, "factor": first.residual_multiplier, "advance": advance}
     seen = attend(qkv, rotary, cache.keys, cache.values, cache.length, mask, first.heads, **how).unsqueeze(1)
     if not isinstance(second, MLP):
         h, _ = added(first, layer.o_proj, seen, x)

@@ -173,16 +173,12 @@ class DecodeStep:
         """Whether the step is a CUDA graph."""
         return self._graph is not None
 
-    def __call__(
-        self, state: State, compute: Compute, masks: Sequence[Tensor] | None = None, *, tokens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, state: State, compute: Compute) -> tuple[Tensor, Tensor]:
         """Run the step.
 
         Args:
             state: Its numbers, of b sequences; b <= B.
             compute: Runs the model: the same launches in each call.
-            masks: bool [B, T] for each group, in addition: such a step is not captured.
-            tokens: int64 [b] on the device, in place of `state.ids`.
 
         Returns:
             Logits [b, N], and the next tokens int64 [b]. The next call may overwrite both.
@@ -191,24 +187,19 @@ class DecodeStep:
         if state != self._there:
             self._state.copy_(self._numbers(state), non_blocking=True)
         self._there = None
-        if tokens is not None:
-            self.put_ids(tokens)
-        if masks is None and self._runs and self._graph is None and self.refused is None and can_capture(self._device):
+        if self._runs and self._graph is None and self.refused is None and can_capture(self._device):
             self._capture(compute)
         self._runs += 1
-        if self._graph is None or masks is not None:
-            logits, chosen = self._run(compute, masks)
+        if self._graph is None:
+            logits, chosen = self._run(compute)
             return logits[:count], chosen[:count]
         return self.again(count)
 
-    def again(self, count: int, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Replay the graph at the next positions, for the tokens that the last call has found for `count` sequences, or others on the
-        device."""
+    def again(self, count: int) -> tuple[Tensor, Tensor]:
+        """Replay the graph at the next positions, for the tokens that the last call has found for `count` sequences."""
         assert self._graph is not None
         assert self._results is not None
         self._there = None
-        if tokens is not None and tokens.data_ptr() != self._results[1].data_ptr():
-            self.put_ids(tokens)
         self._graph.replay()
         logits, chosen = self._results
         return logits[:count], chosen[:count]
@@ -245,7 +236,7 @@ class DecodeStep:
         try:
             graph = CapturedGraph(self._device)
             self._host = graph.host
-            self._results = graph.capture(lambda: self._run(compute, None))
+            self._results = graph.capture(lambda: self._run(compute))
         except RuntimeError as error:
             self.refused = f"torch cannot capture a decode step ({' '.join(str(error).split())[:200]})"
         else:
@@ -253,25 +244,24 @@ class DecodeStep:
         finally:
             self._host = at_once
 
-    def _run(self, compute: Compute, masks: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+    def _run(self, compute: Compute) -> tuple[Tensor, Tensor]:
         shape, state = self._shape, self._state
         ids, rows = self._places(self._ids), self._places(self._rows)
         # Tensors that recorded launches read must not overlap, so cosines lie apart from sines.
         rotary = [(both[0], both[1]) for both in (table.index_select(1, rows) for table in shape.tables)]
         groups = [(state[_GROUP * i : _GROUP * i + 1], state[_GROUP * i + 1 : _GROUP * i + 2]) for i in range(len(shape.groups))]
-        seen = [self._seen(index, *both, None if masks is None else masks[index]) for index, both in enumerate(groups)]
+        seen = [self._seen(index, *both) for index, both in enumerate(groups)]
         logits = compute(Inputs(ids, rotary, [length for length, _ in groups], seen, self._host))
         chosen = self._choose(logits)
         state.add_(self._advance)
         ids.copy_(chosen)
         return logits, chosen
 
-    def _seen(self, index: int, length: Tensor, first: Tensor, given: Tensor | None) -> Tensor | None:
+    def _seen(self, index: int, length: Tensor, first: Tensor) -> Tensor | None:
         """The mask of a group's layers."""
-        group, mask, columns = self._shape.groups[index], given, self._columns[index]
+        group, columns, mask = self._shape.groups[index], self._columns[index], None
         if group.window is not None and group.size > group.window:
-            inside = (columns > length - group.window)[None]
-            mask = inside if mask is None else mask & inside
+            mask = (columns > length - group.window)[None]
         if self._shape.padded:
             begun = columns >= (self._places(self._starts) - first)[:, None]
             mask = begun if mask is None else mask & begun

@@ -41,7 +41,12 @@ LEAST_PREFILL = MOST_IN_A_ROW + 1
 
 
 class CpuModel:
-    """A decoder, ready to compute on a CPU. Its weights must not change."""
+    """A decoder, ready to compute on a CPU. Its weights must not change.
+
+    Attributes:
+        spec: What is computed, with the weights.
+        step: The native call of a decode step, up to the logits, or to normed hidden states where the output embedding is not packed.
+    """
 
     where: OnGpu | None = None  # of its caches
     notes: tuple[str, ...] = ()
@@ -59,7 +64,7 @@ class CpuModel:
         head = spec.lm_head if isinstance(spec.lm_head, Weight) else None
         self._layers = [DecoderLayer(layer.attention, layer.mlp, layer.per_layer_input) for layer in spec.layers]
         self._attention = [DecoderLayer(layer.attention, None) if isinstance(layer.mlp, Experts) else None for layer in spec.layers]
-        self._step = DecodingStep(
+        self.step = DecodingStep(
             self._layers,
             spec.embedding,
             spec.norm,
@@ -79,31 +84,25 @@ class CpuModel:
         self.least_prefill, self.most_prompts, self.prefill_chunk = LEAST_PREFILL, 1, _CHUNK
 
     @torch.inference_mode()
-    def decode(self, ids: Sequence[int], cache: Cache, mask: Tensor | None = None, positions: Sequence[int] | None = None) -> Tensor:
+    def decode(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None) -> Tensor:
         """Compute the logits [B, N], float32, after one new token of each sequence, which enters the cache.
 
         Args:
             ids: A token for each sequence.
             cache: Of the tokens before.
-            mask: bool [B, length + 1], contiguous: which tokens of the cache and new ones each sequence may attend to; None: all.
-            positions: Of the tokens; None: the cache's length.
+            positions: Of the tokens; None: those that follow in the cache.
         """
         if len(ids) != cache.batch or len(ids) > self.most_decode:
             raise ArgumentError(
                 f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
             )
-        where = [cache.length] * len(ids) if positions is None else positions
         cache.reserve(1)
-        return self._stepped(ids, where, cache, mask)
+        return self._stepped(ids, cache.positions() if positions is None else positions, cache, cache.mask())
 
     def _stepped(self, ids: Sequence[int], where: Sequence[int], cache: Cache, mask: Tensor | None, *, in_a_row: bool = False) -> Tensor:
         """The logits [M, N] after tokens at these positions, one of each sequence, or several of one `in_a_row`."""
-        addresses, alive = [], []
-        for position in where:
-            table, row = self._rotary_rows(position, position + 1)
-            alive.append(table)
-            addresses.append(table.data_ptr() + row * table.stride(0) * 4)
-        y = self._step(ids, addresses, cache.place, cache.entries, cache.length, mask, in_a_row=in_a_row)
+        rows = [self.rope_row(position, position + 1) for position in where]
+        y = self.step(ids, [address for _, address in rows], cache.place, cache.entries, cache.length, mask, in_a_row=in_a_row)
         cache.append(len(ids) if in_a_row else 1)
         if isinstance(self.spec.lm_head, Weight):
             return y[:, 0]
@@ -111,19 +110,21 @@ class CpuModel:
             return self._head(y[:, 0])
         return torch.cat([self._head(row) for row in y])  # torch sums several rows in another order
 
-    def _rotary_rows(self, position: int, length: int) -> tuple[Tensor, int]:
-        """The table that has a position's cosines and sines of all ropes, [block, ropes, 2, R], and its row in it."""
+    def rope_row(self, position: int, length: int) -> tuple[Tensor, int]:
+        """The table that has a position's cosines and sines of all ropes in sequences of a length, [block, ropes, 2, R], and the address of
+        the position in it."""
         block, row = self.spec.ropes[0].block(position, length)
-        size = len(block)
-        key = position // size, any(rope.switch is not None and length > rope.switch for rope in self.spec.ropes)
+        key = position // len(block), any(rope.switch is not None and length > rope.switch for rope in self.spec.ropes)
         table = self._rows.get(key)
         if table is None:
             with torch.inference_mode(False), torch.no_grad():
-                table = torch.zeros(size, len(self.spec.ropes), 2, self._rotary_dim, dtype=torch.float32, device="cpu")
+                table = torch.zeros(len(block), len(self.spec.ropes), 2, self._rotary_dim, dtype=torch.float32, device="cpu")
                 for index, rope in enumerate(self.spec.ropes):
-                    table[:, index, :, : rope.rotary_dim // 2] = rope.block(position, length)[0]
+                    block, _ = rope.block(position, length)
+                    width = min(self._rotary_dim, block.shape[2])
+                    table[:, index, :, :width] = block[..., :width]
             self._rows[key] = table
-        return table, row
+        return table, table.data_ptr() + row * table.stride(0) * 4
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int], cache: Cache, *, every: bool = False, total: int | None = None) -> Tensor:

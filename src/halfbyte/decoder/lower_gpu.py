@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from halfbyte.decoder.offload.host_experts import HostExperts, at_once
 from halfbyte.decoder.offload.host_layers import HostLayers, HostStep
 from halfbyte.decoder.offload.placement import ON_GPU, Plan
 from halfbyte.decoder.rope import Rope
-from halfbyte.decoder.spec import DecoderSpec, LayerSpec
+from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits
 from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.errors import ArgumentError, UnsupportedError, non_finite_logits
 from halfbyte.kernels.layer_kinds import logits_in_torch
@@ -110,7 +110,6 @@ class GpuModel:
         self._steps: dict[tuple[object, ...], DecodeStep] = {}
         self._caches: dict[DecodeStep, weakref.ref[Cache]] = {}  # that steps are for
         self._ahead: tuple[DecodeStep, int, State, tuple[Tensor, Tensor]] | None = None
-        self._running: tuple[DecodeStep, int, int, Choose] | None = None  # `decode_chosen`'s, with the stamp and length of its cache
         self._reader = HostReader()
         in_torch = any(layer.attention.heads.softcap is not None for layer in spec.layers) or dtype == torch.float32
         self._chunk = _FEW if in_torch else _CHUNK
@@ -177,22 +176,17 @@ class GpuModel:
     # Decoding
 
     @torch.inference_mode()
-    def decode(self, ids: Sequence[int], cache: Cache, mask: Tensor | None = None, positions: Sequence[int] | None = None) -> Tensor:
+    def decode(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None) -> Tensor:
         """Compute the logits [B, N], float32 on the GPU, after one new token of each sequence, which enters the cache.
 
         Args:
             ids: A token for each sequence.
             cache: Of the tokens before.
-            mask: bool [B, length + 1]: which tokens of the cache and new ones each sequence may attend to; None: all. That of `Slots`
-                follows from where their sequences start, and is not read.
-            positions: Of the tokens; None: the cache's length.
+            positions: Of the tokens; None: those that follow in the cache.
         """
         with self._on:
             step, state = self._prepared(ids, cache, positions)
-            given = None if mask is None or isinstance(cache, Slots) else self._masks(mask, cache)
-            if given is not None and self._first.step is not None:
-                self._first.step = self._first.step._replace(mask=mask)
-            logits, _ = self._result(step, state, cache) if given is None else step(state, partial(self._compute, cache), given)
+            logits, _ = self._result(step, state, cache)
             self._ahead = None
             cache.append(1)
             return self._scaled(logits)
@@ -205,14 +199,16 @@ class GpuModel:
         positions: Sequence[int] | None = None,
         *,
         choose: Choose | None = None,
+        captured: bool = False,
         goes_on: bool = False,
     ) -> list[int]:
         """Choose the token after one new token of each sequence, which enters the cache.
 
         Args:
-            ids, cache, positions: As for `decode`; a mask follows from where the sequences of `Slots` start.
+            ids, cache, positions: As for `decode`.
             choose: Logits [B, N], float32, which it may keep, to tokens int64 [B] on the same device, negative where it could not choose;
                 None: the likeliest tokens.
+            captured: Whether `choose` depends on the logits alone, so that it becomes a part of the step, and of its CUDA graph.
             goes_on: Whether the next call is likely to be for the tokens that this one returns: their step is launched before the host
                 has read them. What it computes is dropped if the next call is another one.
 
@@ -220,11 +216,11 @@ class GpuModel:
             CheckpointError: Without `choose`, the logits are NaN or infinite.
         """
         with self._on:
-            step, state = self._prepared(ids, cache, positions)
+            step, state = self._prepared(ids, cache, positions, choose if captured else None)
             logits, chosen = self._result(step, state, cache)
             self._ahead = None
             cache.append(1)
-            if choose is not None:
+            if choose is not None and not captured:
                 chosen = choose(self._scaled(logits))
                 step.put_ids(chosen)
             self._reader.ask(chosen)
@@ -243,61 +239,28 @@ class GpuModel:
         """Logits and the likeliest tokens of a step, which may have been launched already."""
         if self._ahead is not None and self._ahead[0] is step and self._ahead[1:3] == (cache.stamp, state):
             return self._ahead[3]
-        return self._run_step(step, state, cache)
-
-    def _run_step(self, step: DecodeStep, state: State, cache: Cache, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        found = step(state, partial(self._compute, cache), tokens=tokens)
+        found = step(state, partial(self._compute, cache))
         if step.refused is not None and step.refused not in self.notes:
             self.notes = (*self.notes, step.refused)
             warnings.warn(f"tokens are decoded launch by launch, not by a CUDA graph, as {step.refused}", stacklevel=4)
         return found
 
-    @torch.inference_mode()
-    def decode_chosen(self, tokens: Tensor, cache: Cache, choose: Choose) -> tuple[Tensor, Tensor]:
-        """Launch the decode step after one new token of the sequence of a cache, without waiting for the GPU.
-
-        Args:
-            tokens: int64 [1] on the GPU; best the second result of the last call.
-            cache: Of the tokens before.
-            choose: Finds the next token from logits [1, N] before `spec.logits`; it is captured with the step.
-
-        Returns:
-            Logits [1, N] before `spec.logits`, and the next token. The next call may overwrite both.
-        """
-        with self._on:
-            running = self._running
-            if running is not None and self.goes_on(cache) and running[3] == choose:
-                step = running[0]
-                found = step.again(1, tokens)
-            else:
-                step, state = self._prepared((0,), cache, None, choose)
-                found = self._run_step(step, state, cache, tokens)
-            cache.append(1)
-            has_room = cache.length < self._positions and all(layer.has_room(1) for layer in self._groups(cache))
-            self._running = (step, cache.stamp, cache.length, choose) if has_room else None
-            return found
-
-    def goes_on(self, cache: Cache) -> bool:
-        """Whether the next step of `decode_chosen` is the graph of the last one, which takes the host next to no time to launch."""
-        running = self._running
-        return running is not None and running[1:3] == (cache.stamp, cache.length) and running[0].is_captured
-
     def close_steps_of(self, cache: Cache | None) -> None:
         """Free what decode steps of a cache hold; None: of caches that are gone."""
-        self._ahead = self._running = self._first.step = None
+        self._ahead = self._first.step = None
         for key in [key for key, step in self._steps.items() if self._caches[step]() is cache]:
             self._close_step(key)
 
     def _prepared(
-        self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None, choose: Choose = finite_likeliest
+        self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None, choose: Choose | None = None
     ) -> tuple[DecodeStep, State]:
-        """The step for new tokens of a cache, with room for them, and its numbers."""
+        """The step for new tokens of a cache, with room for them, and its numbers. choose: Chooses tokens, in the step."""
         if len(ids) != cache.batch or len(ids) > self.most_decode:
             raise ArgumentError(
                 f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
             )
         self._check_ids(ids)
-        places = [cache.length] * len(ids) if positions is None else list(positions)
+        places = cache.positions() if positions is None else list(positions)
         cache.reserve(1)
         self._compute_positions(max(places) + 1)
         starts = tuple(cache.starts) if isinstance(cache, Slots) else (0,) * len(ids)
@@ -316,7 +279,8 @@ class GpuModel:
         if step is None:
             self._close_steps()
             sizes = [Group(window, layer.size) for window, layer in zip(self._windows, groups, strict=True)]
-            step = DecodeStep(StepShape(sizes, self._tables, batch, padded), self.device, choose)
+            chooses = finite_likeliest if choose is None else partial(_chosen, choose, self.spec.logits)
+            step = DecodeStep(StepShape(sizes, self._tables, batch, padded), self.device, chooses)
             self._caches[step] = weakref.ref(cache)
         self._steps[key] = step  # the last one used is the last one
         return step, state
@@ -341,15 +305,6 @@ class GpuModel:
         """Whether the step after the one with these numbers, which are in the cache, needs no other buffers and tables."""
         last = max(row % self._positions for row in state.rows) + 1
         return last < self._positions and all(layer.has_room(1) for layer in self._groups(cache))
-
-    def _masks(self, mask: Tensor, cache: Cache) -> list[Tensor]:
-        """A mask [B, length + 1] for the buffers of each group."""
-        found, there = [], mask.to(self.device)
-        for layer in self._groups(cache):
-            seen = torch.zeros(len(mask), layer.size, dtype=torch.bool, device=self.device)
-            seen[:, : layer.length + 1] = there[:, layer.first :]
-            found.append(seen)
-        return found
 
     def _compute(self, cache: Cache, inputs: Inputs) -> Tensor:
         """Logits [B, N] in the type of activations; the tokens enter the cache."""
@@ -377,7 +332,6 @@ class GpuModel:
         *,
         every: bool = False,
         total: int | None = None,
-        before: Callable[[int], object] | None = None,
     ) -> Tensor:
         """Read tokens of one sequence, which enter the cache.
 
@@ -386,7 +340,6 @@ class GpuModel:
             cache: Of the tokens before, of one sequence.
             every: Compute the logits of every token, not of the last one.
             total: Length of the whole sequence, which decides between short and long frequencies ("longrope"); None: with these tokens.
-            before: Called with the index of each layer before its launches, while the GPU computes the layer before it.
 
         Returns:
             The logits after the last token [N], float32 on the GPU; or after every token [t, N].
@@ -400,7 +353,7 @@ class GpuModel:
             self._ahead = None
             self._compile_kernels(ids[:chunk], cache, total)
             for start in range(0, len(ids), chunk):
-                x = self._read([ids[start : start + chunk]], cache, total, before)
+                x = self._read([ids[start : start + chunk]], cache, total)
                 if every:
                     logits.append(self._scaled(self._head(normed(x[0], self._norm))))
             return torch.cat(logits) if every else self._scaled(self._head(normed(x[0, -1:], self._norm)))[0]
@@ -454,9 +407,7 @@ class GpuModel:
         self._steps.clear()
         self._caches.clear()
 
-    def _read(
-        self, prompts: Sequence[Sequence[int]], cache: Cache, total: int, before_layer: Callable[[int], object] | None = None
-    ) -> Tensor:
+    def _read(self, prompts: Sequence[Sequence[int]], cache: Cache, total: int) -> Tensor:
         """The hidden states [B, t, K] of tokens of each sequence after the last layer, t of the longest. total: length of the sequences.
 
         Rows behind the tokens are computed, too, so that there are recorded launches for few numbers of tokens. What these rows write
@@ -487,8 +438,6 @@ class GpuModel:
             entry = cache.by_layer[index]
             tables, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]
             per_layer_input = None if of_layers is None else of_layers[:, :, index]
-            if before_layer is not None:
-                before_layer(index)
             if len(entry.buffers) == 2:
                 x = prefill(layer, x, tables, KeyValues(entry.keys, entry.values, length), mask, per_layer_input)
             elif spec.kv_source is not None:
@@ -575,7 +524,16 @@ class GpuModel:
 
     def _scaled(self, y: Tensor) -> Tensor:
         """The model's logits, float32, in memory of their own."""
-        return logits_in_torch(y.to(torch.float32, copy=True), self.spec.logits)
+        return _logits(self.spec.logits, y)
+
+
+def _logits(function: Logits, y: Tensor) -> Tensor:
+    return logits_in_torch(y.to(torch.float32, copy=True), function)
+
+
+def _chosen(choose: Choose, function: Logits, y: Tensor) -> Tensor:
+    """The tokens that are chosen after the output y of the head."""
+    return choose(_logits(function, y))
 
 
 def _rows_of_prompt(tokens: int) -> int:

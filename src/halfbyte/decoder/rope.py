@@ -20,7 +20,7 @@ from torch import Tensor
 from halfbyte.decoder.config import is_number
 from halfbyte.errors import CheckpointError, UnsupportedError
 
-_BLOCK = 256  # positions whose cosines and sines are computed at a time
+BLOCK = 256  # positions whose cosines and sines are computed at a time
 _NAMES = {"default", "linear", "llama3", "yarn", "longrope", "proportional"}
 
 
@@ -53,18 +53,18 @@ class Rope:
         return finite and self._scaling <= torch.finfo(torch.float32).max
 
     def block(self, position: int, length: int) -> tuple[Tensor, int]:
-        """Return the table of cosines and sines that has a position, [_BLOCK, 2, rotary_dim / 2] float32, and the position's row.
+        """Return the table of cosines and sines that has a position, [BLOCK, 2, rotary_dim / 2] float32, and the position's row.
 
         Args:
             position: Of the token.
             length: Of the sequence, with the token, which decides between short and long frequencies.
         """
-        number, row = divmod(position, _BLOCK)
+        number, row = divmod(position, BLOCK)
         is_long = self.switch is not None and length > self.switch
         table = self._blocks.get((number, is_long))
         if table is None:
             with torch.inference_mode(False), torch.no_grad():
-                positions = torch.arange(number * _BLOCK, (number + 1) * _BLOCK, dtype=torch.float32, device="cpu")
+                positions = torch.arange(number * BLOCK, (number + 1) * BLOCK, dtype=torch.float32, device="cpu")
                 angles = positions[:, None] * self._frequencies[is_long]
                 table = torch.stack((angles.cos(), angles.sin()), 1) * self._scaling
             self._blocks[number, is_long] = table
@@ -72,8 +72,8 @@ class Rope:
 
     def tables(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, each [1, stop - start, rotary_dim / 2] float32, of the positions start … stop - 1."""
-        blocks = [self.block(number * _BLOCK, length)[0] for number in range(start // _BLOCK, -(-stop // _BLOCK))]
-        first = start - start % _BLOCK
+        blocks = [self.block(number * BLOCK, length)[0] for number in range(start // BLOCK, -(-stop // BLOCK))]
+        first = start - start % BLOCK
         both = torch.cat(blocks)[start - first : stop - first]
         return both[None, :, 0].contiguous(), both[None, :, 1].contiguous()
 

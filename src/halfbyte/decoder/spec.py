@@ -23,6 +23,8 @@ from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.whole_model_decode import Inputs
 
+Logits = tuple[LogitsFunction, float] | None  # a function of the logits and its constant
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LayerSpec:
@@ -80,7 +82,7 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     norm: Norm
     lm_head: Weight | Tensor
-    logits: tuple[LogitsFunction, float] | None
+    logits: Logits
     ropes: tuple[Rope, ...]
     max_positions: int | None
     lm_head_bias: Tensor | None = None

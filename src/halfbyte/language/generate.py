@@ -415,16 +415,14 @@ class Batch:
 
     def _chosen(self, runs: Sequence[_Running], cache: Cache) -> Iterable[int | Choice]:
         """Decode the token that waits of each sequence, and choose the next one."""
-        waiting, slots = [one.waiting for one in runs], cache if isinstance(cache, Slots) else None
-        positions = None if slots is None else slots.positions()
-        samplers = [one.sampler for one in runs]
+        waiting, samplers = [one.waiting for one in runs], [one.sampler for one in runs]
         are_plain = all(sampler.is_plain for sampler in samplers)
         if self._model.where is None:
-            logits = self._model.decode(waiting, cache, None if slots is None else slots.mask(), positions)
+            logits = self._model.decode(waiting, cache)
             return most_likely(logits) if are_plain else (sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True))
         chooser = None if are_plain else _batch_sampler(samplers)
         goes_on = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
-        tokens = cast("GpuModel", self._model).decode_tokens(waiting, cache, positions, choose=chooser, goes_on=goes_on)
+        tokens = cast("GpuModel", self._model).decode_tokens(waiting, cache, choose=chooser, goes_on=goes_on)
         return tokens if chooser is None else chooser.accept(tokens)
 
     def _check_guesses(self, running: _Running, guesser: Guesser, cache: Cache, guesses: list[int]) -> str:

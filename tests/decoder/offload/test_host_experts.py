@@ -123,7 +123,7 @@ def test_batches_of_sequences_that_come_and_go(kind: str, int8: bool, specs: Mod
             for some in slots:
                 some.leave(0)
         tokens: list[int] = torch.randint(3, 90, (slots[0].batch,), generator=chance).tolist()
-        expected, found = (model.decode(tokens, some, None, some.positions()) for model, some in zip(models, slots, strict=True))
+        expected, found = (model.decode(tokens, some) for model, some in zip(models, slots, strict=True))
         assert_close(found, expected, TOLERANCE[int8])
 
 

@@ -94,8 +94,8 @@ def test_batches_of_sequences_that_come_and_go(kind: str, int8: bool, specs: Mod
             for some in slots:
                 some.leave(0)
         tokens: list[int] = torch.randint(3, 90, (slots[0].batch,), generator=chance).tolist()
-        expected = one.decode(tokens, slots[0], slots[0].mask(), slots[0].positions())
-        assert_close(model.decode(tokens, slots[1], None, slots[1].positions()), expected, TOLERANCE[int8])
+        expected = one.decode(tokens, slots[0])
+        assert_close(model.decode(tokens, slots[1]), expected, TOLERANCE[int8])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -117,18 +117,16 @@ def test_any_split(specs: Models, data: st.DataObject) -> None:
             for each, some in zip(whole, slots, strict=True):
                 some.join(read(each, ids, int8=int8))
         tokens = ids_of(slots[0].batch, data.draw(st.integers(4, 9)))
-        expected, found = (each.decode(tokens, some, None, some.positions()) for each, some in zip(whole, slots, strict=True))
+        expected, found = (each.decode(tokens, some) for each, some in zip(whole, slots, strict=True))
         assert_close(found, expected, TOLERANCE[int8])
 
 
-def test_a_prompt_in_chunks_and_a_mask(specs: Models) -> None:
+def test_a_prompt_in_chunks(specs: Models) -> None:
     spec = specs("Gemma3DecoderLayer")
     one, model = CpuModel(spec), split(spec, 2)
     ids = ids_of(1100)
     caches = read(one, ids), read(model, ids)
-    mask = torch.ones(1, 1101, dtype=torch.bool)
-    mask[:, 1090:1095] = False
-    assert_close(model.decode([5], caches[1], mask, [1000]), one.decode([5], caches[0], mask, [1000]), TOLERANCE[False])
+    assert_close(model.decode([5], caches[1], [1000]), one.decode([5], caches[0], [1000]), TOLERANCE[False])
 
 
 def test_no_cache_is_held(specs: Models) -> None:

@@ -31,14 +31,12 @@ class HostStep(NamedTuple):
         positions: Of the token of each sequence; or of all tokens of one sequence.
         total: Length of the whole sequence of a prompt, which decides between short and long frequencies; None: one token of each.
         starts: Index of the first token of each sequence.
-        mask: bool [B, length + 1]: which tokens may be seen, in addition; None: all.
     """
 
     cache: Cache
     positions: Sequence[int]
     total: int | None = None
     starts: Sequence[int] = ()
-    mask: Tensor | None = None
 
 
 class HostLayers:
@@ -135,7 +133,4 @@ def _mask(spec: LayerSpec, entry: LayerCache, before: int, tokens: int, step: Ho
     if any(step.starts):
         begun = (columns >= (torch.tensor(step.starts, device="cpu") - entry.first)[:, None])[:, None, None]
         found = begun if found is None else found & begun
-    if step.mask is not None:
-        seen = step.mask[:, entry.first :][:, None, None]
-        found = seen if found is None else found & seen
     return None if found is None else found.contiguous()

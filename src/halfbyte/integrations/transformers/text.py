@@ -15,7 +15,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import StaticCache
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.streamers import TextStreamer
 
@@ -30,12 +29,8 @@ from halfbyte.checkpoint.native.quantization_config import METHOD
 from halfbyte.checkpoint.sources import open_floats
 from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError, UnsupportedError, non_finite_logits, not_there
 from halfbyte.integrations.transformers import attention
-from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
-from halfbyte.integrations.transformers.generate.generating import check_tokens, first_size, generate_fast, new_cache
-from halfbyte.integrations.transformers.generate.gpu_text import lowered
-from halfbyte.integrations.transformers.generate.graphs import capacity
+from halfbyte.integrations.transformers.generate.generating import check_tokens, generate_fast
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
-from halfbyte.integrations.transformers.optimize.compiling import compile_ahead
 from halfbyte.integrations.transformers.optimize.optimizing import optimize_
 from halfbyte.integrations.transformers.quantizer import HalfbyteConfig
 from halfbyte.io.files import check_regular, is_file, is_there, paths_in
@@ -231,12 +226,6 @@ def generate(
         settings.setdefault("pad_token_id", tokenizer.eos_token_id)
     clock = _Clock(tokenizer, show)
     with torch.inference_mode(), _as_wanted(model.device), _blaming(model.generation_config):
-        int8 = isinstance(cache, Int8Cache)
-        by_steps = int8 or isinstance(cache, StaticCache) or (cache is None and (model.device.type != "cuda" or lowered(model) is None))
-        if not known and not compiled and by_steps:  # `GpuModel` compiles its kernels by itself
-            there = 0 if cache is None or int8 else capacity(cache, model)
-            size = there if there > count else first_size(count, count + settings["max_new_tokens"])
-            compile_ahead(model, 1, count, partial(new_cache, model, size, int8=int8))
         if compiled:  # twice: a first decoding step compiles, a second replays
             model.generate(
                 **inputs, stopping_criteria=[lambda ids, scores: ids.new_full((1,), ids.shape[1] > count + 2).bool()], **settings

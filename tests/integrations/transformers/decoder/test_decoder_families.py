@@ -80,10 +80,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "ministral": partial(transformers.MinistralConfig, **SIZES, layer_types=FULL),
     "ministral3": lambda: transformers.Ministral3Config(**SIZES, rope_parameters={**YARN, "original_max_position_embeddings": 400}),
 }
-LEFT = {
-    "ministral3": "queries of its attention have a factor that depends on their positions",
-    "gemma2": "scores of its attention, transformers' eager one, have a cap",
-}
+LEFT = {"ministral3": "queries of its attention have a factor that depends on their positions, but in `generate` of short texts"}
 EAGER = "gemma2", "gemma2 without a cap"  # transformers' default for it, as torch's attention has no cap
 
 

@@ -402,7 +402,7 @@ def test_what_is_said() -> None:
     oss = pair("gpt-oss")[1].model.layers[0]
     assert forwards.why_not_native(oss) is None
     oss.self_attn.config._attn_implementation = "sdpa"
-    assert forwards.why_not_native(oss) == "its attention is not transformers' eager one, which alone has its sinks"
+    assert forwards.why_not_native(oss) == "its attention is not transformers' eager one, which alone has caps of scores and sinks"
     torch.manual_seed(7)
     model = make_decoder("Mixtral", **{**MIXTURE_SIZES, "intermediate_size": 72}, num_local_experts=4, num_experts_per_tok=2).eval()
     replace_forwards_(fuse_(quantize_(model, "q4_0")))

@@ -22,9 +22,7 @@ from transformers import DynamicCache, StaticCache
 
 from halfbyte.integrations.transformers.cache import growing
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
-from halfbyte.integrations.transformers.decoder import gpu_run
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
-from halfbyte.integrations.transformers.generate.graphs import static_cache
 from halfbyte.integrations.transformers.optimize.forwards import replace_forwards_
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
@@ -333,29 +331,3 @@ def test_static_caches(calls: list[tuple[int, int, int]]) -> None:
     caches = [StaticCache(config=plain.config, max_cache_len=40) for _ in range(2)]
     assert close(*(said(model, cache, ids, widths) for model, cache in zip((short, plain), caches, strict=True)))
     assert calls == [(1, width, 1) for width in widths]
-
-
-@pytest.mark.parametrize("widths", [(4, 3, 2), (4, 1, 4, 5), (9,), (12, 3)])
-def test_a_ring_of_a_gpu_that_has_room_is_written_by_the_kernels_of_the_layer(widths: tuple[int, ...], monkeypatch: Any) -> None:
-    """A CPU stands in for a GPU. More tokens than there is room for take the ring's `update`, between two halves of the layer."""
-    plain, short = shared_pair("of 9 tokens")
-    halves: list[int] = []
-    prefill_with = gpu_run.prefill_with
-
-    def counted(layer: Any, x: Tensor, *args: Any) -> Any:
-        halves.append(x.shape[1])
-        return prefill_with(layer, x, *args)
-
-    monkeypatch.setattr(gpu_run, "DEVICES", ("cpu",))
-    monkeypatch.setattr(gpu_run, "prefill_with", counted)
-    ids, caches = torch.randint(99, (2, sum(widths))), [static_cache(model, 32) for model in (plain, short)]
-    with torch.no_grad():
-        for part in ids.split(widths, 1):
-            expected, found = (model(part, past_key_values=cache).logits for model, cache in zip((plain, short), caches, strict=True))
-            assert close(found, expected)
-    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
-    late = [width for width, end in zip(widths, ends, strict=True) if end > 9 and width > 1]
-    assert halves == [width for width in late for _ in short.model.layers]
-    for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
-        assert one.cumulative_length_int == other.cumulative_length_int == sum(widths)
-        assert torch.equal(one.cumulative_length, other.cumulative_length)

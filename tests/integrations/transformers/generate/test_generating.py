@@ -25,7 +25,6 @@ from transformers import (
     Gemma4TextConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -259,54 +258,41 @@ def test_families_and_windows(kind: str, family: str, lengths: tuple[int, ...], 
         assert Imitated.count == 1 + (max(lengths) < 16 and "sliding_window" in FAMILIES[family])
 
 
-def test_a_cache_becomes_larger(model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generating, "_LATER", 0)
-    monkeypatch.setattr(generating, "_CACHE_STEP", 1)
-    for lengths in ((9,), (9, 4)):
-        found, expected = both(model, {**prompt(*lengths), "max_new_tokens": 40, "eos_token_id": None})
-        assert torch.equal(found, expected)
-    if kind == "graphs":
-        assert Imitated.count == 2 * len((18, 36, 72))
-
-
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Gemma4"])
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_cache_of_the_caller(kind: str, family: str, ends: bool) -> None:
     """It has what was read and written but the last token, and another call goes on with it."""
     model = make() if family == "Llama" else make_family(family)
-    static = kind == "graphs"
-    caches = [StaticCache(config=model.config, max_cache_len=13) if static else DynamicCache(config=model.config) for _ in range(2)]
-    asked = prompt(9)
+    cache, asked = DynamicCache(config=model.config), prompt(9)
     with unpatched(model):
         free = model.generate(**asked, max_new_tokens=30, eos_token_id=None)
     eos = int(free[0, 20]) if ends else None
-    first = model.generate(**asked, max_new_tokens=20, past_key_values=caches[0], eos_token_id=eos)
-    assert int(caches[0].get_seq_length()) == first.shape[1] - 1
+    first = model.generate(**asked, max_new_tokens=20, past_key_values=cache, eos_token_id=eos)
+    assert cache.get_seq_length() == first.shape[1] - 1
     longer = {"input_ids": torch.cat((first, torch.tensor([[11, 12, 13]])), 1)}
     longer["attention_mask"] = torch.ones_like(longer["input_ids"])
     settings = {"max_new_tokens": 30, "eos_token_id": None}
-    found = model.generate(**longer, past_key_values=caches[0], **settings)
+    found = model.generate(**longer, past_key_values=cache, **settings)
     assert torch.equal(found, model.generate(**longer, **settings))
     with unpatched(model):
         assert torch.equal(found, model.generate(**longer, **settings))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-def test_a_conversation(kind: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn reads what is new, into a cache that becomes larger."""
-    monkeypatch.setattr(generating, "_CACHE_STEP", 1)
+def test_a_conversation(kind: str, family: str) -> None:
+    """Each turn reads what is new; with graphs all of it, into a cache of fixed size."""
     model, tokenizer = make() if family == "Llama" else make_family(family), make_tokenizer()
-    cache, ids = generating.new_cache(model, 12), prompt(9)["input_ids"]
-    assert isinstance(cache, StaticCache if kind == "graphs" else DynamicCache)
+    cache, ids = generating.new_cache(model), prompt(9)["input_ids"]
+    assert (cache is None) == (kind == "graphs")
     for round_index in range(3):
         eos = None if round_index == 1 else [*range(0, 99, 3)]
         settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": eos}
         done = text.generate(model, tokenizer, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, len, cache=cache, **settings)
-        assert done.prompt_tokens == (9 if round_index == 0 else 4)
+        assert done.prompt_tokens == (ids.shape[1] if round_index == 0 or cache is None else 4)
         with unpatched(model):
             assert torch.equal(done.tokens, model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0])
         ids = torch.cat((done.tokens, torch.tensor([11, 12, 13])))[None]
-    assert int(cache.get_seq_length()) == len(done.tokens) - 1
+    assert cache is None or cache.get_seq_length() == len(done.tokens) - 1
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])

@@ -19,14 +19,13 @@ pytest.importorskip("transformers")
 import transformers
 from optimized_models import Shifted, close
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import StaticSlidingWindowLayer
 
 from halfbyte.decoder import gpu_layer, kernels_gpu
 from halfbyte.decoder.program import layer_ops
-from halfbyte.integrations.transformers.cache.rings import Ring
 from halfbyte.integrations.transformers.decoder import gpu_run, layer_gpu
-from halfbyte.integrations.transformers.decoder.live_layer import layer_spec
+from halfbyte.integrations.transformers.decoder.live_layer import layer_spec, shared_kv
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
-from halfbyte.integrations.transformers.generate.graphs import static_cache
 from halfbyte.integrations.transformers.optimize import forwards
 from halfbyte.integrations.transformers.optimize.forwards import replace_forwards_
 from halfbyte.machine import GPUS
@@ -35,7 +34,7 @@ from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
 from halfbyte.ops.replay import tapes
 
-EAGER = "gemma2, eager without a cap", "gpt_oss", "gpt_oss, no windows"
+EAGER = "gemma2", "gemma2, eager without a cap", "gpt_oss", "gpt_oss, no windows"
 SIZES = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
 SIZES |= {"num_hidden_layers": 2, "vocab_size": 99, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WITHOUT = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"hidden_size": 192}  # heads of 32
@@ -57,6 +56,7 @@ KINDS: dict[str, partial[Any]] = {
     "phi3": partial(transformers.Phi3Config, **WITHOUT, sliding_window=16),
     "phi3, a part of each head": partial(transformers.Phi3Config, **WITHOUT, partial_rotary_factor=0.75),
     "gemma": partial(transformers.GemmaConfig, **SIZES),
+    "gemma2": partial(transformers.Gemma2Config, **SIZES, query_pre_attn_scalar=10, attn_logit_softcapping=3.0, **MIXED),
     "gemma2, eager without a cap": partial(
         transformers.Gemma2Config, **SIZES, query_pre_attn_scalar=10, attn_logit_softcapping=None, **MIXED
     ),
@@ -177,6 +177,17 @@ def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None 
     return torch.cat(found, 1)
 
 
+def fixed(model: Any, size: int) -> StaticCache:
+    return StaticCache(config=model.config, max_cache_len=size)
+
+
+def decoded(model: Any, widths: tuple[int, ...]) -> list[bool]:
+    """Of each layer called, whether it is a decode step of kernels: those of layers with windows are transformers' own."""
+    sources = [shared.source if (shared := shared_kv(layer)).reuses else index for index, layer in enumerate(model.model.layers)]
+    windows = [type(layer) is StaticSlidingWindowLayer for layer in fixed(model, 1).layers]
+    return [width == 1 and source is not None and not windows[source] for width in widths for source in sources]
+
+
 # Windows of 16 that become full, that are full after the prompt, and that take several tokens once they are full.
 WIDTHS = [(9, *[1] * 24), (30, *[1] * 5), (9, *[1] * 12, 5, *[1] * 4, 17, *[1] * 3)]
 PROMPTS = [(9, 5, 17, 3), (30, 1, 5), (9, 1, 7)]
@@ -194,8 +205,8 @@ def of_each(widths: list[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
 @pytest.mark.parametrize(("kind", "widths"), of_each(WIDTHS))
 def test_the_same_logits(kind: str, widths: tuple[int, ...], device: torch.device, calls: list[bool]) -> None:
     plain, short = shared_pair(kind, device)
-    found = logits(short, static_cache(short, 64), widths)
-    assert calls == [width == 1 for width in widths for _ in range(2)]
+    found = logits(short, fixed(short, 64), widths)
+    assert calls == decoded(short, widths)
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths))
 
 
@@ -205,8 +216,8 @@ def test_padding_and_several_sequences(kind: str, device: torch.device, calls: l
     plain, short = shared_pair(kind, device)
     widths, mask = (12, *[1] * 20), torch.ones(3, 32, dtype=torch.long, device=device)
     mask[0, :3] = mask[2, :9] = 0
-    found = logits(short, static_cache(short, 64), widths, mask, 3)
-    assert calls == [False] * 2 + [True] * 40
+    found = logits(short, fixed(short, 64), widths, mask, 3)
+    assert calls == decoded(short, widths)
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths, mask, 3))
 
 
@@ -230,14 +241,14 @@ def test_layers_that_read_the_keys_of_others(
     if padded:
         batch, mask = 2, torch.ones(2, sum(widths), dtype=torch.long, device=device)
         mask[0, :3] = 0
-    found = logits(short, static_cache(short, 64), widths, mask, batch)
-    assert calls == [width == 1 for width in widths for _ in range(6)]
+    found = logits(short, fixed(short, 64), widths, mask, batch)
+    assert calls == decoded(short, widths)
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths, mask, batch))
     for index in range(6):  # any of them may take transformers' steps
         calls.clear()
         handle = short.model.layers[index].mlp.down_proj.register_forward_hook(lambda *_: None)
-        assert close(logits(short, static_cache(short, 64), widths, mask, batch), found)
-        assert calls == [width == 1 for width in widths for _ in range(5)]
+        assert close(logits(short, fixed(short, 64), widths, mask, batch), found)
+        assert calls == [by_kernels for place, by_kernels in enumerate(decoded(short, widths)) if place % 6 != index]
         handle.remove()
 
 
@@ -250,11 +261,12 @@ def prompts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]
 
 @pytest.mark.parametrize(("kind", "widths"), of_each(PROMPTS))
 def test_prompts(kind: str, widths: tuple[int, ...], device: torch.device, prompts: list[bool]) -> None:
-    """The first, and those that go on: with caches that are static, with windows as rings, and growing, and without any."""
+    """The first, and those that go on: with caches that are static, and growing, and without any."""
     plain, short = shared_pair(kind, device)
-    found = logits(short, static_cache(short, 64), widths)
+    found = logits(short, fixed(short, 64), widths)
     several = 2 * sum(width > 1 for width in widths)
-    assert prompts == [takes_prompts(device)] * several
+    steps = zip([width > 1 for width in widths for _ in short.model.layers], decoded(short, widths), strict=True)
+    assert prompts == [is_prompt and takes_prompts(device) for is_prompt, is_decode in steps if not is_decode]
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths))
     found = logits(short, DynamicCache(config=short.config), widths)
     # Of one token the layers that reuse keys and values are also computed so.
@@ -270,7 +282,7 @@ def test_prompts_with_padding(kind: str, device: torch.device, prompts: list[boo
     plain, short = shared_pair(kind, device)
     widths, mask = (20, 3, 9), torch.ones(3, 32, dtype=torch.long, device=device)
     mask[0, :3] = mask[2, :9] = 0
-    found = logits(short, static_cache(short, 64), widths, mask, 3)
+    found = logits(short, fixed(short, 64), widths, mask, 3)
     assert prompts == [takes_prompts(device)] * 6
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=64), widths, mask, 3))
 
@@ -283,7 +295,7 @@ def test_prompts_of_layers_that_read_the_keys_of_others(
     """They compute no more than the tokens whose logits are asked for."""
     plain, short = of_layers_that_share(device, monkeypatch)
     ids = torch.randint(3, 99, (2, sum(widths)), generator=torch.Generator().manual_seed(1)).to(device)
-    for make in (partial(static_cache, short, 64), partial(DynamicCache, config=plain.config), lambda: None):
+    for make in (partial(fixed, short, 64), partial(DynamicCache, config=plain.config), lambda: None):
         cache, other = make(), None if make() is None else DynamicCache(config=plain.config)
         for start, stop in pairwise(accumulate(widths, initial=0)):
             how = {"input_ids": ids[:, start:stop], "logits_to_keep": keep, "use_cache": cache is not None}
@@ -357,7 +369,7 @@ def test_what_changes_attention_is_left_to_transformers(device: torch.device, pr
 def test_a_layer_that_changed(device: torch.device, calls: list[bool]) -> None:
     """A number that is baked into launches compiles the stack again, when the layer is called the next time."""
     plain, short = pair("llama", device)
-    caches = [static_cache(short, 64), StaticCache(config=plain.config, max_cache_len=64)]
+    caches = [fixed(short, 64), StaticCache(config=plain.config, max_cache_len=64)]
     for model, cache in zip((short, plain), caches, strict=True):
         logits(model, cache, (9, 1))
     assert calls[-2:] == [True, True]
@@ -397,13 +409,13 @@ def test_tokens_that_are_left_to_transformers(device: torch.device, calls: list[
     plain, short = pair("llama", device)
     seen: list[int] = []
     handle = short.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: seen.append(1))
-    found = logits(short, static_cache(short, 64), (9, 1))
+    found = logits(short, fixed(short, 64), (9, 1))
     assert calls[-2:] == [False, True]
     assert len(seen) == 2
     handle.remove()
     for model in (plain, short):
         model.model.layers[1].input_layernorm = Shifted(model.model.layers[1].input_layernorm)
-    changed = logits(short, static_cache(short, 64), (9, 1))
+    changed = logits(short, fixed(short, 64), (9, 1))
     assert calls[-2:] == [False, True]
     assert close(changed, logits(plain, StaticCache(config=plain.config, max_cache_len=64), (9, 1)))
     assert not close(found, changed)
@@ -450,13 +462,13 @@ def test_prompts_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
     mask = torch.ones(2, 20, dtype=torch.long, device=device)
     mask[0, :3] = 0
     for seen in (None, mask):
-        first, *more = (logits(short, static_cache(short, 64), (20,), seen, 2) for _ in range(4))
+        first, *more = (logits(short, fixed(short, 64), (20,), seen, 2) for _ in range(4))
         assert all(torch.equal(first, found) for found in more)
-        ids, cache = torch.randint(3, 99, (2, 20), device=device), static_cache(short, 64)
+        ids, cache = torch.randint(3, 99, (2, 20), device=device), fixed(short, 64)
         with torch.no_grad():
             once = short(input_ids=ids, attention_mask=seen, past_key_values=cache).logits
             tapes.clear()
-            again = short(input_ids=ids, attention_mask=seen, past_key_values=static_cache(short, 64)).logits
+            again = short(input_ids=ids, attention_mask=seen, past_key_values=fixed(short, 64)).logits
         assert torch.equal(once, again)
         found = replayed_layers("prompt", "others", "before", "after")
         assert len(found) == {"phi3": 2, "mixtral": 2}.get(kind, 1), "windows take keys and values by themselves"
@@ -473,12 +485,12 @@ def test_a_token_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
     mask = torch.ones(3, 33, dtype=torch.long, device=device)
     mask[0, :3] = 0
     cases = (None, 1), (mask, 3)
-    found = [[logits(short, static_cache(short, 64), (9, *[1] * 24), *case) for _ in range(2)] for case in cases]
+    found = [[logits(short, fixed(short, 64), (9, *[1] * 24), *case) for _ in range(2)] for case in cases]
     assert len(replayed_layers("token")) >= 4, "the first layer and the others, each with and without a mask"
     monkeypatch.setattr(gpu_layer, "replay_layer", lambda _name, _layer, steps, *_, **__: steps())
     for (first, again), case in zip(found, cases, strict=True):
         assert torch.equal(first, again)
-        assert torch.equal(first, logits(short, static_cache(short, 64), (9, *[1] * 24), *case))
+        assert torch.equal(first, logits(short, fixed(short, 64), (9, *[1] * 24), *case))
 
 
 # What Llama's steps are not enough for.
@@ -491,7 +503,7 @@ def test_the_same_text(kind: str, device: torch.device, calls: list[bool]) -> No
     plain, short = shared_pair(kind, device)
     ids = torch.randint(3, 99, (1, 5), generator=torch.Generator().manual_seed(2)).to(device)
     how = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    actual = short.generate(ids, past_key_values=static_cache(short, 40), **how)
+    actual = short.generate(ids, past_key_values=fixed(short, 40), **how)
     how["disable_compile"] = True  # which transformers would otherwise do for a static cache
     assert any(calls)
     assert torch.equal(actual, plain.generate(ids, past_key_values=StaticCache(config=plain.config, max_cache_len=40), **how))
@@ -501,7 +513,7 @@ def test_the_same_text(kind: str, device: torch.device, calls: list[bool]) -> No
 def test_under_torch_compile(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_run, "DEVICES", (device.type,))
     _, short = pair(kind, device)
-    expected = logits(short, static_cache(short, 40), (5, 1, 1))
+    expected = logits(short, fixed(short, 40), (5, 1, 1))
     traced = done(monkeypatch, gpu_run, "decode")
     torch._dynamo.reset()
     step: Any = torch.compile(short.forward, fullgraph=True, dynamic=False, backend="aot_eager")
@@ -517,7 +529,7 @@ def test_under_torch_compile(kind: str, device: torch.device, monkeypatch: pytes
 def test_values_of_another_format_than_queries(device: torch.device, calls: list[bool]) -> None:
     """As Q4_K_M has them: a product for each."""
     plain, short = pair("llama", device, overrides={"*.v_proj": "q8_0"})
-    found = logits(short, static_cache(short, 32), (9, 1, 1))
+    found = logits(short, fixed(short, 32), (9, 1, 1))
     assert calls == [False] * 2 + [True] * 4
     assert close(found, logits(plain, StaticCache(config=plain.config, max_cache_len=32), (9, 1, 1)))
 
@@ -526,10 +538,10 @@ def test_half_precision(device: torch.device, calls: list[bool]) -> None:
     """bfloat16 rounds each layer's result, and what lies between, by some of 2^-8; so does transformers, a few times more."""
     for kind in (kinds := ("gemma3", "gemma4", "gemma4, keys in common", "granite", "olmo2", "phi3", "cohere", "nemotron")):
         plain, short = (model.to(torch.bfloat16) for model in pair(kind, device))
-        found = logits(short, static_cache(short, 32), (9, 1, 1)).float()
+        found = logits(short, fixed(short, 32), (9, 1, 1)).float()
         expected = logits(plain, StaticCache(config=plain.config, max_cache_len=32), (9, 1, 1)).float()
         assert float((found - expected).norm()) <= 0.1 * float(expected.norm()), kind
-    assert calls == ([False] * 2 + [True] * 4) * len(kinds)
+    assert calls == [by_kernels for kind in kinds for by_kernels in decoded(shared_pair(kind, device)[1], (9, 1, 1))]
 
 
 def test_what_explain_says_of_a_layer(device: torch.device) -> None:
@@ -563,20 +575,3 @@ def test_what_explain_says_of_a_layer(device: torch.device) -> None:
     assert [found[kind]["experts.gate"] for kind in ("gpt_oss", "qwen2_moe")] == ["gates", "in experts.gate_up"]
     assert found["qwen2_moe"]["shared_expert_gate"] == "in router"
     assert found["glm4_moe"]["mlp_residual"] == "routing"
-
-
-# Rings
-
-
-def test_a_ring_is_transformers_own_window() -> None:
-    """By `update`: what it returns, and what lies in it, whatever came before."""
-    cache = static_cache(transformers.AutoModelForCausalLM.from_config(KINDS["mistral"]()), 64)
-    plain = StaticCache(config=KINDS["mistral"](), max_cache_len=64)
-    ring, window = cache.layers[0], plain.layers[0]
-    assert type(ring) is Ring
-    for width in (3, 1, 12, 1, 1, 1, 4, 1, 1, 16, 1, 20, 1, 1):
-        new = torch.randn(2, 2, 2, width, 32).unbind()
-        for a, b in zip(ring.update(*new), window.update(*new), strict=True):
-            assert torch.equal(a, b)
-        assert ring.get_seq_length() == window.get_seq_length()
-        assert ring.get_mask_sizes(1) == window.get_mask_sizes(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,13 +15,10 @@ pytest.importorskip("transformers")
 
 from captured_graphs import count_replays
 from test_generating import ASKED, FAMILIES, AfterThree, Odd, both, make, make_family, prompt, unpatched
-from transformers import LogitsProcessorList, StaticCache, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessorList, StaticCache, StoppingCriteriaList
 
 import halfbyte as hb
-from halfbyte.integrations.transformers.cache.static_codes import IN_CODES
-from halfbyte.integrations.transformers.decoder import gpu_run
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
-from halfbyte.integrations.transformers.generate import generating, graphs
 from halfbyte.integrations.transformers.generate.steps import likeliest
 from halfbyte.kernels.gpu.runtime import scratch
 
@@ -73,66 +72,30 @@ def test_families_and_windows(family: str, lengths: tuple[int, ...], captures: l
     assert len(captures) == 1 + (max(lengths) < 16 and "sliding_window" in FAMILIES[family])
 
 
-def test_a_cache_becomes_larger(quantized: Any, captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generating, "_LATER", 0)
-    monkeypatch.setattr(generating, "_CACHE_STEP", 1)
-    found, expected = both(quantized, {**there(9, 4), "max_new_tokens": 40, "eos_token_id": None})
-    assert torch.equal(found, expected)
-    assert len(captures) == len((18, 36, 72))
+CACHES: dict[str, Callable[[Any], Any]] = {
+    "growing": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=80),
+    "8 bits": lambda model: hb.Int8Cache(model.config),
+}
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Gemma4"])
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_cache_of_the_caller(family: str, ends: bool) -> None:
-    model = (make() if family == "Llama" else make_family(family)).cuda()
-    cache, asked = StaticCache(config=model.config, max_cache_len=13), there(9)
-    with unpatched(model):
-        free = model.generate(**asked, max_new_tokens=30, eos_token_id=None)
-    first = model.generate(**asked, max_new_tokens=20, past_key_values=cache, eos_token_id=int(free[0, 20]) if ends else None)
-    assert int(cache.get_seq_length()) == first.shape[1] - 1
-    longer = {"input_ids": torch.cat((first, torch.tensor([[11, 12, 13]], device="cuda")), 1)}
-    settings = {**longer, "attention_mask": torch.ones_like(longer["input_ids"]), "max_new_tokens": 30, "eos_token_id": None}
-    found = model.generate(**settings, past_key_values=cache)
-    with unpatched(model):
-        assert torch.equal(found, model.generate(**settings))
-
-
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Gemma4"])
-@pytest.mark.parametrize("lengths", [(9,), (30, 5, 13)])
-def test_a_cache_in_8_bits(family: str, lengths: tuple[int, ...], captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a fixed size, becomes larger, and has the codes of one that grows."""
-    monkeypatch.setattr(generating, "_LATER", 16)
-    monkeypatch.setattr(generating, "_CACHE_STEP", 1)
-    model = (make() if family == "Llama" else make_family(family)).cuda()
-    settings = {**there(*lengths), "max_new_tokens": 30, "eos_token_id": None}
-    with unpatched(model):
-        expected = model.generate(**settings, past_key_values=hb.Int8Cache(model.config))
-    cache = hb.Int8Cache(model.config)
-    found = model.generate(**settings, past_key_values=cache)
-    assert captures
-    assert {type(layer) for layer in graphs.keeping(cache)} <= set(IN_CODES)
-    assert torch.equal(found, expected)
-    longer = {"input_ids": torch.cat((found, found[:, :3]), 1)}
-    longer["attention_mask"] = torch.cat((settings["attention_mask"], torch.ones_like(longer["input_ids"][:, max(lengths) :])), 1)
-    more = model.generate(**longer, past_key_values=cache, max_new_tokens=9, eos_token_id=None)
-    with unpatched(model):
-        assert torch.equal(more, model.generate(**longer, past_key_values=hb.Int8Cache(model.config), max_new_tokens=9, eos_token_id=None))
-
-
-def test_layers_that_read_codes(quantized: Any, captures: list[int]) -> None:
-    """Their logits are those of layers that get floats, but for the order of sums."""
-    ids = torch.randint(99, (3, 20), device="cuda")
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("lengths", [(9,), (9, 5, 1)])
+def test_a_cache_of_the_caller(quantized: Any, lengths: tuple[int, ...], cache: str, captures: list[int]) -> None:
+    """By `GpuModel`: it has all tokens but the last one in the end, and another call goes on with it."""
     found = []
-    for layers in (gpu_run._CACHES, ()):
-        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr(gpu_run, "_CACHES", layers)
-            cache = graphs.static_cache(quantized, 32, int8=True)
-            parts = ids.split((12, 1, 1, 5, 1), 1)
-            found.append(torch.stack([quantized(x, past_key_values=cache, logits_to_keep=1).logits for x in parts]))
-    assert float((found[0] - found[1]).abs().max() / found[1].abs().max()) < 1e-2
-    text = quantized.generate(**there(9), past_key_values=hb.Int8Cache(quantized.config), max_new_tokens=12, eos_token_id=None)
-    assert text.shape == (1, 21)
-    assert len(captures) == 1
+    for is_custom in (False, True):
+        asked, past = there(*lengths), CACHES[cache](quantized)
+        with unpatched(quantized) if is_custom else nullcontext():
+            for _ in range(2):
+                ids = quantized.generate(**asked, past_key_values=past, max_new_tokens=20, eos_token_id=None)
+                assert int(past.get_seq_length()) == ids.shape[1] - 1
+                ids = torch.cat((ids, ids[:, :3]), 1)
+                seen = torch.nn.functional.pad(asked["attention_mask"], (0, ids.shape[1] - asked["input_ids"].shape[1]), value=1)
+                asked = {"input_ids": ids, "attention_mask": seen}
+        found.append(ids)
+    assert torch.equal(*found)
+    assert len(captures) == 2
 
 
 def test_processors_and_criteria_of_the_caller(model: Any) -> None:

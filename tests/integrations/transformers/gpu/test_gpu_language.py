@@ -27,9 +27,7 @@ from halfbyte.checkpoint.export_checkpoint import export
 from halfbyte.cli import main
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.formats import Codes, as_format
-from halfbyte.integrations.transformers.decoder.stack import CompiledStack
 from halfbyte.integrations.transformers.gguf import load_gguf
-from halfbyte.integrations.transformers.optimize.compiling import compile_ahead
 from halfbyte.integrations.transformers.text import generate, open_model
 from halfbyte.nn.modules.quantized import QuantLinear, QuantModule
 
@@ -223,26 +221,20 @@ def test_loaded_by_transformers(dtype: torch.dtype, folder: Path, tmp_path: Path
         assert torch.equal(model(ids).logits, hb.load(tmp_path, "cuda")(ids).logits)
 
 
-@pytest.mark.parametrize(("form", "lowered"), [("int4_g48", True), ("int4_g48_zp", False)])
-def test_kernels_are_compiled_before_the_prompt(form: str, lowered: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of those that the prompt and the tokens after it take, by `GpuModel` or in steps. (No other test has these formats.)"""
-    opened = open_model(folder, "cuda", hb.Config(form), torch.bfloat16)
+def test_kernels_are_compiled_before_the_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of those that the prompt and the tokens after it take. (No other test has this format.)"""
+    monkeypatch.setenv("HALFBYTE_CHECK", "0")  # which compiles kernels, too
+    opened = open_model(folder, "cuda", hb.Config("int4_g48"), torch.bfloat16)
     first, later = list[str](), list[str]()
-    now = later
+    now, compile_first = later, GpuModel._compile_kernels
 
-    def counted(compile_first: Any) -> Any:
-        def ahead(*what: Any) -> None:
-            nonlocal now
-            now = first
-            compile_first(*what)
-            now = later
+    def ahead(*what: Any) -> None:
+        nonlocal now
+        now = first
+        compile_first(*what)
+        now = later
 
-        return ahead
-
-    if not lowered:
-        monkeypatch.setattr(CompiledStack, "gpu_model", lambda *_: "a reason")
-    monkeypatch.setattr("halfbyte.integrations.transformers.text.compile_ahead", counted(compile_ahead))
-    monkeypatch.setattr(GpuModel, "_compile_kernels", counted(GpuModel._compile_kernels))
+    monkeypatch.setattr(GpuModel, "_compile_kernels", ahead)
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: now.append(src.name))
     answer(opened)
     assert len(first) >= 3

@@ -1,6 +1,2 @@
-"""KV caches of transformers.
-
-int8_cache.py    in 8 bits; static_codes.py: on GPUs
-growing.py       growing caches; rings.py: windows of static ones
-kv_place.py      where keys and values of new tokens go
-"""
+"""KV caches of transformers: int8_cache.py one in 8 bits; growing.py and kv_place.py write to growing ones in place, on a CPU; transfer.py
+copies keys and values between these and the cache of `GpuModel`."""

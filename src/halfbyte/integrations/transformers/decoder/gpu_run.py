@@ -1,8 +1,8 @@
 """The layers of a decoder stack of transformers on an NVIDIA GPU, by the kernels of `decoder/gpu_layer.py`.
 
-One new token of each sequence with a static cache is a decode step of the layer; a sliding window is a ring buffer (`rings.py`). Others are
-a prefill, with any cache or none: caches that are not static take keys and values by their `update`. Layers that read those of an earlier
-one (Gemma 4) take what that one has left in `shared_kv_states`, also for the last tokens alone.
+One new token of each sequence with a static cache without a window is a decode step of the layer. Others are a prefill, with any cache or
+none: other caches take keys and values by their `update`. Layers that read those of an earlier one (Gemma 4) take what that one has left in
+`shared_kv_states`, also for the last tokens alone. `generate` decodes by `GpuModel`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from transformers.cache_utils import StaticLayer
 
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, decode, prefill, prefill_with
 from halfbyte.decoder.spec import LayerSpec
-from halfbyte.integrations.transformers.cache.rings import Later, Ring
-from halfbyte.integrations.transformers.cache.static_codes import IN_CODES, StaticInt8Layer, scales_or_none
 from halfbyte.integrations.transformers.decoder.compiled_layers import Call, Run, add_mlp, visible
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer
 from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, is_distributed
@@ -28,7 +26,6 @@ from halfbyte.ops.library import in_mode, plain
 from halfbyte.ops.transformer.prefill_ops import why_not_many
 
 DEVICES = ("cuda",)
-_CACHES = (StaticLayer, Ring, *IN_CODES)
 _Place = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
 
 if TYPE_CHECKING:
@@ -74,6 +71,7 @@ class GpuRun(Run):
             x.device.type in DEVICES
             and cos.dim() == 3
             and lowered.layer.attention.heads.accepts_rope_of(cos.shape[2])
+            and lowered.query_scale_from is None
             and (self._call.per_layer is None) == (lowered.layer.per_layer is None)
             and self._modules[index].self_attn.is_causal
             and not torch.is_grad_enabled()
@@ -99,8 +97,8 @@ class GpuRun(Run):
         heads, (cos, sin) = lowered.layer.attention.heads, call.rotary[index]
         kept = layers[number]
         rope_cache = (cos[:, 0], sin[:, 0]) if heads.rotary_dim else None
-        seen, length, ring = None if mask is None else mask[:, 0, 0], kept.cumulative_length, isinstance(kept, Ring)
-        cache = KeyValues(kept.keys, kept.values, length, scales_or_none(kept), ring)
+        seen, length = None if mask is None else mask[:, 0, 0], kept.cumulative_length
+        cache = KeyValues(kept.keys, kept.values, length)
         advance = 0 if number == 0 or shared.reuses else 1
         y = decode(lowered.layer, x, rope_cache, cache, seen, self._per_layer_input(index), advance=advance)
         if shared.reuses:
@@ -109,10 +107,8 @@ class GpuRun(Run):
             # The first layer's length determines masks and positions, for which torch.compile reads it at any time, unless it knows of a
             # change.
             length.add_(1)
-        if ring:
-            kept.cumulative_length_int += 1
         if shared.provides:
-            call.shared[shared.kind] = _provided(kept)
+            call.shared[shared.kind] = kept.keys, kept.values
         return y
 
     def _tokens(self, lowered: LoweredLayer, x: Tensor, index: int) -> Tensor | None:
@@ -137,13 +133,11 @@ class GpuRun(Run):
         if isinstance(cache, StaticLayer) and not cache.is_initialized:
             # A copy from the host would wait for the GPU.
             cache.cumulative_length = torch.zeros_like(cache.cumulative_length, device=x.device)
-        if type(cache) is StaticLayer or (type(cache) is Ring and cache.cumulative_length_int + x.shape[1] <= cache.max_cache_len):
+        if type(cache) is StaticLayer:
             y, kept = _with_static(lowered.layer, x, mask, rope_cache, cache, per_layer_input)
         else:
-            # A static int8 cache is dequantized as a whole; the mask hides from the new tokens what comes after them.
-            before = cache.cumulative_length.clone() if type(cache) is StaticInt8Layer else None
             update = None if call.past is None else partial(call.past.update, layer_idx=number)
-            y, kept = prefill_with(lowered.layer, x, rope_cache, update, mask, per_layer_input, before)
+            y, kept = prefill_with(lowered.layer, x, rope_cache, update, mask, per_layer_input)
         if shared.provides:
             call.shared[shared.kind] = kept
         return y if lowered.layer.mlp is not None else add_mlp(layer, lowered.spec, y)
@@ -158,7 +152,7 @@ class GpuRun(Run):
         tokens = x.shape[1]
         if keys.dtype != x.dtype or keys.device != x.device:
             return None
-        if type(cache) in (StaticLayer, StaticInt8Layer):
+        if type(cache) is StaticLayer:
             return keys, values, cache.cumulative_length - tokens
         if mask is not None:  # which tells of what is there, too
             return (keys, values, None) if mask.shape[3] == keys.shape[2] else None
@@ -176,10 +170,9 @@ def _is_decode(x: Tensor, layers: Sequence[Any], index: int) -> bool:
     return (
         x.shape[1] == 1
         and index < len(layers)
-        and type(layers[0]) in _CACHES
-        and type(layers[index]) in _CACHES
+        and type(layers[index]) is StaticLayer
         and layers[index].is_initialized
-        and (layers[index].floats if type(layers[index]) in IN_CODES else layers[index].keys.dtype) == x.dtype
+        and layers[index].keys.dtype == x.dtype
         and layers[index].keys.device == x.device
         and not in_mode()
     )
@@ -190,13 +183,6 @@ def _is_mask(layer: LoweredLayer, mask: Tensor | None, size: int) -> bool:
     if mask is None:
         return not layer.eager
     return mask.shape[1:] == (1, 1, size) and (mask.is_floating_point() if layer.eager else mask.dtype == torch.bool)
-
-
-def _provided(kept: Any) -> Any:
-    """Keys and values as other layers take them: what is to be computed is when somebody reads it."""
-    if type(kept) is StaticLayer:
-        return kept.keys, kept.values
-    return Later(kept.in_floats if type(kept) in IN_CODES else kept.in_order)
 
 
 # Many tokens of each sequence
@@ -216,8 +202,6 @@ def _with_static(
         cache.lazy_initialization(new, new)
     y = prefill(layer, x, rope_cache, KeyValues(cache.keys, cache.values, cache.cumulative_length), mask, per_layer_input)
     cache.cumulative_length.add_(x.shape[1])
-    if isinstance(cache, Ring):
-        cache.cumulative_length_int += x.shape[1]
     return y, (cache.keys, cache.values)
 
 

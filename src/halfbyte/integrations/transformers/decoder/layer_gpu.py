@@ -15,6 +15,7 @@ from halfbyte.integrations.transformers.decoder.live_layer import (
     family_of,
     is_distributed,
     is_eager,
+    needs_eager,
     query_scale_from,
     shared_kv,
     traced_spec,
@@ -56,6 +57,7 @@ class LoweredLayer:
         eager: Whether masks are added to scores.
         decodes: Whether kernels compute one token of each sequence.
         prefills: Whether they compute many tokens, unless `why_not_many` has a reason.
+        query_scale_from: Position up to which these kernels compute it; None: all positions.
     """
 
     spec: LayerSpec
@@ -64,6 +66,7 @@ class LoweredLayer:
     eager: bool
     decodes: bool
     prefills: bool
+    query_scale_from: int | None
 
 
 def lower_layer(layer: Part, spec: LayerSpec | str) -> LoweredLayer | None:
@@ -88,14 +91,12 @@ def _lowered(layer: Part, spec: LayerSpec) -> LoweredLayer:
     attention, mlp, eager = spec.attention, spec.mlp, is_eager(layer)
     attends = _why_no_attention(layer, spec) is None
     has_mlp = _why_no_mlp(layer, spec) is None
-    if not eager:
-        attention = attention._replace(heads=attention.heads._replace(softcap=None))  # which transformers' sdpa does not have
     distributed = is_distributed(layer)
     lowered = packed_layer(attention, mlp if has_mlp or isinstance(mlp, MLP) else None, spec.per_layer_input)
     if distributed:
         lowered = _with_modules(layer, spec, replace(lowered, attention=attention, mlp=mlp if lowered.mlp is not None else None))
     prefills = attends and not distributed and (has_mlp or not isinstance(mlp, MLP))
-    return LoweredLayer(spec, lowered, shared_kv(layer), eager, attends and has_mlp, prefills)
+    return LoweredLayer(spec, lowered, shared_kv(layer), eager, attends and has_mlp, prefills, query_scale_from(layer))
 
 
 def _with_modules(layer: Part, spec: LayerSpec, lowered: GpuLayer) -> GpuLayer:
@@ -116,6 +117,8 @@ def _with_modules(layer: Part, spec: LayerSpec, lowered: GpuLayer) -> GpuLayer:
 
 def why_not_decoded(layer: Part, spec: LayerSpec) -> str | None:
     """Why kernels do not compute one token of each sequence in a layer; None if they do."""
+    if query_scale_from(layer) is not None:
+        return "queries of its attention have a factor that depends on their positions, but in `generate` of short texts"
     return _why_no_attention(layer, spec) or _why_no_mlp(layer, spec)
 
 
@@ -127,12 +130,8 @@ def _why_no_attention(layer: Part, spec: LayerSpec) -> str | None:
     kind, heads = layer.self_attn.config._attn_implementation, spec.attention.heads
     if kind not in _ATTENTIONS:
         return f"its attention is {kind}, not {' or '.join(_ATTENTIONS)}"
-    if query_scale_from(layer) is not None:
-        return "queries of its attention have a factor that depends on their positions"
-    if is_eager(layer) and heads.softcap is not None:
-        return "scores of its attention, transformers' eager one, have a cap"
-    if heads.sinks is not None and not is_eager(layer):
-        return "its attention is not transformers' eager one, which alone has its sinks"
+    if needs_eager(spec) and not is_eager(layer):
+        return "its attention is not transformers' eager one, which alone has caps of scores and sinks"
     if any(norm.layer_norm for norm in (spec.attention.post_norm, *(heads.qk_norm or ())) if norm is not None):
         return "the norm of what its attention adds or of its heads is a layer norm"
     if is_distributed(layer) and _needs_whole_rows(layer, over_all_heads=heads.qk_norm_whole or heads.sinks is not None):

@@ -1,6 +1,6 @@
 """What is around the layers of a live decoder stack, as a specification has it: embedding, ropes, per-layer inputs, output embedding.
 
-`token_step.py` makes a decode step on a CPU of it, `decoder_spec` what `GpuModel` computes on a GPU.
+`stack.py` makes a `CpuModel` of it, whose decode step `token_step.py` takes, or a `GpuModel`, which `generate` takes.
 """
 
 from __future__ import annotations
@@ -12,22 +12,19 @@ import torch
 from torch import Tensor
 
 from halfbyte.decoder.family import Family
-from halfbyte.decoder.rope import Rope
-from halfbyte.decoder.spec import DecoderSpec, LayerSpec, tensors_of
+from halfbyte.decoder.rope import BLOCK, Rope
+from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits, tensors_of
 from halfbyte.integrations.transformers.decoder.live_layer import norm_of, weight_of
 from halfbyte.integrations.transformers.optimize.hooked import watched
-from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear
 from halfbyte.nn.modules.scaled import Factor, factor_of
 from halfbyte.nn.parallel.parallelize import part_of
-from halfbyte.ops.transformer.layers import Weight, why_not_packed
+from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.whole_model_decode import Inputs
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
-
-Logits = tuple[LogitsFunction, float] | None  # a function of the logits and its constant, as `DecoderSpec` has them
 
 
 class _LiveRope(Rope):
@@ -35,14 +32,31 @@ class _LiveRope(Rope):
 
     def __init__(self, stack: Part, kind: str, x: Tensor, *, mrope: bool) -> None:
         self._rotary, self._kinds, self._mrope = stack.rotary_emb, [kind] if kind else [], mrope
-        self._x = x.new_empty(0)
+        self._x, self.switch = x.new_empty(0), longrope_switch(stack)
         cos, _ = self.tables(0, 1, 1)
-        super().__init__(torch.zeros(cos.shape[-1] // 2, dtype=torch.float32, device="cpu"))
+        super().__init__(torch.zeros(cos.shape[-1] // 2, dtype=torch.float32, device="cpu"), switch=self.switch)
 
     def tables(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(start, stop, device=self._x.device)[None]
+        if self.switch is not None:  # the furthest position decides for all
+            far = positions.new_full((1, 1), self.switch)
+            positions = torch.cat((positions, far), 1) if length > self.switch else positions.clamp(max=self.switch - 1)
         cos, sin = self._rotary(self._x, positions[None].expand(3, -1, -1) if self._mrope else positions, *self._kinds)
-        return cos, sin
+        return cos[:, : stop - start], sin[:, : stop - start]
+
+    def block(self, position: int, length: int) -> tuple[Tensor, int]:
+        number, row = divmod(position, BLOCK)
+        key = number, self.switch is not None and length > self.switch
+        if key not in self._blocks:
+            with torch.inference_mode(False), torch.no_grad():
+                self._blocks[key] = torch.stack(self.tables(number * BLOCK, (number + 1) * BLOCK, length), 2)[0].float()
+        return self._blocks[key], row
+
+
+def longrope_switch(stack: Part) -> int | None:
+    """Length of a text from which on frequencies of all tokens are other ones ("longrope"); None: there is none."""
+    is_longrope = stack.rotary_emb.rope_type == "longrope"
+    return stack.config.rope_parameters["original_max_position_embeddings"] if is_longrope else None
 
 
 class Head(NamedTuple):
@@ -74,7 +88,7 @@ def decoder_spec(
     family: Family,
     layers: Sequence[LayerSpec],
     ropes: Sequence[str],
-    head: Head,
+    head: Head | None,
     logits: Logits,
 ) -> DecoderSpec | str:
     """The specification of a model, or why it has none.
@@ -84,14 +98,12 @@ def decoder_spec(
         family: Its family.
         layers: Specifications of its layers.
         ropes: Type of layers that have each rotary embedding; "" where all have the same.
-        head: The output embedding.
+        head: The output embedding; None: one without rows, of a stack by itself.
         logits: Function of the logits.
     """
     per_layer = layers[0].per_layer_input is not None
     if (reason := why_no_ends(stack, family, per_layer=per_layer)) is not None:
         return reason
-    if stack.rotary_emb.rope_type == "longrope":
-        return "frequencies of its rope depend on the length of the text"
     norm = getattr(stack, family.final_norm)
     if not type(norm).__module__.startswith(("torch.", "transformers.")):
         return "its last norm was replaced"
@@ -102,11 +114,11 @@ def decoder_spec(
         factor,
         tuple(layers),
         norm_of(norm, family),
-        head.weight,
+        norm.weight.new_empty(0, norm.weight.shape[0]) if head is None else head.weight,
         logits,
         tuple([_LiveRope(stack, kind, norm.weight, mrope=family.mrope) for kind in ropes]),
         None,
-        head.bias,
+        None if head is None else head.bias,
         per_layer_inputs_of(stack, family, dtype) if per_layer else None,
     )
 
@@ -162,16 +174,6 @@ def why_no_ends(stack: Part, family: Family, *, per_layer: bool) -> str | None:
     if any(watched(part) or "forward" in vars(part) for part in stack.modules() if part is not stack):
         return "a part has a hook, or its forward was replaced"
     return None
-
-
-def why_no_step(stack: Part, family: Family, *, per_layer: bool) -> str | None:
-    """Why a stack, all of whose layers are compiled for a CPU, has no `TokenStep`; None if it has one."""
-    if (reason := why_no_ends(stack, family, per_layer=per_layer)) is not None:
-        return reason
-    parts = [stack.embed_tokens, *(_per_layer_parts(stack)[:2] if per_layer else ())]
-    if any(isinstance(part, torch.nn.Embedding) and not part.weight.is_cpu for part in parts):
-        return "its embedding is not on the CPU"
-    return why_not_packed([part.packed for part in parts if type(part) in (QuantEmbedding, QuantLinear)])
 
 
 def _is_table(embedding: object, dtype: torch.dtype) -> bool:

@@ -26,15 +26,16 @@ from transformers.utils.generic import ModelOutput
 
 from halfbyte.decoder.family import SLIDING, Family
 from halfbyte.decoder.kernels_gpu import layer_kernels
+from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.decoder.program import layer_ops
-from halfbyte.decoder.spec import LayerSpec, tensors_of
+from halfbyte.decoder.spec import LayerSpec, Logits, tensors_of
 from halfbyte.errors import HalfbyteError
 from halfbyte.integrations.transformers.decoder import gpu_run, layer_gpu
 from halfbyte.integrations.transformers.decoder.compiled_layers import Call, CompiledLayer, CpuRun, compile_layers
 from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
-from halfbyte.integrations.transformers.decoder.live_ends import Head, Logits, decoder_spec, why_no_step
+from halfbyte.integrations.transformers.decoder.live_ends import Head, decoder_spec, longrope_switch
 from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import (
@@ -215,16 +216,6 @@ def compiled_outside(stack: Part) -> CompiledStack | str:
     return known[0]
 
 
-class ChangedError(Exception):
-    """A layer has changed since its stack was compiled; it is compiled again."""
-
-
-def check_layer(stack: Part, index: int) -> None:
-    """Raise ChangedError if a layer of a compiled stack is not as it was."""
-    if _changed(stack, index) is not None:
-        raise ChangedError
-
-
 def _changed(stack: Part, index: int) -> list[LoweredLayer | None] | None:
     """The lowered layers, compiled again, if the layer of an index has changed; else None."""
     if _stacks[stack][1].layers[index].is_unchanged():
@@ -392,7 +383,8 @@ class CompiledStack:
         spec, here = self.specs(stack)[index], gpu(device.index or 0)
         assert not isinstance(spec, str)
         kernels = layer_kernels(layer_ops(spec), here, dtype=gpu_run.dtype_of(spec))
-        told = [f"{lowered.op.name}: {lowered.reason}" for lowered in kernels if lowered.reason is not None]
+        told = ["single tokens in calls with a cache that grows: transformers' layers"]
+        told += [f"{lowered.op.name}: {lowered.reason}" for lowered in kernels if lowered.reason is not None]
         reason = gpu_run.why_not_prefilled(stack.layers[index], spec, here)
         return told if reason is None else [*told, f"prompts: {reason}"]
 
@@ -442,6 +434,15 @@ class CompiledStack:
             self._steps[key] = self._new_step(stack, head, logits)
         return self._steps[key]
 
+    def why_not_text(self, stack: Part, positions: Sequence[int], most: int) -> str | None:
+        """Why `gpu_model` does not write a text of at most so many tokens, whose next tokens have these positions; None if it does."""
+        limit, switch = query_scale_from(stack.layers[0]), longrope_switch(stack)
+        if limit is not None and most > limit:
+            return f"queries of positions from {limit} on have a factor that depends on these"
+        if switch is not None and most > switch and min(positions) <= switch:
+            return f"frequencies of its rope change when the text has more than {switch} tokens"
+        return None
+
     def gpu_model(self, stack: Part, head: Head, logits: Logits) -> GpuModel | str:
         """The whole model with an output embedding and a function of the logits, lowered for a GPU, or why it is not."""
         known = self._gpu_model
@@ -467,18 +468,20 @@ class CompiledStack:
             return str(error)
 
     def _new_step(self, stack: Part, head: Weight | None, logits: Logits) -> TokenStep | None:
-        family, windows = self.kinds.family, self.kinds.windows
-        layers = [layer for layer in self.on_cpu(stack) if isinstance(layer, CompiledLayer)]
-        reuses = [layer.shared.reuses for layer in layers]
-        if len(layers) < len(windows) or reuses != sorted(reuses) or any(window is not None and window < 2 for window in windows):
+        layers = [layer.spec for layer in self.on_cpu(stack) if isinstance(layer, CompiledLayer)]
+        reuses = [layer.kv_source is not None for layer in layers]
+        if len(layers) < len(stack.layers) or reuses != sorted(reuses):
             return None
-        if any(needs_eager(layer.spec) for layer in layers) and stack.config._attn_implementation != "eager":
+        if any(map(needs_eager, layers)) and stack.config._attn_implementation != "eager":
             return None
-        per_layer = layers[0].whole.per_layer_width is not None
-        if why_no_step(stack, family, per_layer=per_layer) is not None:
+        ends = None if head is None else Head(head, None), logits
+        spec = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), *ends)
+        if isinstance(spec, str) or any(not tensor.is_cpu for tensor in tensors_of(spec)):
             return None
-        limit = query_scale_from(stack.layers[0])
-        return TokenStep(stack, family, layers, ropes=sorted({*self.kinds.ropes}), query_scale_from=limit, head=head, logits=logits)
+        try:
+            return TokenStep(CpuModel(spec), query_scale_from(stack.layers[0]), spec.norm.weight.dtype)
+        except HalfbyteError:
+            return None
 
 
 def _per_layer_inputs(stack: Part, call: Arguments, x: Tensor) -> Tensor | None:

@@ -1,9 +1,9 @@
 """`generate` of optimized models, where transformers would sample or decode greedily: transformers prepares the cache, the
 logits processors and the stopping criteria and reads the prompt; then the tokens are written by a loop of this file, with the same result.
 
-On a CPU the loop saves a part of what transformers does between steps. On a GPU a step becomes a CUDA graph (graphs.py) and is started
-before the host has read the token before: so the GPU never waits for Python. If the text ends there, that step is undone. One sequence
-whose cache is not returned is read and written by `GpuModel` (gpu_text.py), as in `hb.LanguageModel`.
+On a CPU the loop saves a part of what transformers does between steps. On a GPU the tokens are those of `GpuModel` (gpu_text.py), as in
+`hb.LanguageModel`; steps of models that it does not compute become CUDA graphs (graphs.py). Both are started before the host has read the
+token before: so the GPU never waits for Python.
 
 The method that is replaced is `_sample` of the model's class. (`generate(custom_generate=…)` would be a public way, but transformers up to
 5.24 do not pass the streamer on to such a function, and forget the tokenizer that stop strings need.) What this loop does not do is
@@ -19,22 +19,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
-from halfbyte.decoder.gpu_step import HostReader
 from halfbyte.errors import ArgumentError
-from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
-from halfbyte.integrations.transformers.cache.rings import Ring, make_rings
-from halfbyte.integrations.transformers.cache.static_codes import IN_CODES
-from halfbyte.integrations.transformers.generate.gpu_text import GpuText, read_prompt
-from halfbyte.integrations.transformers.generate.graphs import GraphStep, capacity, enlarge, keeping, static_cache
-from halfbyte.integrations.transformers.generate.steps import Choice, Step
+from halfbyte.integrations.transformers.generate.gpu_text import GpuText, lowered, read_prompts
+from halfbyte.integrations.transformers.generate.graphs import GraphStep, Window, capturable, keeping, static_cache
+from halfbyte.integrations.transformers.generate.steps import Choice, Step, Text, lengths
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, Arguments, cache_name, parameters_of
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, replace_class
-from halfbyte.layouts.base import round_up
 from halfbyte.nn.parallel.parallelize import is_parallel
 from halfbyte.ops.library import in_mode
 
@@ -45,11 +40,10 @@ if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
 
 _DEFAULT_CACHE = "_halfbyte_made_by_transformers"
-_LATER = 1024  # tokens for which a cache has room at first, at most
-_CACHE_STEP = 64  # tokens
+_MOST_LATER = 16384  # tokens after a prompt, for which a static cache has room
 # These may be asked about ids in any memory.
 _ANYWHERE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
-_LAYERS = (StaticLayer, StaticSlidingWindowLayer, Ring, *IN_CODES)  # of caches of fixed size
+_LAYERS = (StaticLayer, Window)  # of caches of fixed size
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 # Methods of GenerationMixin that are called or replaced here, with the parameters that they have in all tested versions.
 _METHODS = {
@@ -87,6 +81,17 @@ class _Generating(ReplacedForward):
     keeps_name = True  # config.json has it
     why_slow: str | None = None  # the reason why this model's steps on a GPU are not captured, of which there was a warning
 
+    @property
+    def halfbyte_remark(self) -> str | None:
+        """What `halfbyte.report` says of it on a GPU."""
+        model = cast("Part", self)
+        if not _on_gpu(model.device):
+            return None
+        found = lowered(model)
+        if isinstance(found, str):
+            return f"`generate` replays decode steps of transformers as CUDA graphs where it can, as {found}"
+        return "`generate` decodes all layers in one CUDA graph; beams, assistants and masks with holes: transformers' steps"
+
     def _prepare_cache_for_generation(self, generation_config: object, model_kwargs: dict[str, object], *args: object) -> Any:
         given = _cache_of(model_kwargs)
         answer = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
@@ -110,9 +115,12 @@ class _Generating(ReplacedForward):
         model, choice = cast("Part", self), Choice(logits_processor, generation_config.do_sample)
         if not synced_gpus and _is_plain(model, input_ids, generation_config, model_kwargs):
             # Copies to the host come before the prompt, for which they would wait.
-            told, ends = _Text(input_ids.cpu()), any(hasattr(one, "eos_token_id") for one in stopping_criteria)
+            told, ends = Text(input_ids.cpu()), any(hasattr(one, "eos_token_id") for one in stopping_criteria)
             pad = int(vars(generation_config)["_pad_token_tensor"]) if ends else None
-            step: Step | GpuText | None = _read_by_gpu_model(model, input_ids, generation_config, model_kwargs, choice)
+            step: Step | GpuText | None = None
+            if _on_gpu(input_ids.device) and not in_mode():
+                kept = _is_kept(_cache_of(model_kwargs), generation_config)
+                step = read_prompts(model, input_ids, generation_config, model_kwargs, choice, kept=kept)
             if step is None and _has_steps(model, input_ids, generation_config, model_kwargs):
                 step = _read(model, input_ids, choice, generation_config, model_kwargs)
             if step is not None:
@@ -145,17 +153,9 @@ def _is_plain(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arg
     return bool(plain)
 
 
-def _read_by_gpu_model(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arguments, choice: Choice) -> GpuText | None:
-    """The prompt, read by `GpuModel` where that is possible and the cache is not returned."""
-    if not _on_gpu(ids.device) or config.return_dict_in_generate or not _is_default(_cache_of(arguments), config) or in_mode():
-        return None
-    mask_length = getattr(config, "_mask_length", ids.shape[1])
-    return read_prompt(model, ids, arguments, choice, config.max_length) if mask_length == ids.shape[1] else None
-
-
-def _is_default(cache: object, config: GenerationConfig) -> bool:
-    """Whether transformers has chosen the kind of the cache."""
-    return getattr(cache, _DEFAULT_CACHE, False) and config.cache_implementation != "dynamic"
+def _is_kept(cache: object, config: GenerationConfig) -> bool:
+    """Whether somebody sees the cache of a call."""
+    return bool(config.return_dict_in_generate) or not getattr(cache, _DEFAULT_CACHE, False)
 
 
 def _has_steps(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arguments) -> bool:
@@ -163,27 +163,20 @@ def _has_steps(model: Part, ids: Tensor, config: GenerationConfig, arguments: Ar
     if not _on_gpu(ids.device):
         return True
     cache = _cache_of(arguments)
-    is_default = _is_default(cache, config)
-    ours = _is_static(cache) or (type(cache) is DynamicCache and is_default) or (type(cache) is Int8Cache and not cache.get_seq_length())
-    if cache.offloading or not ours:
-        return False  # another kind of cache was asked for
-    if (reason := _why_not_captured(model, ids.device, cache)) is not None:
-        _warn_once(model, reason)
+    asked = _is_kept(cache, config) or config.cache_implementation == "dynamic" or cache.offloading
+    is_long = lengths(ids, config, arguments)[1] - ids.shape[1] > _MOST_LATER
+    if asked or is_long or type(cache) not in (DynamicCache, StaticCache):
         return False
-    # A static cache of the caller is made larger here only.
-    return model.why_slow is None or not is_default
-
-
-def _is_static(cache: object) -> bool:
-    """Whether it has a fixed size; an Int8Cache has one on a GPU, from its first tokens on."""
-    return type(cache) is StaticCache or (type(cache) is Int8Cache and any(type(layer) in IN_CODES for layer in cache.layers))
+    if (reason := _why_not_captured(model, ids.device)) is not None:
+        _warn_once(model, reason)
+    return model.why_slow is None
 
 
 def _on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _why_not_captured(model: Part, device: torch.device, cache: Cache | None) -> str | None:
+def _why_not_captured(model: Part, device: torch.device) -> str | None:
     """Why no step of a model on a GPU is captured, or None."""
     if in_mode():
         return "autocast or forward-mode differentiation is on"
@@ -191,22 +184,14 @@ def _why_not_captured(model: Part, device: torch.device, cache: Cache | None) ->
         return "its weights are distributed over processes"
     if any(parameter.device != device for parameter in model.parameters()):
         return "it is on several devices"
-    layers = keeping(cache if cache is not None and _is_static(cache) else static_cache(model, 1))
-    other = next((type(layer).__name__ for layer in layers if type(layer) not in _LAYERS), None)
+    other = next((type(layer).__name__ for layer in keeping(static_cache(model, 1)) if type(layer) not in _LAYERS), None)
     return None if other is None else f"its cache has a {other}"
 
 
-def new_cache(model: Part, tokens: int = _LATER, *, int8: bool = False) -> Cache:
-    """An empty cache of the best kind for a text that is continued, at first with room for so many tokens, perhaps in 8 bits:
-    `past_key_values` of several calls of `generate`, which makes it larger where needed."""
-    if _on_gpu(model.device) and _why_not_captured(model, model.device, None) is None:
-        return static_cache(model, tokens, int8=int8)
-    return Int8Cache(model.config) if int8 else DynamicCache(config=model.config)
-
-
-def first_size(known: int, most: int) -> int:
-    """Tokens for which a static cache has room at first, of which so many are known and so many may come to be in all."""
-    return round_up(min(most, known + _LATER), _CACHE_STEP)
+def new_cache(model: Part) -> DynamicCache | None:
+    """An empty cache for a text that is continued, `past_key_values` of several calls of `generate`; None where `generate` is faster with a
+    cache of its own, so that reading the text again takes less time."""
+    return None if _on_gpu(model.device) and isinstance(lowered(model), str) else DynamicCache(config=model.config)
 
 
 def _warn_once(model: Part, reason: str) -> None:
@@ -218,31 +203,17 @@ def _warn_once(model: Part, reason: str) -> None:
 
 def _read(model: Part, ids: Tensor, choice: Choice, config: GenerationConfig, arguments: Arguments) -> Step:
     """Read the prompt ids [B, t] as transformers does, on a GPU into a cache of fixed size."""
-    prompt = ids.shape[1]
-    mask = arguments.get("attention_mask")
-    known = max(prompt, 0 if mask is None else mask.shape[1], getattr(config, "_mask_length", 0))  # the cache has them after the prompt
-    name = cache_name(arguments)
+    (more, most), name = lengths(ids, config, arguments), cache_name(arguments)
     if _on_gpu(ids.device):
-        size = first_size(known, known - prompt + config.max_length)
-        if type(arguments[name]) is DynamicCache:
-            arguments[name] = static_cache(model, size)
-        elif not _is_static(arguments[name]):
-            arguments[name].layers = static_cache(model, size, int8=True).layers
-        elif capacity(make_rings(arguments[name]), model) < known:
-            enlarge(arguments[name], model, size)
-    prepared = model, arguments, model._prefill(ids, config, arguments), choice, ids, known - prompt
-    if not _on_gpu(ids.device):
-        return Step(*prepared)
-    step = GraphStep(*prepared, arguments[name])
-    if model.why_slow is not None:
-        step.refuse(model.why_slow)
-    return step
+        arguments[name] = static_cache(model, most) if type(arguments[name]) is DynamicCache else capturable(arguments[name])
+    prepared = model, arguments, model._prefill(ids, config, arguments), choice, ids, more
+    return GraphStep(*prepared, arguments[name]) if _on_gpu(ids.device) else Step(*prepared)
 
 
 def _decode(
     model: Part,
     ids: Tensor,
-    told: _Text,
+    told: Text,
     step: Step | GpuText,
     criteria: StoppingCriteriaList,
     config: Any,
@@ -252,55 +223,25 @@ def _decode(
 ) -> object:
     """`_sample` of transformers after the prompt: ids [B, t] and what follows, [B, n]. told: what the host knows, and is returned."""
     cache = arguments[cache_name(arguments)]
-    kept = config.return_dict_in_generate or not getattr(cache, _DEFAULT_CACHE, False)
-    on_gpu = _on_gpu(ids.device)
     anywhere = all(type(one) in _ANYWHERE for one in criteria)
-    reader = HostReader()
     unfinished = torch.ones(len(ids), dtype=torch.bool, device="cpu")
     with torch.cuda.device_of(ids), _closing(step), model._optimize_model_for_decode():
-        tokens = step.first
-        seen = _Text(ids) if on_gpu else told  # what the device knows
         while True:
-            reader.ask(tokens)
-            if on_gpu:
-                seen.append(tokens)
-            following = step(seen.ids, tokens) if step.ahead and seen.count < config.max_length else None
-            new = reader.answer()
+            new = step.next(told.ids, goes_on=told.count + 1 < config.max_length)
             if pad is not None and not unfinished.all():
                 new = new.where(unfinished, pad)
             told.append(new)
             if streamer is not None:
                 streamer.put(new)
-            unfinished &= ~criteria((told if anywhere else seen).ids, None).cpu()
+            unfinished &= ~criteria(told.ids if anywhere else told.ids.to(ids.device), None).cpu()
             if not unfinished.any():
                 break
-            tokens = step(seen.ids, tokens if on_gpu else new) if following is None else following
-        if following is not None and kept:
-            step.undo()
         if isinstance(step, GraphStep) and step.refused is not None:
             _warn_once(model, step.refused)
     if streamer is not None:
         streamer.end()
     found = told.ids.to(ids.device, copy=True)
     return GenerateDecoderOnlyOutput(**{"sequences": found, KV_CACHE: cache}) if config.return_dict_in_generate else found
-
-
-class _Text:
-    """Tokens [B, t] that become more, with room for some: they are seldom copied."""
-
-    def __init__(self, ids: Tensor) -> None:
-        self.count = ids.shape[1]
-        self._places = torch.cat((ids, ids.new_empty(len(ids), _LATER)), 1)
-
-    @property
-    def ids(self) -> Tensor:
-        return self._places[:, : self.count]
-
-    def append(self, tokens: Tensor) -> None:
-        if self.count == self._places.shape[1]:
-            self._places = torch.cat((self._places, torch.empty_like(self._places)), 1)
-        self._places[:, self.count] = tokens
-        self.count += 1
 
 
 @contextmanager

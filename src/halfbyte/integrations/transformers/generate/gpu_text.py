@@ -1,115 +1,207 @@
-"""Text of a live model on a GPU by `GpuModel`: its prefill, its decode steps as CUDA graphs, and its cache.
+"""Text of a live model on a GPU by `GpuModel`: its decode steps as CUDA graphs, and its cache.
 
-This is for one sequence without padding and with the cache of transformers' choice, which is not returned. Other calls, and models that
-transformers computes a part of, take the steps of `steps.py` and `graphs.py`.
+The prompt of one sequence is read by `GpuModel`, too. Others (batches, left padding, images, caches that have tokens) are read by the
+model's own forward, and the keys and values are copied (`cache/transfer.py`). What the cache of a call lacks in the end is copied back if
+somebody sees that cache. Models that transformers computes a part of take the steps of `steps.py` and `graphs.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from halfbyte.decoder.cache import Cache
-from halfbyte.decoder.gpu_step import likeliest
 from halfbyte.decoder.lower_gpu import GpuModel
-from halfbyte.integrations.transformers.decoder.live_ends import Head, Logits
-from halfbyte.integrations.transformers.decoder.stack import ChangedError, CompiledStack, check_layer, compiled_outside
-from halfbyte.integrations.transformers.generate.steps import Choice, compiled_decoder
-from halfbyte.integrations.transformers.optimize.calls import Arguments, cache_name
+from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
+from halfbyte.integrations.transformers.cache.transfer import give_back, taken, why_not_transferred
+from halfbyte.integrations.transformers.decoder.live_ends import Head
+from halfbyte.integrations.transformers.decoder.stack import CompiledStack
+from halfbyte.integrations.transformers.generate.steps import ARGUMENTS, Choice, Step, Text, compiled_decoder, lengths, stack_of
+from halfbyte.integrations.transformers.optimize.calls import Arguments, bind, cache_name
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
-from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.ops.library import plain
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
     from halfbyte.integrations.transformers.modules import Part
 
-_UNUSED = "use_cache", "logits_to_keep", "cache_position"  # arguments of a prefill that change nothing here
+_NO_EFFECT = "use_cache", "logits_to_keep", "cache_position"  # arguments of a prefill that change nothing here
+# Arguments that change nothing for tokens after the prompt.
+_OF_PROMPTS = "token_type_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "cache_position"
 
 
 class GpuText:
-    """Tokens after a prompt, one after the other: the interface of `Step`.
+    """Tokens after prompts, one after the other: the interface of `Step`."""
 
-    Attributes:
-        first: The first token after the prompt, int64 [1].
-    """
+    def __init__(
+        self,
+        model: GpuModel,
+        stack: CompiledStack,
+        cache: Cache,
+        ids: Tensor,
+        first: Tensor,
+        choice: Choice,
+        positions: Sequence[int],
+        given: Any,
+    ) -> None:
+        """Begin a text.
 
-    def __init__(self, model: GpuModel, stack: Part, ids: Tensor, choice: Choice, most: int, lock: Lock) -> None:
-        """Read the prompt ids [1, t] of a text of at most so many tokens. lock: It is released by `close`.
-
-        Raises:
-            ChangedError: A layer has changed since the stack was compiled.
+        Args:
+            model: It computes the text.
+            stack: Whose `gpu_model` it is. Its lock is held by this thread, and released by `close`.
+            cache: Of the prompts.
+            ids: Of the prompts, [B, t].
+            first: The first tokens after these, [B].
+            choice: Chooses the others.
+            positions: Of the first tokens.
+            given: The cache of the call, if somebody sees it.
         """
-        self._model, self._choice, self._cache = model, choice, Cache(model.spec, most=most, where=model.where)
-        self._lock = lock
-        self._choose = partial(_chosen, choice, model.spec.logits, ids) if choice.alone else likeliest
-        logits = model.prefill(ids[0].tolist(), self._cache, before=partial(check_layer, stack))
-        self.first = choice(ids, logits[None])
+        self._model, self._stack, self._cache, self._choice, self._given = model, stack, cache, choice, given
+        self._captured = partial(choice, ids) if choice.alone else None  # chooses by the logits alone
+        self._seen, self._first = Text(ids), first
+        self._seen.append(first)
+        self._offsets = [position - cache.length for position in positions]  # from indices in the cache
+        self._tokens: list[int] = []  # the last ones
 
-    @property
-    def ahead(self) -> bool:
-        """Whether the next step is to be started before the host has seen the token of the last one, which it would see later otherwise."""
-        return self._model.goes_on(self._cache)
+    def next(self, ids: Tensor, *, goes_on: bool) -> Tensor:
+        """`Step.next`"""
+        if not self._tokens:
+            self._tokens = self._first.tolist()
+        else:
+            positions = [self._cache.length + offset for offset in self._offsets]
+            choose, is_captured = self._captured or self._choose, self._captured is not None
+            self._tokens = self._model.decode_tokens(
+                self._tokens, self._cache, positions, choose=choose, captured=is_captured, goes_on=goes_on
+            )
+        return torch.tensor(self._tokens, device="cpu")
 
-    def __call__(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        """ids [1, t]: everything so far, its last column are the tokens [1]. The next tokens [1]."""
-        logits, chosen = self._model.decode_chosen(tokens, self._cache, self._choose)
-        return chosen if self._choice.alone else _chosen(self._choice, self._model.spec.logits, ids, logits)
-
-    def undo(self) -> None:
-        """Do nothing: the cache is not returned."""
+    def _choose(self, logits: Tensor) -> Tensor:
+        """The tokens after all that there are."""
+        tokens = self._choice(self._seen.ids, logits)
+        self._seen.append(tokens)
+        return tokens
 
     def close(self) -> None:
-        """Free what the steps hold."""
-        self._model.close_steps_of(self._cache)
-        self._lock.release()
-
-
-def _chosen(choice: Choice, function: Logits, ids: Tensor, y: Tensor) -> Tensor:
-    """The tokens after ids [1, t], from the output y [1, N] of the head and the function of the logits."""
-    return choice(ids, logits_in_torch(y, function))
-
-
-def lowered(model: Part) -> tuple[GpuModel, CompiledStack] | None:
-    """A model lowered for a GPU, with its stack; None if some of it is not computed by `GpuModel`."""
-    decoder = compiled_decoder(model, compiled_outside)
-    if decoder is None or watched(model) or (head := Head.of(model.lm_head)) is None:
-        return None
-    stack, logits = decoder
-    found = stack.gpu_model(model.model, head, logits)
-    return None if isinstance(found, str) else (found, stack)
-
-
-def read_prompt(model: Part, ids: Tensor, arguments: Arguments, choice: Choice, most: int) -> GpuText | None:
-    """Read the prompt of a call of `generate` by `GpuModel`; None if that does not do what is asked for, or another thread does so now."""
-    if not _fits(ids, arguments):
-        return None
-    while (found := lowered(model)) is not None:
-        gpu_model, stack = found
-        if not stack.gpu_lock.acquire(blocking=False):
-            return None
+        """Free what the steps hold, and leave the cache of the call with all tokens but the last one, if somebody sees it."""
         try:
-            return GpuText(gpu_model, model.model, ids, choice, most, stack.gpu_lock)
-        except ChangedError:
-            stack.gpu_lock.release()
-        except BaseException:
-            stack.gpu_lock.release()
-            raise
-    return None
+            if self._given is not None:
+                give_back(self._cache, self._given, self._model.spec)
+            self._model.close_steps_of(self._cache)
+        finally:
+            self._stack.gpu_lock.release()
 
 
-def _fits(ids: Tensor, arguments: Arguments) -> bool:
-    """Whether a call is for one sequence without padding, in a new cache of floats."""
-    cache, mask, positions = arguments[cache_name(arguments)], arguments.get("attention_mask"), arguments.get("position_ids")
-    known = {cache_name(arguments), "attention_mask", "position_ids", *_UNUSED}
-    if len(ids) != 1 or any(value is not None and name not in known for name, value in arguments.items()):
+def lowered(model: Part) -> tuple[GpuModel, CompiledStack, Part] | str:
+    """A model lowered for a GPU, its stack compiled, and that of transformers; or why `GpuModel` does not compute it."""
+    decoder, stack = compiled_decoder(model), stack_of(model)
+    if decoder is None or stack is None or watched(model):
+        return "it has more parts than compiled layers and a head, a hook, or is in training"
+    if (head := Head.of(model.lm_head)) is None:
+        return "its head is no linear layer by itself"
+    found = decoder[0].gpu_model(stack, head, decoder[1])
+    return found if isinstance(found, str) else (found, decoder[0], stack)
+
+
+def read_prompts(
+    model: Part, ids: Tensor, config: GenerationConfig, arguments: Arguments, choice: Choice, *, kept: bool
+) -> GpuText | Step | None:
+    """Read the prompts of a call of `generate` for `GpuModel`.
+
+    Args:
+        model: The model.
+        ids: Of the prompts, [B, t].
+        config, arguments: Of the call.
+        choice: Chooses tokens.
+        kept: Whether somebody sees the cache of the call.
+
+    Returns:
+        The text after the prompts; steps of transformers, if it turns out that `GpuModel` cannot go on from here; None if nothing was
+        read, as `GpuModel` does not do what is asked for, or another thread uses it now.
+    """
+    past, starts = arguments[cache_name(arguments)], _starts(ids, arguments.get("attention_mask"))
+    if starts is None or is_capturing() or not plain(ids) or torch.is_grad_enabled():
+        return None
+    more, most = lengths(ids, config, arguments)
+    length = ids.shape[1] + more
+    is_alone = not past.get_seq_length() and _is_alone(ids, starts, arguments)
+    if isinstance(found := lowered(model), str):
+        return None
+    gpu_model, stack, module = found
+    if len(ids) > gpu_model.most_decode or why_not_transferred(past, gpu_model.spec, most) is not None:
+        return None
+    if stack.why_not_text(module, [length], most) is not None or stack.gpu_lock.locked():
+        return None
+    if not is_alone:
+        step = Step(model, arguments, model._prefill(ids, config, arguments), choice, ids, more)
+        return _after_forward(model, ids, step, starts, most, arguments, kept=kept) or step
+    with _locked(stack):
+        cache = Cache(gpu_model.spec, int8=type(past) is Int8Cache, most=most, where=gpu_model.where)
+        first = choice(ids, gpu_model.prefill(ids[0].tolist(), cache)[None])
+        return GpuText(gpu_model, stack, cache, ids, first, choice, [length], past if kept else None)
+
+
+def _after_forward(
+    model: Part, ids: Tensor, step: Step, starts: Sequence[int], most: int, arguments: Arguments, *, kept: bool
+) -> GpuText | None:
+    """The text after prompts that the model's forward has read; None if `GpuModel` does not compute it, or has other work now."""
+    past, found = arguments[cache_name(arguments)], lowered(model)  # the forward may have begun another cache
+    length = int(past.get_seq_length())
+    if isinstance(found, str) or length != ids.shape[1] + step.more or why_not_transferred(past, found[0].spec, most) is not None:
+        return None
+    gpu_model, stack, module = found
+    positions = _positions(step.prepared(ids), len(ids), length, mrope=stack.kinds.family.mrope)
+    if not positions or stack.why_not_text(module, positions, most) is not None or stack.gpu_lock.locked():
+        return None
+    with _locked(stack):
+        cache = taken(past, gpu_model.spec, gpu_model.where, starts, keep=kept)
+        return GpuText(gpu_model, stack, cache, ids, step.first, step.choice, positions, past if kept else None)
+
+
+@contextmanager
+def _locked(stack: CompiledStack) -> Iterator[None]:
+    """Lock a stack, for a text that unlocks it, unless an exception is raised within."""
+    stack.gpu_lock.acquire()
+    try:
+        yield
+    except BaseException:
+        stack.gpu_lock.release()
+        raise
+
+
+def _positions(prepared: Arguments, batch: int, length: int, *, mrope: bool) -> list[int]:
+    """The positions of the next tokens in a call of the model as transformers has prepared it; none if they are not known, or if more is
+    asked for. length: of the text with its padding."""
+    call = bind((), (), {name: value for name, value in prepared.items() if name not in _OF_PROMPTS}, ARGUMENTS)
+    if call is None or call["input_ids"].shape[1] != 1:
+        return []
+    if (given := call.get("position_ids")) is None:
+        return [] if mrope else [length] * batch
+    axes = given.reshape(-1, *given.shape[-2:])[-3:, :, 0]  # of four, the first one is that of masks
+    return [] if bool((axes != axes[0]).any()) else axes[0].expand(batch).tolist()
+
+
+def _starts(ids: Tensor, mask: Tensor | None) -> list[int] | None:
+    """Index of the first token of each sequence, behind padding; None if there is padding anywhere else, or a mask of another kind."""
+    if mask is None:
+        return [0] * len(ids)
+    if mask.dim() != 2 or len(mask) != len(ids):
+        return None
+    seen = mask.bool().cpu()
+    starts = seen.int().argmax(1)
+    is_left = torch.arange(seen.shape[1], device="cpu") >= starts[:, None]
+    return starts.tolist() if torch.equal(seen, is_left) else None
+
+
+def _is_alone(ids: Tensor, starts: Sequence[int], arguments: Arguments) -> bool:
+    """Whether a call is for one sequence without padding, and nothing else is asked for."""
+    positions = arguments.get("position_ids")
+    known = {cache_name(arguments), "attention_mask", "position_ids", *_NO_EFFECT}
+    if len(ids) != 1 or any(starts) or any(value is not None and name not in known for name, value in arguments.items()):
         return False
-    if type(cache) is not DynamicCache or cache.get_seq_length() or is_capturing() or not plain(ids) or torch.is_grad_enabled():
-        return False
-    if mask is not None and (mask.shape != ids.shape or not bool(mask.all())):
-        return False
-    return positions is None or (positions.shape == ids.shape and positions[0].tolist() == list(range(ids.shape[1])))
+    return positions is None or bool((positions == torch.arange(ids.shape[1], device=ids.device)).all())

@@ -10,6 +10,7 @@ takes transformers' preparation for each step.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,27 +21,28 @@ from transformers.generation.logits_process import MinPLogitsWarper, Temperature
 from halfbyte.decoder.families import family_of_model
 from halfbyte.decoder.family import Family
 from halfbyte.decoder.gpu_step import likeliest
+from halfbyte.decoder.spec import Logits
 from halfbyte.errors import UnsupportedError
-from halfbyte.integrations.transformers.decoder.live_ends import Logits
-from halfbyte.integrations.transformers.decoder.live_layer import weight_of
+from halfbyte.integrations.transformers.decoder.live_ends import Head
+from halfbyte.integrations.transformers.decoder.live_layer import family_of
 from halfbyte.integrations.transformers.decoder.stack import CompiledStack, compiled, is_compiled_stack
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, cache_name, is_true, unset
 from halfbyte.integrations.transformers.optimize.hooked import why_hooked
-from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers
-from halfbyte.kernels.layer_kinds import logits_in_torch
-from halfbyte.nn.modules.quantized import QuantLinear, has_global_hooks
-from halfbyte.nn.parallel.parallelize import part_of
+from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers, original
+from halfbyte.kernels.layer_kinds import LogitsFunction, logits_in_torch
+from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.library import plain
-from halfbyte.ops.transformer.layers import why_not_packed
+from halfbyte.ops.transformer.layers import Weight
 
 if TYPE_CHECKING:
-    from transformers import LogitsProcessorList
+    from transformers import GenerationConfig, LogitsProcessorList
     from transformers.utils.generic import ModelOutput
 
     from halfbyte.integrations.transformers.modules import Config, Part
 
 TOKEN = "input_ids"
+_ROOM = 1024  # tokens
 # Processors whose effect depends on scores alone, without a synchronization with the GPU.
 _OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Arguments of a causal model's call that are understood.
@@ -77,19 +79,41 @@ class Choice:
         return likeliest(chances / torch.empty_like(chances).exponential_())
 
 
+class Text:
+    """Token ids [B, t] that become more, with room for some: they are seldom copied."""
+
+    def __init__(self, ids: Tensor) -> None:
+        """Begin with the ids of a prompt."""
+        self.count = ids.shape[1]
+        self._places = torch.cat((ids, ids.new_empty(len(ids), _ROOM)), 1)
+
+    @property
+    def ids(self) -> Tensor:
+        """All ids so far."""
+        return self._places[:, : self.count]
+
+    def append(self, tokens: Tensor) -> None:
+        """Append a token [B] to each."""
+        if self.count == self._places.shape[1]:
+            self._places = torch.cat((self._places, torch.empty_like(self._places)), 1)
+        self._places[:, self.count] = tokens
+        self.count += 1
+
+
 class Step:
     """A model's decoding step.
 
     arguments  those of the model's call that read the prompt
     outputs    of that call
+    choice     chooses tokens
     ids        of the prompt, [B, t]
     more       tokens in the cache that ids do not have
     first      the first tokens after the prompt, [B]
     """
 
     def __init__(self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, ids: Tensor, more: int = 0) -> None:
-        self._model, self._choice, self._more = model, choice, more
-        self.first = choice(ids, outputs["logits"][:, -1])
+        self._model, self.choice, self.more = model, choice, more
+        self.first, self._has_begun = choice(ids, outputs["logits"][:, -1]), False
         self._arguments: Arguments = model._update_model_kwargs_for_generation(outputs, arguments)
         self._native = ModelStep.of(model) if model.device.type == "cpu" else None
         self._skipped = 0  # steps of which the arguments know nothing
@@ -98,12 +122,20 @@ class Step:
         # Whether transformers prepares each step: caches of fixed size come with masks that change in another way once a window is full.
         self._prepared: bool = getattr(self._arguments[cache_name(self._arguments)], "is_compileable", False)
 
-    @property
-    def ahead(self) -> bool:
-        """Whether the next step may be started before the host has seen the token of the last one."""
-        return False
+    def prepared(self, ids: Tensor) -> Arguments:
+        """The arguments of the model's call after the prompt, as transformers prepares them. ids: of the prompt, [B, t]."""
+        ids = torch.cat((ids, self.first[:, None]), 1)
+        found: Arguments = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **self._arguments)
+        return found
 
-    def __call__(self, ids: Tensor, tokens: Tensor) -> Tensor:
+    def next(self, ids: Tensor, *, goes_on: bool) -> Tensor:
+        """The next tokens [B], for the host. ids [B, t]: everything so far, on the host; goes_on: whether more tokens may follow these."""
+        if self._has_begun:
+            return self._after(ids, ids[:, -1])
+        self._has_begun = True
+        return self.first
+
+    def _after(self, ids: Tensor, tokens: Tensor) -> Tensor:
         """ids [B, t]: everything so far, its last column are the tokens [B]. The next tokens [B]."""
         if self._inputs is None:
             self._prepare(ids)
@@ -113,17 +145,14 @@ class Step:
         assert self._before is not None
         outputs = self._model(**self._before, return_dict=True)
         self._arguments = self._model._update_model_kwargs_for_generation(outputs, self._arguments)
-        return self._choice(ids, outputs.logits[:, -1])
-
-    def undo(self) -> None:
-        """Undoes the last step, where it was made ahead."""
+        return self.choice(ids, outputs.logits[:, -1])
 
     def close(self) -> None:
         """Frees what the step holds."""
 
     def _length(self, ids: Tensor) -> int:
         """Tokens in the cache before a step."""
-        return ids.shape[1] - 1 + self._more
+        return ids.shape[1] - 1 + self.more
 
     def _prepare(self, ids: Tensor) -> None:
         """Prepares a step as transformers does. The second time in a row it is found out what changes."""
@@ -146,7 +175,7 @@ class Step:
         self._prepared, self._inputs = True, None
 
     def _run(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        return self._choice(ids, self._scores(tokens))
+        return self.choice(ids, self._scores(tokens))
 
     def _scores(self, tokens: Tensor) -> Tensor:
         """The model's logits [B, v] for these tokens [B], with all that they change."""
@@ -171,15 +200,11 @@ class ModelStep:
     @classmethod
     def of(cls, model: Part) -> ModelStep | None:
         """Make the step of a model; None if it is not computed in one native call."""
-        if (decoder := compiled_decoder(model, compiled)) is None or why_hooked(model) is not None or "forward" in vars(model.lm_head):
+        decoder, stack = compiled_decoder(model), stack_of(model)
+        if decoder is None or stack is None or why_hooked(model) is not None:
             return None
-        head, stack = model.lm_head, model.model
-        found, logits = decoder
-        weight = None
-        if type(head) is QuantLinear:
-            if part_of(head) is not None or why_not_packed([head.packed]) is not None:
-                return None
-            weight = weight_of(head)
+        (found, logits), head = decoder, Head.of(model.lm_head)
+        weight = head.weight if head is not None and isinstance(head.weight, Weight) else None
         step = found.step(stack, weight, None if weight is None else logits)
         return None if step is None else cls(model, step, logits, with_head=weight is not None)
 
@@ -195,24 +220,49 @@ class ModelStep:
         return y if y is None or self._head is None else logits_in_torch(self._head(y), self._logits)
 
 
-def compiled_decoder(model: Part, compile_stack: Callable[[Part], CompiledStack | str]) -> tuple[CompiledStack, Logits] | None:
-    """The stack of a causal language model that has nothing else but its head, compiled by a function of the stack, and the function of its
-    logits; None for other models."""
-    family, stack = family_of_model(name_in_transformers(model)), getattr(model, "model", None)
-    if family is None or not is_compiled_stack(stack) or model.config is not stack.config or model.training or has_global_hooks():
+def stack_of(model: Part) -> Part | None:
+    """The compiled stack of a model that has nothing else but its head, or parts that compute embeddings of images; None for others."""
+    inner = getattr(model, "model", None)
+    stack = getattr(inner, "language_model", inner)
+    if not is_compiled_stack(stack) or model.config.get_text_config(decoder=True) is not stack.config:
         return None
-    found = compile_stack(stack)
-    return None if isinstance(found, str) else (found, _logits(family, model.config))
+    name, family = name_in_transformers(model), family_of(stack.layers[0])
+    if stack is inner:
+        return stack if family_of_model(name) is family is not None else None
+    module = name_in_transformers(stack.layers[0]).rpartition(".")[0]
+    return stack if name.startswith(f"{module}.") and name.endswith("ForConditionalGeneration") else None
 
 
-def _logits(family: Family, config: Config) -> Logits:
-    """The function of a model's logits."""
-    if family.logits_divisor is not None:
-        return "over", getattr(config, family.logits_divisor)
-    if family.logits_multiplier is not None:
-        return "times", getattr(config, family.logits_multiplier)
-    cap = None if family.logits_softcap is None else getattr(config, family.logits_softcap)
-    return None if cap is None else ("cap", cap)
+def lengths(ids: Tensor, config: GenerationConfig, arguments: Arguments) -> tuple[int, int]:
+    """How many tokens of the text of a call of `generate` come before ids [B, t], in the cache alone, and how many it has at most."""
+    mask = arguments.get("attention_mask")
+    known = 0 if mask is None else mask.shape[1], getattr(config, "_mask_length", 0)
+    before = max(0, *(count - ids.shape[1] for count in known))
+    assert config.max_length is not None
+    return before, before + config.max_length
+
+
+def compiled_decoder(model: Part) -> tuple[CompiledStack, Logits] | None:
+    """The compiled stack of a causal language model (`stack_of`), as it is now, and the function of its logits; None for other models."""
+    stack = stack_of(model)
+    if stack is None or model.training or has_global_hooks():
+        return None
+    found, family = compiled(stack), family_of(stack.layers[0])
+    return None if isinstance(found, str) or family is None else (found, _logits(model, family, stack.config))
+
+
+def _logits(model: Part, family: Family, config: Config) -> Logits:
+    """The function of a model's logits. Models of images may lack that of their family's text models: their forward does not read it."""
+    read = None if model.config is config else inspect.unwrap(original(model).forward).__code__.co_names  # type: ignore[attr-defined]
+    settings: list[tuple[LogitsFunction, str | None]] = [
+        ("over", family.logits_divisor),
+        ("times", family.logits_multiplier),
+        ("cap", family.logits_softcap),
+    ]
+    for function, name in settings:
+        if name is not None and (read is None or name in read) and (constant := getattr(config, name)) is not None:
+            return function, constant
+    return None
 
 
 class Inputs:

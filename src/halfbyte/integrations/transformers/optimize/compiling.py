@@ -8,37 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halfbyte import env
-from halfbyte.bounded import by_object
 from halfbyte.dispatch.gpu import why_no_triton
-from halfbyte.integrations.transformers.decoder.live_layer import has_experts
-from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
-from halfbyte.integrations.transformers.optimize.forwards import why_not_native
 from halfbyte.nn.modules.experts import MixtureOfExperts
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
-
-
-def compile_ahead(model: Part, batch: int, tokens: int, cache: Callable[[], object]) -> None:
-    """Compiles what a language model on a GPU runs for prompts [batch, tokens] and for the token after them, the first time that it is
-    called for a model; does nothing on other devices, and where kernels are tuned as they are met.
-
-    cache  makes an empty one, of the kind and size that will be used
-    """
-    if not env.tune():
-        _compile_once(model, batch, tokens, cache)
-
-
-@by_object()
-def _compile_once(model: Part, batch: int, tokens: int, cache: Callable[[], object]) -> None:
-    """`compile_ahead` for the first arguments that it is called with for a model: kernels for others are compiled when they are needed."""
-    stacks = [module for module in model.modules() if is_compiled_stack(module)]
-    if stacks and all(
-        why_not_native(layer) is None and not has_experts(layer) for stack in stacks for layer in stack.get_submodule("layers").children()
-    ):
-        compile_kernels(model, batch, tokens, cache, logits_to_keep=1)
 
 
 def compile_kernels(model: Part, batch: int, tokens: int, cache: Callable[[], object], **settings: object) -> None:

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from halfbyte import __version__, env, ops
+from halfbyte.decoder.cache import Cache
 from halfbyte.integrations.transformers.attention import NAME as ATTENTION
-from halfbyte.integrations.transformers.generate.generating import new_cache
+from halfbyte.integrations.transformers.generate.gpu_text import lowered
 from halfbyte.integrations.transformers.optimize.calls import CACHE, KV_CACHE, OLD_CACHE
 from halfbyte.integrations.transformers.optimize.compiling import compile_kernels
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, restore_class
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Config, Part
 
 _PREFILL, _STEPS = 5, 2  # tokens
-_ROOM = 64  # tokens in the cache on a GPU
 _PACKAGES = ("torch", "transformers", "triton")
 _ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # Error of activations quantized to int8: uniform of a scale's width, with the largest of a block at 3.5 standard deviations.
@@ -108,7 +108,7 @@ class SelfCheck:
         for one, plain in zip(self.models, self.plain, strict=True):
             name = type(one).__name__
             try:
-                found = _outputs(one, fixed_cache=True)
+                found = _outputs(one, optimized=True)
             except Exception as error:  # whatever code that has changed may raise
                 return f"an optimized {name} raises {type(error).__name__}: {error}"
             bound = tolerance(one)
@@ -215,8 +215,8 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _outputs(model: Any, *, fixed_cache: bool = False) -> list[Tensor]:
-    """The first output of each call, of decoders at its last token. fixed_cache: with a cache of fixed size on a GPU, as in `generate`."""
+def _outputs(model: Any, *, optimized: bool = False) -> list[Tensor]:
+    """The first output of each call, of decoders at its last token. optimized: on a GPU decode as `generate` does."""
     device = model.device
     with _in_evaluation(model):
         if model.main_input_name == "pixel_values":
@@ -227,9 +227,13 @@ def _outputs(model: Any, *, fixed_cache: bool = False) -> list[Tensor]:
             return [_first(model(input_ids=ids[:, :_PREFILL], **more))]
         parts, past = ids.split([_PREFILL, *[1] * _STEPS], 1), None
         if device.type == "cuda" and model.can_generate():
-            cache = partial(new_cache, model, _ROOM) if fixed_cache else partial(DynamicCache, config=model.config)
-            compile_kernels(model, 1, _PREFILL, cache)
-            past = cache()
+            compile_kernels(model, 1, _PREFILL, partial(DynamicCache, config=model.config))
+            past = DynamicCache(config=model.config)
+            if optimized and not isinstance(found := lowered(model), str):
+                cache = Cache(found[0].spec, where=found[0].where)
+                found[0].prefill(parts[0][0].tolist(), cache)
+                decoded = [found[0].decode(part[0].tolist(), cache).cpu() for part in parts[1:]]
+                return [*_continued(model, parts[:1], past), *decoded]
         return _continued(model, parts, past)
 
 
