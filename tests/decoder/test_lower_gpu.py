@@ -19,7 +19,7 @@ from language_model import make_language_model
 from tiny_decoders import CASES, vary_
 
 import halfbyte as hb
-from halfbyte.decoder import gpu_step, lower_gpu
+from halfbyte.decoder import gpu_step
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache, OnGpu, Slots
 from halfbyte.decoder.gpu_step import DecodeStep
