@@ -22,7 +22,8 @@ from halfbyte.nn.modules.conv import fold_of
 from halfbyte.nn.modules.expanded import expanded
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, NOTES, add_kept, add_notes
-from halfbyte.nn.static.codes import LayerWeight, calibrated, on_codes, replace_
+from halfbyte.nn.static.bias_correction import Layer, LayerWeight
+from halfbyte.nn.static.codes import calibrated, on_codes, replace_
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 
 # What takes the place of a method for weights that calibration does not reach: embeddings above all.
@@ -195,7 +196,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
 
     kept: dict[str, str] = {}
 
-    def weight_of(name: str, layer: nn.Conv1d | nn.Conv2d | nn.Linear) -> LayerWeight | str:
+    def weight_of(name: str, layer: Layer) -> LayerWeight | str:
         fmt = decisions[name]
         if isinstance(fmt, str):
             return fmt
