@@ -44,6 +44,7 @@ RANKS = {
     "bench": 7,
     "checkpoint": 7,
     "integrations": 8,
+    "deploy": 8,
     "evaluate": 8,
     "language": 8,
     "serve": 9,
@@ -65,6 +66,7 @@ HEAVY = {
     "gguf": None,
     "sentence_transformers": None,
     "onnx": None,
+    "onnxscript": None,
     "onnxruntime": None,
     "openvino": None,
 }

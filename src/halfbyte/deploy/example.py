@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,17 +24,29 @@ _MOST = 1 << 16  # of a size that the model does not limit
 
 
 class _Plain(nn.Module):
-    """A model that takes tensors in the order of `names` and whose result has no class of its own."""
+    """A model that takes tensors by position and whose result has no class of its own; `names`: by which it takes them, if by name."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], **more: object) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str] = (), **more: object) -> None:
         super().__init__()
         self.model, self.names, self.more = model, tuple(names), more
 
     def forward(self, *inputs: Tensor) -> object:
-        result = self.model(**dict(zip(self.names, inputs, strict=True)), **self.more)
+        named = dict(zip(self.names, inputs, strict=True)) if self.names else {}
+        result = self.model(*(() if named else inputs), **named, **self.more)
         if isinstance(result, Mapping):  # such as transformers' ModelOutput
             return {name: value for name, value in result.items() if isinstance(value, Tensor)}
         return result
+
+
+class _Positional(nn.Module):
+    """A module with one variable argument, as `_Plain` has, for which torch.export takes the sizes in the same form."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> object:
+        return self.module(*inputs)
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,10 @@ class Example:
     inputs: Mapping[str, Tensor]
     sizes: Mapping[str, Sizes]
     most: Mapping[str, int]
+
+    def of(self, module: nn.Module) -> Example:
+        """The same call of another module."""
+        return replace(self, module=_Positional(module))
 
     def trace(self) -> ExportedProgram:
         """The program of the model.
@@ -96,8 +112,11 @@ def example_of(model: nn.Module, inputs: Inputs | None, sizes: Mapping[str, Size
         if sizes is not None:
             raise ArgumentError("sizes names dimensions of inputs, got no inputs: pass both")
         return _known(model, context)
+    by_name = isinstance(inputs, Mapping)
     if not isinstance(inputs, Mapping):
-        inputs = dict(zip(inspect.signature(model.forward).parameters, inputs, strict=False))
+        parameters = inspect.signature(model.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        inputs = {names[i] if i < len(names) else f"input_{i}": tensor for i, tensor in enumerate(inputs)}
     for name, tensor in inputs.items():
         check_type(tensor, Tensor, f"the input {name} of an exported model is a tensor", "wrap the model in a module that takes tensors alone")
     sizes = {} if sizes is None else sizes
@@ -105,7 +124,8 @@ def example_of(model: nn.Module, inputs: Inputs | None, sizes: Mapping[str, Size
         if name not in inputs or not 0 <= at < inputs[name].dim():
             got = {name: list(tensor.shape) for name, tensor in inputs.items()}
             raise ArgumentError(f"sizes names dimension {at} of {name}, got inputs of shapes {got}: name a dimension of one of them")
-    return Example(_Plain(model, tuple(inputs)), inputs, sizes, {size: _MOST for varying in sizes.values() for size in varying.values()})
+    module = _Plain(model, tuple(inputs) if by_name else ())
+    return Example(module, inputs, sizes, {size: _MOST for varying in sizes.values() for size in varying.values()})
 
 
 def _known(model: Any, context: int | None) -> Example:

@@ -18,7 +18,9 @@ from torch.func import functional_call
 from torch.fx.node import Argument, Target
 
 from halfbyte import ops
+from halfbyte.nn.described import LEAST, MOST, Scale
 from halfbyte.nn.modules.weight_view import AnyPacked
+from halfbyte.nn.static.traced import module_of
 
 Layer = nn.Conv1d | nn.Conv2d | nn.Linear
 
@@ -44,9 +46,10 @@ def channel_means(layer: Layer, y: Tensor) -> Tensor:
 class BiasCorrector(fx.Interpreter):
     """Runs images through a traced network with dequantized weights, and collects by how much the means of its layers are off."""
 
-    def __init__(self, traced: fx.GraphModule, weights: Weights) -> None:
+    def __init__(self, traced: fx.GraphModule, weights: Weights, scales) -> None:
         super().__init__(traced)
         self.extra_traceback = False  # errors stay one sentence
+        self._scales = scales
         self._weights = functools.cache(weights)
         self._means: Mapping[str, Tensor] = {}
         self._shifts: defaultdict[str, list[Tensor]] = defaultdict(list)
@@ -56,11 +59,19 @@ class BiasCorrector(fx.Interpreter):
         self._means = means
         self.run(images)
 
+    def run_node(self, n: fx.Node) -> object:
+        value = super().run_node(n)
+        scale = self._scales.get(n.name)
+        if scale is None or not isinstance(value, Tensor) or any(isinstance(module_of(user, self.submodules), nn.ReLU | nn.ReLU6) for user in n.users):
+            return value
+        return ((value / scale.step + scale.zero).round().clamp(LEAST, MOST) - scale.zero) * scale.step
+
     def call_module(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> Any:
         name, layer = str(target), self.submodules[str(target)]
         if name not in self._means or not isinstance(layer, Layer) or isinstance(weight := self._weights(name, layer), str):
             return super().call_module(target, args, kwargs)
-        rounded = ops.dequantize(weight.packed, layer.weight.dtype).view_as(layer.weight)
+        rounded = torch.empty_like(layer.weight)  # in its memory format, which those of results follow
+        rounded.copy_(ops.dequantize(weight.packed, layer.weight.dtype).view_as(layer.weight))
         y = functional_call(layer, {"weight": rounded}, args, kwargs)
         shift = channel_means(layer, y) - self._means[name]
         if weight.bias is None or not shift.isfinite().all():

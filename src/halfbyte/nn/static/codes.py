@@ -20,7 +20,7 @@ from halfbyte.formats.spec import as_format
 from halfbyte.nn.config import Observer
 from halfbyte.nn.described import LEAST, MOST, Calibrated, Scale
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
-from halfbyte.nn.modules.quantized import keep_hooks, why_not_hooks
+from halfbyte.nn.modules.quantized import QuantLinear, keep_hooks, why_not_hooks
 from halfbyte.nn.static.batchnorm import fold_
 from halfbyte.nn.static.bias_correction import BiasCorrector, Layer, LayerWeight, Weights, channel_means
 from halfbyte.nn.static.integer import (
@@ -32,6 +32,7 @@ from halfbyte.nn.static.integer import (
     MaxPool,
     Quantize,
     Requantize,
+    clamp_codes,
     nearest,
 )
 from halfbyte.nn.static.memory_format import Formats
@@ -85,18 +86,23 @@ def on_codes(model: nn.Module, images: Iterable[object], weights: Weights, *, ob
     """
     traced, folded = _traced(model)
     range_observer = _RangeObserver(traced, observer, {layer for layer, _ in folded})
-    corrector = BiasCorrector(traced, weights)
+    runs = []
     with torch.no_grad():
         for batch in [images] if isinstance(images, Tensor) else images:
             image = _image_of(batch)
             if image.is_floating_point():  # others may be ids
                 check_floats(image, "calibration takes images")
             range_observer.run(image)
-            corrector.collect(image, range_observer.means)
+            runs.append((image, dict(range_observer.means)))
     if not range_observer.seen:
         raise ArgumentError("there are no calibration images of float32, bfloat16 or float16: pass at least one batch")
+    scales = range_observer.scales()
+    corrector = BiasCorrector(traced, weights, scales)
+    with torch.no_grad():
+        for image, means in runs:
+            corrector.collect(image, means)
     notes = (f"{len(folded)} batch norm{' was' if len(folded) == 1 else 's were'} folded into the layers before",) if folded else ()
-    return _Rewriter(traced, range_observer.scales(), corrector.weights()).result(notes)
+    return _Rewriter(traced, scales, corrector.weights()).result(notes)
 
 
 def rebuilt(model: nn.Module, calibration_record: Calibrated) -> fx.GraphModule:
@@ -331,10 +337,10 @@ class _Rewriter:
             return isinstance(module_of(node, modules), IntegerConv2d | MaxPool | AveragePool)
 
         def passes(node: fx.Node) -> bool:
-            return node.target is nearest or isinstance(module_of(node, modules), Quantize | Dequantize | Requantize)
+            return node.target in (nearest, clamp_codes) or isinstance(module_of(node, modules), Quantize | Dequantize | Requantize)
 
         def reads_any(node: fx.Node) -> bool:
-            return isinstance(module_of(node, modules), IntegerLinear)
+            return isinstance(module_of(node, modules), IntegerLinear | QuantLinear)
 
         Formats(self.graph, modules, gives, passes, reads_any).restore()
 
@@ -377,6 +383,11 @@ class _Rewriter:
                 self.floats.append(str(node.target))
                 make, reason = None, f": {weight}"
             given = module, weight
+        if make is not None and isinstance(given, tuple) and self._is_head(node):
+            weight = given[1]
+            linear = QuantLinear(weight.packed, weight.bias, "float", dtype=given[0].weight.dtype, error=weight.error)
+            self.float_of[node] = self._call(node, linear, self._floats(_first(node)))
+            return
         if make is not None:
             replacement, scale, covers = make(node, given)
             for covered in (node, *covers):
@@ -386,6 +397,11 @@ class _Rewriter:
             what = type(module).__name__ if module is not None else getattr(node.target, "__name__", node.target)
             self.notes.append(f"{node.target if module is not None else node.name} ({what}) runs in floating point{reason}")
         self.float_of[node] = copy_node(node, self.traced, self.graph, self.root, self._floats)
+
+    def _is_head(self, node: fx.Node) -> bool:
+        """Whether a node is a linear layer whose result nothing on codes reads: as codes, logits that differ by less than a step were equal."""
+        users = [user for user in node.users if user.op != "output"]
+        return isinstance(module_of(node, self.modules), nn.Linear) and not any(self._maker(u, module_of(u, self.modules)) for u in users)
 
     def _maker(self, node: fx.Node, module: nn.Module | None) -> Callable[..., tuple[fx.Node, Scale, list[fx.Node]]] | None:
         """The function that makes a node on codes; None for an operation that has none."""
@@ -454,7 +470,7 @@ class _Rewriter:
 
     def _relu(self, node: fx.Node, module: nn.Module | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         x, scale = self._codes(_first(node))
-        return self.graph.call_function(torch.clamp, (x, *_relu_clamp(scale, module))), scale, []
+        return self.graph.call_function(clamp_codes, (x, *_relu_clamp(scale, module))), scale, []
 
     def _as_it_is(self, node: fx.Node, module: nn.Module | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         """For operations that only move codes."""
