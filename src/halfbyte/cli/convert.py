@@ -6,7 +6,7 @@ import argparse
 from os.path import lexists
 
 from halfbyte.cli.shared.models import load_whole
-from halfbyte.cli.shared.output import Commands, add_command, path_argument, progress, show, show_written
+from halfbyte.cli.shared.output import Commands, add_command, check_written, path_argument, progress, show, show_written
 from halfbyte.errors import ArgumentError
 
 KINDS = ("gguf", "onnx", "awq", "gptq", "compressed-tensors", "halfbyte")
@@ -44,6 +44,7 @@ def _to_onnx(args: argparse.Namespace) -> int:
 
     if args.resume:
         raise ArgumentError("--resume continues a conversion tensor by tensor, and an ONNX file is written as a whole: leave it out")
+    check_written("DST", args.dst, ".onnx")
     if lexists(args.dst):
         raise ArgumentError(f"{args.dst} exists: choose another place, or remove it")
     notes = export_onnx(load_whole(args.src), args.dst)

@@ -14,8 +14,8 @@ def add(commands: Commands) -> None:
         "export",
         run,
         "write a model as a compiled program",
-        "Compile a quantized model with torch.export and AOTInductor, which needs a C++ compiler, and write the program, halfbyte's compiled "
-        "kernels and a loader (load.py) to a folder. It runs where the same halfbyte and torch are, without the model's Python source.",
+        "Compile a quantized model with torch.export and AOTInductor, which needs a C++ compiler, and write the program, halfbyte's "
+        "compiled kernels and a loader (load.py) to a folder. It runs where the same halfbyte and torch are, without the model's source.",
     )
     parser.add_argument("model", metavar="MODEL", type=path_argument, help="checkpoint of a text model, an image classifier or a UNet")
     parser.add_argument("out", metavar="OUT", type=path_argument, help="folder to write, which does not exist yet")

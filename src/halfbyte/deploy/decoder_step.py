@@ -48,7 +48,7 @@ def decoder_step(model: Any, ids: Tensor, context: int) -> tuple[DecoderStep, di
         cache = model(input_ids=ids, use_cache=True).past_key_values
     layers = getattr(cache, "layers", [])
     if not layers or not all(isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.dim() == 4 for layer in layers):
-        raise UnsupportedError(f"the state of {type(model).__name__} is not a KV cache of every layer: export it without a cache, context=None")
+        raise UnsupportedError(f"the state of {type(model).__name__} is not a KV cache of every layer: use export_onnx instead")
     step = DecoderStep(model, context, [(layer.keys, layer.values) for layer in layers]).eval()
     return step, {"input_ids": ids, "position": torch.zeros((), dtype=torch.int64, device=ids.device)}
 
@@ -57,16 +57,18 @@ def _cache_layer(context: int) -> Any:
     """A layer of a cache whose tensors and position `DecoderStep` sets at each call; transformers is imported here."""
     from transformers.cache_utils import StaticLayer
 
-    class Layer(StaticLayer):
+    class Layer(StaticLayer):  # type: ignore[no-untyped-call]
         position: Tensor
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+            assert self.keys is not None
+            assert self.values is not None
             places = self.position + torch.arange(key_states.shape[-2], device=key_states.device)
             self.keys.index_copy_(2, places, key_states)
             self.values.index_copy_(2, places, value_states)
             return self.keys, self.values
 
-        def get_seq_length(self) -> Tensor:
+        def get_seq_length(self) -> Tensor:  # type: ignore[override]
             return self.position
 
     layer = Layer(max_cache_len=context)

@@ -118,7 +118,7 @@ def example_of(model: nn.Module, inputs: Inputs | None, sizes: Mapping[str, Size
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         inputs = {names[i] if i < len(names) else f"input_{i}": tensor for i, tensor in enumerate(inputs)}
     for name, tensor in inputs.items():
-        check_type(tensor, Tensor, f"the input {name} of an exported model is a tensor", "wrap the model in a module that takes tensors alone")
+        check_type(tensor, Tensor, f"the input {name} of an exported model is a tensor", "wrap it in a module that takes only tensors")
     sizes = {} if sizes is None else sizes
     for name, at in ((name, at) for name, varying in sizes.items() for at in varying):
         if name not in inputs or not 0 <= at < inputs[name].dim():
@@ -130,8 +130,10 @@ def example_of(model: nn.Module, inputs: Inputs | None, sizes: Mapping[str, Size
 
 def _known(model: Any, context: int | None) -> Example:
     """The call of a model of transformers or diffusers."""
-    config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
-    batch, device, dtype = {0: "batch"}, _device(model), getattr(model, "dtype", torch.float32)
+    main, name = getattr(model, "main_input_name", None), type(model).__name__
+    if main not in ("input_ids", "pixel_values") and name not in ("UNet2DModel", "UNet2DConditionModel"):
+        raise _unknown(name)
+    config, batch, device, dtype = model.config, {0: "batch"}, _device(model), getattr(model, "dtype", torch.float32)
     if main == "input_ids" and not getattr(config, "is_encoder_decoder", False):
         most = int(getattr(config, "max_position_embeddings", _MOST))
         ids = torch.arange(_BATCH * _TOKENS, device=device).reshape(_BATCH, _TOKENS) % config.vocab_size
@@ -149,20 +151,22 @@ def _known(model: Any, context: int | None) -> Example:
         height, width = side if isinstance(side, list | tuple) else (side, side)
         inputs = {"pixel_values": torch.zeros(_BATCH, channels, height, width, device=device, dtype=dtype)}
         return Example(_Plain(model, tuple(inputs)), inputs, {"pixel_values": batch}, {"batch": _MOST})
-    if type(model).__name__ in ("UNet2DModel", "UNet2DConditionModel"):
-        side = config.sample_size
-        height, width = side if isinstance(side, list | tuple) else (side, side)
-        inputs = {
-            "sample": torch.zeros(_BATCH, config.in_channels, height, width, device=device, dtype=dtype),
-            "timestep": torch.zeros(_BATCH, device=device, dtype=torch.int64),
-        }
-        if hasattr(config, "cross_attention_dim"):
-            inputs["encoder_hidden_states"] = torch.zeros(_BATCH, 77, config.cross_attention_dim, device=device, dtype=dtype)
-        return Example(_Plain(model, tuple(inputs)), inputs, dict.fromkeys(inputs, batch), {"batch": _MOST})
-    raise ArgumentError(
-        f"what {type(model).__name__} takes is not known here, only what text models, image classifiers and UNets do: pass inputs= to "
-        "hb.export_program or hb.export_onnx"
-    )
+    if main is not None:  # an encoder and a decoder
+        raise _unknown(name)
+    side = config.sample_size
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    inputs = {
+        "sample": torch.zeros(_BATCH, config.in_channels, height, width, device=device, dtype=dtype),
+        "timestep": torch.zeros(_BATCH, device=device, dtype=torch.int64),
+    }
+    if hasattr(config, "cross_attention_dim"):
+        inputs["encoder_hidden_states"] = torch.zeros(_BATCH, 77, config.cross_attention_dim, device=device, dtype=dtype)
+    return Example(_Plain(model, tuple(inputs)), inputs, dict.fromkeys(inputs, batch), {"batch": _MOST})
+
+
+def _unknown(name: str) -> ArgumentError:
+    known = "text models, image classifiers and UNets"
+    return ArgumentError(f"what {name} takes is not known here, only what {known} do: pass inputs= to export_program or export_onnx")
 
 
 def _device(model: nn.Module) -> torch.device:

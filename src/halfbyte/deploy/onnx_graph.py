@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.onnx.ops import symbolic
 
 from halfbyte import ops
-from halfbyte.deploy.onnx_static import dequantized_rows
+from halfbyte.deploy.onnx_static import Attribute, dequantized_rows
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import as_format
@@ -28,7 +28,7 @@ from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import Filter, PackedConv, channels_first
-from halfbyte.ops.conv.functions import filter_from_numbers
+from halfbyte.ops.conv.images import filter_from_numbers
 from halfbyte.ops.ends import ends
 
 _INT8 = 4  # the accuracy level of MatMulNBits that rounds activations to int8, as compute="int8" does
@@ -41,7 +41,7 @@ class _Linear(nn.Module):
     def __init__(self, weight: Codes, compute: str) -> None:
         super().__init__()
         self.n, self.k = weight.shape
-        self.settings: dict[str, int] = {}
+        self.settings: dict[str, Attribute] = {}
         tensors, settings = {"weight": weight.dequantize()}, None
         if why_not(weight) is None:
             tensors, settings = matmul_n_bits(weight)
@@ -141,7 +141,7 @@ def replace_ops(traced: fx.GraphModule) -> list[str]:
         name = str(node.target._opname)
         weight = node.args[1 if name in ("linear", "linear_gelu", "embedding", "conv2d") else 0]
         if name not in _FORMS:
-            raise UnsupportedError(f"halfbyte::{name} has no form in ONNX, only {', '.join(_FORMS)} have: export the parts of the model without it")
+            raise UnsupportedError(f"halfbyte::{name} has no form in ONNX, only {', '.join(_FORMS)} have: leave that part out")
         module, inputs, note = _FORMS[name](traced, list(node.args))
         target = f"{name}_{len(notes)}_{node.name}"
         traced.add_submodule(target, module)

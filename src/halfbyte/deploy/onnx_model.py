@@ -65,7 +65,7 @@ def export_onnx(
     program = _translate(example, example.of(graph).trace())
     content = program.model_proto.SerializeToString()
     if len(content) > FILE_LIMIT:
-        raise UnsupportedError(f"the model takes {len(content)} bytes as ONNX, and one file holds {FILE_LIMIT}: quantize more of it, to fewer bits")
+        raise UnsupportedError(f"the model takes {len(content)} bytes as ONNX, and a file holds {FILE_LIMIT}: quantize more, to fewer bits")
     with replacing_file(target) as temporary:
         temporary.write_bytes(content)
     return notes

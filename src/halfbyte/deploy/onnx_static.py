@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,7 @@ from halfbyte.nn.static.integer import (
 from halfbyte.nn.static.network import IntegerNetwork
 
 _UNIT = Scale(1.0, 0)
+Attribute = int | float | str | bool | Sequence[int] | Sequence[float] | Sequence[str] | Sequence[bool]
 
 
 def quantized(x: Tensor, scale: Scale) -> Tensor:
@@ -97,7 +99,7 @@ class _Layer(nn.Module):
         if self.is_lines:
             x = x.unsqueeze(-2)
         top, bottom, left, right = self.window.padding
-        attributes = {
+        attributes: dict[str, Attribute] = {
             "group": self.groups, "strides": [*self.window.stride], "dilations": [*self.window.dilation], "pads": [top, left, bottom, right]
         }  # fmt: skip
         height, width = self.window.out_size((x.shape[2], x.shape[3]), (weight.shape[2], weight.shape[3]))
@@ -183,5 +185,6 @@ def _network(network: IntegerNetwork) -> fx.GraphModule:
             node.args = (x, low - LEAST, high - LEAST)
         elif node.target is nearest:
             node.target = _nearest
-    roots = {str(node.target): operator.attrgetter(str(node.target))(network) for node in graph.nodes if node.op in ("call_module", "get_attr")}
-    return fx.GraphModule({name: with_qdq(it) if isinstance(it, nn.Module) else it for name, it in roots.items()}, graph)
+    names = {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    parts = {name: operator.attrgetter(name)(network) for name in names}
+    return fx.GraphModule({name: with_qdq(part) if isinstance(part, nn.Module) else part for name, part in parts.items()}, graph)

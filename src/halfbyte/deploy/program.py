@@ -45,8 +45,11 @@ from halfbyte.ops.transformer import norms as _norms  # noqa: F401
 from halfbyte.ops.transformer import routing as _routing  # noqa: F401
 
 _PACKAGE, _KERNELS, _EXAMPLE, _MANIFEST, _LOADER = "model.pt2", "kernels", "example.safetensors", "program.json", "load.py"
+_LONGER = 16  # times the example's size, of what is no batch
 _CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # torch's names, each including those before
-_LOAD = '''"""Loads the program in this folder: `from load import program; y = program({arguments})`. Needs halfbyte and torch as in program.json."""
+_LOAD = '''"""`from load import program; y = program({arguments})`
+
+Needs halfbyte and torch of the versions in program.json."""
 
 from pathlib import Path
 
@@ -66,6 +69,7 @@ class _Manifest(TypedDict):
     cpu: str
     inputs: list[str]
     sizes: dict[str, dict[str, str]]
+    most: dict[str, int]
 
 
 class Program:
@@ -89,16 +93,21 @@ class Program:
         return self(**load_file(self._folder / _EXAMPLE, device=self._manifest["device"]))
 
     def warm_up(self) -> None:
-        """Compute the example, and the same with each of the sizes that vary cut to 1, for which there are other kernels."""
-        example = load_file(self._folder / _EXAMPLE, device=self._manifest["device"])
-        varying = {size for at in self._manifest["sizes"].values() for size in at.values()}
-        for cut in itertools.product((False, True), repeat=len(varying)):
-            ones = {size for size, is_cut in zip(sorted(varying), cut, strict=True) if is_cut}
-            inputs = dict(example)
-            for name, at in self._manifest["sizes"].items():
-                for dimension, size in at.items():
-                    inputs[name] = inputs[name].narrow(int(dimension), 0, 1) if size in ones else inputs[name]
-            self(**{name: tensor.contiguous() for name, tensor in inputs.items()})
+        """Compute the example with sizes for which there are other kernels: those that vary as 1, as they are, and longer."""
+        example, choices = load_file(self._folder / _EXAMPLE, device=self._manifest["device"]), dict[str, set[int]]()
+        for name, places in self._manifest["sizes"].items():
+            for at, size in places.items():
+                here = example[name].shape[int(at)]
+                choices[size] = {1, here, min(_LONGER * here, self._manifest["most"][size]) if int(at) else here}
+        for sizes in itertools.product(*choices.values()):
+            chosen = dict(zip(choices, sizes, strict=True))
+            self(**{name: self._resized(name, tensor, chosen) for name, tensor in example.items()})
+
+    def _resized(self, name: str, tensor: Tensor, chosen: Mapping[str, int]) -> Tensor:
+        for at, size in self._manifest["sizes"].get(name, {}).items():
+            index = torch.arange(chosen[size], device=tensor.device) % tensor.shape[int(at)]
+            tensor = tensor.index_select(int(at), index)
+        return tensor
 
 
 def export_program(
@@ -146,6 +155,7 @@ def export_program(
         cpu=torch.backends.cpu.get_cpu_capability(),
         inputs=list(example.inputs),
         sizes={name: {str(at): size for at, size in varying.items()} for name, varying in example.sizes.items()},
+        most=dict(example.most),
     )
     with replacing(target) as staging:
         _compile(traced, example, staging.path / _PACKAGE)
@@ -169,11 +179,11 @@ def _compile(traced: ExportedProgram, example: Example, package: Path) -> None:
     except Exception as error:  # of many classes
         causes = [error, *_causes(error)]
         if any(isinstance(cause, InvalidCxxCompiler) for cause in causes):
-            raise UnsupportedError("AOTInductor compiles with a C++ compiler, and there is none: install g++, or name one in CXX") from error
+            raise UnsupportedError("AOTInductor needs a C++ compiler, and there is none: install g++, or name one in CXX") from error
         if found := next((cause for cause in causes if isinstance(cause, OSError)), None):
             raise found from error
         name = type(getattr(example.module, "model", example.module)).__name__
-        raise UnsupportedError(f"AOTInductor cannot compile {name} ({first_line(error)}): export a part of it, or use export_onnx") from error
+        raise UnsupportedError(f"AOTInductor cannot compile {name} ({first_line(error)}): export a part of it, or as ONNX") from error
 
 
 def _causes(error: BaseException) -> Sequence[BaseException]:
@@ -191,7 +201,9 @@ def _compile_kernels(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, str(folder)], env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UnsupportedError(f"the exported program does not run in a process of its own ({said[:300]}): export another part of the model")
+        raise UnsupportedError(f"the exported program does not run in a process of its own ({said[:300]}): export a part of the model")
+    for path in kernels.rglob("*"):  # for other users, as the other files; a cache is its owner's alone
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def load_program(folder: str | os.PathLike[str]) -> Program:
@@ -220,7 +232,7 @@ def load_program(folder: str | os.PathLike[str]) -> Program:
     for package, version in here.items():
         if manifest[package] != version:  # type: ignore[literal-required]
             wanted = f"{package} {manifest[package]}"  # type: ignore[literal-required]
-            raise UnsupportedError(f"{source} was exported with {wanted}, this is {package} {version}: install {wanted}, or export it again")
+            raise UnsupportedError(f"{source} was exported with {wanted}, this is {version}: install {wanted}, or export it again")
     cpu, needed = torch.backends.cpu.get_cpu_capability(), manifest["cpu"]
     if needed != cpu and not (needed in _CAPABILITIES and cpu in _CAPABILITIES[_CAPABILITIES.index(needed) :]):
         raise UnsupportedError(f"{source} was compiled for CPUs with {needed}, and this one has {cpu}: export it again on such a machine")
@@ -236,7 +248,7 @@ def load_program(folder: str | os.PathLike[str]) -> Program:
     try:
         run = torch._inductor.aoti_load_package(str(source / _PACKAGE))
     except Exception as error:  # RuntimeError and others
-        raise CheckpointError(f"{source / _PACKAGE} cannot be loaded ({first_line(error)}): it is damaged, copy or export it again") from error
+        raise CheckpointError(f"{source / _PACKAGE} cannot be loaded ({first_line(error)}), it is damaged: export it again") from error
     return Program(run, manifest, source)
 
 
@@ -247,6 +259,7 @@ def _read_manifest(source: Path) -> _Manifest:
         raise CheckpointError(f"{source} is not a folder that export_program has written: name such a folder") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{source / _MANIFEST} cannot be read ({first_line(error)}): copy or export the program again") from error
-    if not isinstance(manifest, dict) or set(manifest) != set(_Manifest.__annotations__):
+    kinds = dict.fromkeys(_Manifest.__annotations__, str) | {"inputs": list, "sizes": dict, "most": dict}
+    if not isinstance(manifest, dict) or {name: type(value) for name, value in manifest.items()} != kinds:
         raise CheckpointError(f"{source / _MANIFEST} is not that of a program: copy or export the program again")
     return manifest

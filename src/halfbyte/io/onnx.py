@@ -41,7 +41,7 @@ def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | Non
     Raises ArgumentError for a format that the operator does not support: it takes symmetric codes or zero points, and blocks
     of a power of two, 16 or more, or a scale per channel.
     """
-    onnx = importimport_onnx()
+    onnx = import_onnx()
     dtype, (n, k) = codes.scale.dtype, codes.shape
     reason = why_not(codes)
     if reason is None and dtype == torch.bfloat16:
@@ -86,13 +86,15 @@ def why_not(codes: Codes) -> str | None:
         return "one scale is for all of it"
     if reason := zero_points.why_not(codes.format, (codes.shape[0], block), (4, 8), n_multiple=1, k_multiple=1):
         return reason
-    return f"its blocks have {block} weights, not a power of two from {_LEAST_BLOCK}" if block < _LEAST_BLOCK or block & (block - 1) else None
+    fits = block >= _LEAST_BLOCK and block & (block - 1) == 0
+    return None if fits else f"its blocks have {block} weights, not a power of two from {_LEAST_BLOCK}"
 
 
 def matmul_n_bits(codes: Codes) -> tuple[dict[str, Tensor], dict[str, int]]:
     """The inputs B, scales and, where the codes have them, zero_points of MatMulNBits, and its attributes; `why_not` is None."""
     codes = _blocked(codes)
-    (n, k), bits, blocks, block = codes.shape, codes.format.bits, codes.scale.shape[1], codes.format.block_size(codes.shape[1])
+    (n, k), bits, blocks, block = codes.shape, codes.format.bits, codes.scale.shape[1], codes.format.block
+    assert isinstance(block, int)
     data, zeros = zero_points.unsigned(codes)
     width = blocks * block * bits // 8
     data = torch.nn.functional.pad(data, (0, width - data.shape[1])).reshape(n, blocks, -1)

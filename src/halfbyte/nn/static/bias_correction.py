@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -44,9 +44,9 @@ def channel_means(layer: Layer, y: Tensor) -> Tensor:
 
 
 class BiasCorrector(fx.Interpreter):
-    """Runs images through a traced network with dequantized weights, and collects by how much the means of its layers are off."""
+    """Runs images through a traced network with rounded weights and activations, and collects the shifts of its layers' means."""
 
-    def __init__(self, traced: fx.GraphModule, weights: Weights, scales) -> None:
+    def __init__(self, traced: fx.GraphModule, weights: Weights, scales: Mapping[str, Scale]) -> None:
         super().__init__(traced)
         self.extra_traceback = False  # errors stay one sentence
         self._scales = scales
@@ -60,9 +60,10 @@ class BiasCorrector(fx.Interpreter):
         self.run(images)
 
     def run_node(self, n: fx.Node) -> object:
-        value = super().run_node(n)
-        scale = self._scales.get(n.name)
-        if scale is None or not isinstance(value, Tensor) or any(isinstance(module_of(user, self.submodules), nn.ReLU | nn.ReLU6) for user in n.users):
+        """Round a result to codes, unless an activation behind it is a part of its layer."""
+        value, scale = super().run_node(n), self._scales.get(n.name)
+        modules = cast("Mapping[str, nn.Module]", self.submodules)
+        if scale is None or not isinstance(value, Tensor) or any(isinstance(module_of(u, modules), nn.ReLU | nn.ReLU6) for u in n.users):
             return value
         return ((value / scale.step + scale.zero).round().clamp(LEAST, MOST) - scale.zero) * scale.step
 

@@ -12,11 +12,13 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
+
 import torch
 from torch import Tensor, fx, nn
 
 from halfbyte.errors import ArgumentError, UnsupportedError, unreachable
 from halfbyte.formats.spec import as_format
+from halfbyte.layouts.base import Packed
 from halfbyte.nn.config import Observer
 from halfbyte.nn.described import LEAST, MOST, Calibrated, Scale
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
@@ -317,7 +319,7 @@ class _Rewriter:
         self.root: dict[str, object] = {}
         self.float_of: dict[fx.Node, fx.Node] = {}
         self.codes_of: dict[fx.Node, tuple[fx.Node, Scale]] = {}
-        self.paddings: dict[fx.Node, tuple[int, int, int, int]] = {}  # of images (top, bottom, left, right), left to the convolutions behind
+        self.paddings: dict[fx.Node, tuple[int, int, int, int]] = {}  # (top, bottom, left, right), which a convolution does
         self.floats: list[str] = []
         self.notes: list[str] = []
 
@@ -372,9 +374,9 @@ class _Rewriter:
         if node in self.codes_of:  # an activation that went into the layer before it
             return
         module = module_of(node, self.modules)
-        given: object
         known = self.scales.keys() >= {node.name, *(source.name for source in _sources(node))}
-        make, given, reason = self._maker(node, module) if known else None, module, ""
+        make, reason = self._maker(node, module) if known else None, ""
+        given: nn.Module | tuple[Layer, LayerWeight] | None = module
         if make is not None and module is not None and (why_not := why_not_torch(module)) and not isinstance(module, Layer):
             make, reason = None, f": {why_not}"
         if make is not None and isinstance(module, Layer):
@@ -382,10 +384,12 @@ class _Rewriter:
             if isinstance(weight, str):
                 self.floats.append(str(node.target))
                 make, reason = None, f": {weight}"
-            given = module, weight
-        if make is not None and isinstance(given, tuple) and self._is_head(node):
+            else:
+                given = module, weight
+        if isinstance(module, nn.Linear) and isinstance(given, tuple) and self._is_head(node):
             weight = given[1]
-            linear = QuantLinear(weight.packed, weight.bias, "float", dtype=given[0].weight.dtype, error=weight.error)
+            assert isinstance(weight.packed, Packed)
+            linear = QuantLinear(weight.packed, weight.bias, "float", dtype=module.weight.dtype, error=weight.error)
             self.float_of[node] = self._call(node, linear, self._floats(_first(node)))
             return
         if make is not None:
@@ -399,7 +403,7 @@ class _Rewriter:
         self.float_of[node] = copy_node(node, self.traced, self.graph, self.root, self._floats)
 
     def _is_head(self, node: fx.Node) -> bool:
-        """Whether a node is a linear layer whose result nothing on codes reads: as codes, logits that differ by less than a step were equal."""
+        """Whether a node is a linear layer whose result nothing on codes reads: logits that differ by less than a step of codes matter."""
         users = [user for user in node.users if user.op != "output"]
         return isinstance(module_of(node, self.modules), nn.Linear) and not any(self._maker(u, module_of(u, self.modules)) for u in users)
 
@@ -442,7 +446,8 @@ class _Rewriter:
         form = IntegerLinear if isinstance(module, nn.Linear) else IntegerConv1d if isinstance(module, nn.Conv1d) else IntegerConv2d
         window = None if isinstance(module, nn.Linear) else conv.module_window(module)
         if window is not None and (pad := self.paddings.get(_first(node))) is not None:
-            window = replace(window, padding=tuple(map(sum, zip(window.padding, pad, strict=True))))
+            (a, b, c, d), (e, f, g, h) = window.padding, pad
+            window = replace(window, padding=(a + e, b + f, c + g, d + h))
         integer_layer = form(weight.packed, weight.bias, source, result, clamp, window, dtype=module.weight.dtype, error=weight.error)
         return self._call(node, integer_layer, x), result, covers
 
