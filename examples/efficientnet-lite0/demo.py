@@ -67,14 +67,17 @@ def main() -> int:
         got = {name: [network(x) for x in tests] for name, network in networks.items()}
         one = tests[0][:1]
         times = interleave({name: (lambda network=network: network(one)) for name, network in networks.items()}, rounds=args.rounds)
-    agreed = {name: [float((y.argmax(1) == w.argmax(1)).float().mean()) for y, w in zip(ys, wanted, strict=True)] for name, ys in got.items()}
+    first = [y.argmax(1) for y in wanted]
+    agreed = {name: [float((y.argmax(1) == w).float().mean()) for y, w in zip(ys, first, strict=True)] for name, ys in got.items()}
     table = Table("network", "first answer as float's", "MB", "one image, ms", box=MARKDOWN)
     for name, network in networks.items():
-        size = f"{sum(t.nbytes for t in (*network.parameters(), *network.buffers())) / 1e6:.1f}" if isinstance(network, nn.Module) else "–"
+        tensors = [*network.parameters(), *network.buffers()] if isinstance(network, nn.Module) else []
+        size = f"{sum(t.nbytes for t in tensors) / 1e6:.1f}" if tensors else "–"
         table.add_row(name, f"{sum(agreed[name]) / len(agreed[name]):.1%}", size, f"{times[name].median * 1e3:.2f}")
     console = Console(width=140)
     console.print(table)
-    console.print("static, by photograph: " + ", ".join(f"{n} {a:.0%}" for n, a in zip(photos, agreed["halfbyte int8, static"], strict=True)))
+    by_photo = zip(photos, agreed["halfbyte int8, static"], strict=True)
+    console.print("static, by photograph: " + ", ".join(f"{photo} {share:.0%}" for photo, share in by_photo))
     console.print(f"{machine().cpu}, {threads} threads, torch {torch.__version__}, halfbyte {hb.__version__}; {sum(map(len, tests))} crops")
     return 0
 

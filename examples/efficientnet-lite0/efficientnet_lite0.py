@@ -30,7 +30,7 @@ def convolution(channels: int, out: int, kernel: int, stride: int = 1, groups: i
 
 class Residual(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x)
+        out: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
         return out + x
 
 
@@ -64,7 +64,8 @@ def photographs() -> dict[str, Tensor]:
     found = {name: getattr(data, name)() for name in PHOTOGRAPHS}
     found["motorcycle"] = data.stereo_motorcycle()[0]
     found |= dict(zip(("china", "flower"), load_sample_images().images, strict=True))
-    return {name: (torch.tensor(np.atleast_3d(pixels)).permute(2, 0, 1).float().expand(3, -1, -1) - 127) / 128 for name, pixels in found.items()}
+    images = {name: torch.tensor(np.atleast_3d(pixels)).permute(2, 0, 1).float() for name, pixels in found.items()}
+    return {name: (image.expand(3, -1, -1) - 127) / 128 for name, image in images.items()}
 
 
 def crops(photo: Tensor, count: int, seed: int) -> Tensor:

@@ -59,7 +59,7 @@ def test_an_encoder_runs_without_its_source_and_without_a_compiler(tmp_path: Pat
     model = hb.quantize_(BertModel(config).eval(), hb.Config("q8_0", compute="float"))
     hb.export_program(model, tmp_path / "encoder")
     calls = []
-    for batch, tokens in ((1, 1), (1, 16), (2, 16), (2, 1)):
+    for batch, tokens in ((1, 1), (1, 7), (2, 16), (2, 3)):
         ids = torch.randint(96, (batch, tokens))
         mask = torch.ones_like(ids)
         mask[-1, tokens // 2 + 1 :] = 0
@@ -134,7 +134,7 @@ def test_a_unet(tmp_path: Path) -> None:
     ).eval()  # fmt: skip
     hb.quantize_(unet, hb.Config("q8_0", compute="float"))
     hb.export_program(unet, tmp_path / "unet")
-    inputs = {"sample": torch.randn(2, 3, 8, 8), "timestep": torch.tensor([3, 500])}
+    inputs = {"sample": torch.randn(1, 3, 8, 8), "timestep": torch.tensor([500])}
     found, compiled = in_a_new_process(tmp_path / "unet", [inputs])
     assert compiled == []
     assert close(found[0]["sample"], unet(**inputs).sample)

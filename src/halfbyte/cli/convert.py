@@ -18,9 +18,8 @@ def add(commands: Commands) -> None:
         "convert",
         run,
         "convert a model to another kind of files",
-        "Read a halfbyte checkpoint, a folder of AWQ, GPTQ or compressed-tensors, a GGUF file or a float Hugging Face folder, and write "
-        "it as another kind. Codes and scales do not change; weights that the target kind cannot hold are dequantized, and the report "
-        "says so. An ONNX file computes what the model does: its linear layers are MatMulNBits of ONNX Runtime.",
+        "Read a model of any of these kinds, or a float Hugging Face folder, and write it as another. Codes and scales do not change; "
+        "weights that the target kind cannot hold are dequantized, as the report says.",
     )
     parser.add_argument("src", metavar="SRC", type=path_argument, help="model folder, or a GGUF file")
     parser.add_argument("dst", metavar="DST", type=path_argument, help="folder or file (.gguf, .onnx) to write, which does not exist yet")

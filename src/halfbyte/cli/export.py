@@ -14,15 +14,12 @@ def add(commands: Commands) -> None:
         "export",
         run,
         "write a model as a compiled program",
-        "Compile a quantized model with torch.export and AOTInductor, which needs a C++ compiler, and write the program, halfbyte's "
-        "compiled kernels and a loader (load.py) to a folder. It runs where the same halfbyte and torch are, without the model's source.",
+        "Compile a quantized model (torch.export, AOTInductor, a C++ compiler) to a folder with halfbyte's kernels and a loader, load.py.",
     )
     parser.add_argument("model", metavar="MODEL", type=path_argument, help="checkpoint of a text model, an image classifier or a UNet")
     parser.add_argument("out", metavar="OUT", type=path_argument, help="folder to write, which does not exist yet")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    parser.add_argument(
-        "--context", type=int, default=2048, help="of a decoder: positions of the KV cache that the program contains (default: %(default)s)"
-    )
+    parser.add_argument("--context", type=int, default=2048, help="of a decoder: positions of its KV cache (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -156,12 +156,12 @@ def _known(model: Any, context: int | None) -> Example:
     side = config.sample_size
     height, width = side if isinstance(side, list | tuple) else (side, side)
     inputs = {
-        "sample": torch.zeros(_BATCH, config.in_channels, height, width, device=device, dtype=dtype),
-        "timestep": torch.zeros(_BATCH, device=device, dtype=torch.int64),
+        "sample": torch.zeros(1, config.in_channels, height, width, device=device, dtype=dtype),
+        "timestep": torch.zeros(1, device=device, dtype=torch.int64),
     }
     if hasattr(config, "cross_attention_dim"):
-        inputs["encoder_hidden_states"] = torch.zeros(_BATCH, 77, config.cross_attention_dim, device=device, dtype=dtype)
-    return Example(_Plain(model, tuple(inputs)), inputs, dict.fromkeys(inputs, batch), {"batch": _MOST})
+        inputs["encoder_hidden_states"] = torch.zeros(1, 77, config.cross_attention_dim, device=device, dtype=dtype)
+    return Example(_Plain(model, tuple(inputs)), inputs, {}, {})  # diffusers does something else for 64 images
 
 
 def _unknown(name: str) -> ArgumentError:

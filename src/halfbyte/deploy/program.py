@@ -93,12 +93,12 @@ class Program:
         return self(**load_file(self._folder / _EXAMPLE, device=self._manifest["device"]))
 
     def warm_up(self) -> None:
-        """Compute the example with sizes for which there are other kernels: those that vary as 1, as they are, and longer."""
+        """Compute the example with all sizes up to its own, and a longer one, since there are other kernels for few rows."""
         example, choices = load_file(self._folder / _EXAMPLE, device=self._manifest["device"]), dict[str, set[int]]()
         for name, places in self._manifest["sizes"].items():
             for at, size in places.items():
                 here = example[name].shape[int(at)]
-                choices[size] = {1, here, min(_LONGER * here, self._manifest["most"][size]) if int(at) else here}
+                choices[size] = {*range(1, here + 1), min(_LONGER * here, self._manifest["most"][size]) if int(at) else here}
         for sizes in itertools.product(*choices.values()):
             chosen = dict(zip(choices, sizes, strict=True))
             self(**{name: self._resized(name, tensor, chosen) for name, tensor in example.items()})
