@@ -85,7 +85,7 @@ class _Layer(nn.Module):
             sizes = layer.packed.sizes
             data, self.groups = channels_first(data, sizes.kernel), sizes.groups
         steps = scale.double() * layer.source.step
-        bias = torch.zeros(len(data), device="cpu") if layer.bias is None else layer.bias
+        bias = torch.zeros(len(data), dtype=torch.float32, device="cpu") if layer.bias is None else layer.bias
         self.register_buffer("data", data.contiguous())
         self.register_buffer("scale", scale.contiguous())
         self.register_buffer("bias", (bias.double() / steps).round().clamp(-(2**31), 2**31 - 1).to(torch.int32))

@@ -18,5 +18,5 @@ def load_whole(path: Path, device: str = "cpu") -> nn.Module:
     if config.is_file() and str(json.loads(config.read_text(encoding="utf-8")).get("_class_name", "")).startswith("UNet"):
         import diffusers
 
-        return cast("nn.Module", diffusers.AutoModel.from_pretrained(path).to(device).eval())
+        return cast("nn.Module", diffusers.AutoModel.from_pretrained(str(path)).to(device).eval())
     return load(path, device).eval()

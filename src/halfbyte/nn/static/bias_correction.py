@@ -1,8 +1,9 @@
 """Bias correction of a network that is about to compute on int8 codes, called by `codes.py` for each batch of calibration images.
 
 A rounded weight shifts the mean of what a layer computes, and 50 layers, depthwise ones above all, add such shifts up. The bias takes
-them back: bias + E[W x] - E[W' x'], where x' is the input behind layers that are rounded and corrected themselves. (Nagel et al.,
-Data-free quantization through weight equalization and bias correction, ICCV 2019, in its form with data.)
+them back: bias + E[W x] - E[W' x'], where x' is the input behind layers that are rounded and corrected themselves. Activations are not
+rounded there: where calibration clips them, a few large values would shift all others. (Nagel et al., Data-free quantization through weight
+equalization and bias correction, ICCV 2019, in its form with data.)
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,9 +19,7 @@ from torch.func import functional_call
 from torch.fx.node import Argument, Target
 
 from halfbyte import ops
-from halfbyte.nn.described import LEAST, MOST, Scale
 from halfbyte.nn.modules.weight_view import AnyPacked
-from halfbyte.nn.static.traced import module_of
 
 Layer = nn.Conv1d | nn.Conv2d | nn.Linear
 
@@ -44,12 +43,11 @@ def channel_means(layer: Layer, y: Tensor) -> Tensor:
 
 
 class BiasCorrector(fx.Interpreter):
-    """Runs images through a traced network with rounded weights and activations, and collects the shifts of its layers' means."""
+    """Runs images through a traced network with rounded weights, and collects the shifts of its layers' means."""
 
-    def __init__(self, traced: fx.GraphModule, weights: Weights, scales: Mapping[str, Scale]) -> None:
+    def __init__(self, traced: fx.GraphModule, weights: Weights) -> None:
         super().__init__(traced)
         self.extra_traceback = False  # errors stay one sentence
-        self._scales = scales
         self._weights = functools.cache(weights)
         self._means: Mapping[str, Tensor] = {}
         self._shifts: defaultdict[str, list[Tensor]] = defaultdict(list)
@@ -58,14 +56,6 @@ class BiasCorrector(fx.Interpreter):
         """Add what these images show; `means`: the `channel_means` of the layers in floating point, by name."""
         self._means = means
         self.run(images)
-
-    def run_node(self, n: fx.Node) -> object:
-        """Round a result to codes, unless an activation behind it is a part of its layer."""
-        value, scale = super().run_node(n), self._scales.get(n.name)
-        modules = cast("Mapping[str, nn.Module]", self.submodules)
-        if scale is None or not isinstance(value, Tensor) or any(isinstance(module_of(u, modules), nn.ReLU | nn.ReLU6) for u in n.users):
-            return value
-        return ((value / scale.step + scale.zero).round().clamp(LEAST, MOST) - scale.zero) * scale.step
 
     def call_module(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> Any:
         name, layer = str(target), self.submodules[str(target)]

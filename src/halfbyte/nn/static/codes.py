@@ -88,23 +88,18 @@ def on_codes(model: nn.Module, images: Iterable[object], weights: Weights, *, ob
     """
     traced, folded = _traced(model)
     range_observer = _RangeObserver(traced, observer, {layer for layer, _ in folded})
-    runs = []
+    corrector = BiasCorrector(traced, weights)
     with torch.no_grad():
         for batch in [images] if isinstance(images, Tensor) else images:
             image = _image_of(batch)
             if image.is_floating_point():  # others may be ids
                 check_floats(image, "calibration takes images")
             range_observer.run(image)
-            runs.append((image, dict(range_observer.means)))
+            corrector.collect(image, range_observer.means)
     if not range_observer.seen:
         raise ArgumentError("there are no calibration images of float32, bfloat16 or float16: pass at least one batch")
-    scales = range_observer.scales()
-    corrector = BiasCorrector(traced, weights, scales)
-    with torch.no_grad():
-        for image, means in runs:
-            corrector.collect(image, means)
     notes = (f"{len(folded)} batch norm{' was' if len(folded) == 1 else 's were'} folded into the layers before",) if folded else ()
-    return _Rewriter(traced, scales, corrector.weights()).result(notes)
+    return _Rewriter(traced, range_observer.scales(), corrector.weights()).result(notes)
 
 
 def rebuilt(model: nn.Module, calibration_record: Calibrated) -> fx.GraphModule:
@@ -415,7 +410,7 @@ class _Rewriter:
         if target in ADDS and len(_sources(node)) == 2 and not node.kwargs:
             return self._add
         if isinstance(module, nn.ReLU | nn.ReLU6) or target in RELUS:
-            return self._relu
+            return self._relu if _first(node) in self.codes_of else None  # of floats: codes of its result have a smaller step
         if isinstance(module, nn.Flatten) or target in _SHAPES:
             return None if any(isinstance(size, torch.dtype) for size in (*node.args, *node.kwargs.values())) else self._as_it_is
         if isinstance(module, nn.MaxPool1d | nn.MaxPool2d):
