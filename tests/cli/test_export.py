@@ -11,7 +11,6 @@ from torch import nn
 
 import halfbyte as hb
 from halfbyte.cli import export, main
-from halfbyte.cli.shared.models import load_whole
 from halfbyte.deploy import program
 
 
@@ -36,15 +35,6 @@ def test_export(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert (out, settings) == (tmp_path / "out", {"context": 64})
     assert json.loads(capsys.readouterr().out) == {"model": str(folder), "out": str(tmp_path / "out")}
     assert export.run.__module__ == "halfbyte.cli.export"
-
-
-def test_a_unet_is_loaded_by_diffusers(tmp_path: Path) -> None:
-    diffusers = pytest.importorskip("diffusers")
-    sizes = {"sample_size": 8, "block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 8, "attention_head_dim": 8}
-    unet = diffusers.UNet2DModel(**sizes, down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2)
-    hb.quantize_(unet, "q8_0").save_pretrained(tmp_path / "unet")
-    assert type(load_whole(tmp_path / "unet")).__name__ == "UNet2DModel"
-    assert any(isinstance(module, hb.QuantModule) for module in load_whole(tmp_path / "unet").modules())
 
 
 def test_onnx(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
