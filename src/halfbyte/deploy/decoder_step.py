@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from halfbyte.errors import UnsupportedError
+
+
+class _CacheLayer(Protocol):
+    keys: Tensor
+    values: Tensor
+    position: Tensor
 
 
 class DecoderStep(nn.Module):
@@ -19,7 +25,7 @@ class DecoderStep(nn.Module):
         context: The positions of the cache.
     """
 
-    def __init__(self, model: Any, context: int, caches: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, model: nn.Module, context: int, caches: list[tuple[Tensor, Tensor]]) -> None:
         from transformers import Cache
 
         super().__init__()
@@ -29,7 +35,7 @@ class DecoderStep(nn.Module):
                 _, heads, _, width = tensor.shape
                 self.register_buffer(f"{name}_{i}", tensor.new_zeros(1, heads, context, width), persistent=False)
         self.layers = [_cache_layer(context) for _ in caches]
-        self.cache = Cache(layers=self.layers)
+        self.cache = Cache(layers=self.layers)  # type: ignore[arg-type]
 
     def forward(self, input_ids: Tensor, position: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
@@ -38,7 +44,7 @@ class DecoderStep(nn.Module):
         return self.model(input_ids=input_ids, position_ids=places[None], past_key_values=self.cache, use_cache=True).logits  # type: ignore[no-any-return]
 
 
-def decoder_step(model: Any, ids: Tensor, context: int) -> tuple[DecoderStep, dict[str, Tensor]]:
+def decoder_step(model: nn.Module, ids: Tensor, context: int) -> tuple[DecoderStep, dict[str, Tensor]]:
     """The step of a model of transformers and its inputs.
 
     Raises:
@@ -53,7 +59,7 @@ def decoder_step(model: Any, ids: Tensor, context: int) -> tuple[DecoderStep, di
     return step, {"input_ids": ids, "position": torch.zeros((), dtype=torch.int64, device=ids.device)}
 
 
-def _cache_layer(context: int) -> Any:
+def _cache_layer(context: int) -> _CacheLayer:
     """A layer of a cache whose tensors and position `DecoderStep` sets at each call; transformers is imported here."""
     from transformers.cache_utils import StaticLayer
 
@@ -73,4 +79,4 @@ def _cache_layer(context: int) -> Any:
 
     layer = Layer(max_cache_len=context)
     layer.is_initialized = True
-    return layer
+    return cast(_CacheLayer, layer)

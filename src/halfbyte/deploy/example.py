@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -128,23 +128,23 @@ def example_of(model: nn.Module, inputs: Inputs | None, sizes: Mapping[str, Size
     return Example(module, inputs, sizes, {size: _MOST for varying in sizes.values() for size in varying.values()})
 
 
-def _known(model: Any, context: int | None) -> Example:
+def _known(model: nn.Module, context: int | None) -> Example:
     """The call of a model of transformers or diffusers."""
-    main, name = getattr(model, "main_input_name", None), type(model).__name__
+    main, name, generates = getattr(model, "main_input_name", None), type(model).__name__, getattr(model, "can_generate", lambda: False)
     if main not in ("input_ids", "pixel_values") and name not in ("UNet2DModel", "UNet2DConditionModel"):
         raise _unknown(name)
-    config, batch, device, dtype = model.config, {0: "batch"}, _device(model), getattr(model, "dtype", torch.float32)
+    config, batch, device, dtype = attrgetter("config")(model), {0: "batch"}, _device(model), getattr(model, "dtype", torch.float32)
     if main == "input_ids" and not getattr(config, "is_encoder_decoder", False):
         most = int(getattr(config, "max_position_embeddings", _MOST))
         ids = torch.arange(_BATCH * _TOKENS, device=device).reshape(_BATCH, _TOKENS) % config.vocab_size
-        if context is not None and model.can_generate():
+        if context is not None and generates():
             from halfbyte.deploy.decoder_step import decoder_step
 
             step, inputs = decoder_step(model, ids[:1], min(context or _CONTEXT, most))
             return Example(_Plain(step, tuple(inputs)), inputs, {"input_ids": {1: "tokens"}}, {"tokens": step.context})
         sizes = {0: "batch", 1: "tokens"}
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        module = _Plain(model, tuple(inputs), **({"use_cache": False} if model.can_generate() else {}))
+        module = _Plain(model, tuple(inputs), **({"use_cache": False} if generates() else {}))
         return Example(module, inputs, dict.fromkeys(inputs, sizes), {"batch": _MOST, "tokens": most})
     if main == "pixel_values":
         side, channels = getattr(config, "image_size", 224), getattr(config, "num_channels", 3)

@@ -10,11 +10,13 @@ A weight that none of these can hold is a constant in floating point; `replace_o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 from torch.nn import functional
 from torch.onnx.ops import symbolic
 
@@ -142,7 +144,7 @@ def replace_ops(traced: fx.GraphModule) -> list[str]:
         weight = node.args[1 if name in ("linear", "linear_gelu", "embedding", "conv2d") else 0]
         if name not in _FORMS:
             raise UnsupportedError(f"halfbyte::{name} has no form in ONNX, only {', '.join(_FORMS)} have: leave that part out")
-        module, inputs, note = _FORMS[name](traced, list(node.args))
+        module, inputs, note = _FORMS[name](traced, *node.args)
         target = f"{name}_{len(notes)}_{node.name}"
         traced.add_submodule(target, module)
         with traced.graph.inserting_before(node):
@@ -162,34 +164,32 @@ def _codes(traced: fx.GraphModule, node: fx.Node, format: str, n: int, k: int) -
 
 
 def _attribute(traced: fx.GraphModule, node: fx.Node) -> object:
-    value: Any = traced
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+    return operator.attrgetter(str(node.target))(traced)
 
 
-_Form = tuple[nn.Module, list[Any], str | None]
+_Form = tuple[nn.Module, list[Argument], str | None]
 
 
-def _linear(traced: fx.GraphModule, arguments: list[Any]) -> _Form:
-    x, weight, bias, residual, format, n, k, compute, _, low, high = arguments
+def _linear(
+    traced: fx.GraphModule, x: Argument, weight: fx.Node, bias: Argument, residual: Argument, format: str, n: int, k: int, compute: str,
+    activation: str, low: Argument, high: Argument,
+) -> _Form:  # fmt: skip
     codes = _codes(traced, weight, format, n, k)
     return _Linear(codes, compute), [x, bias, residual, low, high], why_not(codes)
 
 
-def _linear_gelu(traced: fx.GraphModule, arguments: list[Any]) -> _Form:
-    x, weight, bias, format, n, k, compute, _ = arguments
+def _linear_gelu(
+    traced: fx.GraphModule, x: Argument, weight: fx.Node, bias: Argument, format: str, n: int, k: int, compute: str, activation: str
+) -> _Form:
     codes = _codes(traced, weight, format, n, k)
     return _LinearGelu(codes, compute), [x, bias], why_not(codes)
 
 
-def _embedding(traced: fx.GraphModule, arguments: list[Any]) -> _Form:
-    ids, weight, format, n, k, dtype = arguments
+def _embedding(traced: fx.GraphModule, ids: Argument, weight: fx.Node, format: str, n: int, k: int, dtype: torch.dtype) -> _Form:
     return _Embedding(_codes(traced, weight, format, n, k), dtype), [ids], None
 
 
-def _dequantize(traced: fx.GraphModule, arguments: list[Any]) -> _Form:
-    weight, format, n, k, dtype = arguments
+def _dequantize(traced: fx.GraphModule, weight: fx.Node, format: str, n: int, k: int, dtype: torch.dtype) -> _Form:
     return _Constant(_codes(traced, weight, format, n, k).dequantize(dtype)), [], "it is read as a whole"
 
 
@@ -199,19 +199,20 @@ def _packed_filter(traced: fx.GraphModule, weight: fx.Node, format: str, sizes: 
     return PackedConv(filter_sizes, layout, cast(Tensor, _attribute(traced, weight)).cpu())
 
 
-def _conv2d(traced: fx.GraphModule, arguments: list[Any]) -> _Form:
-    x, weight, bias, residual, format, sizes, window, _, _, low, high = arguments
+def _conv2d(
+    traced: fx.GraphModule, x: Argument, weight: fx.Node, bias: Argument, residual: Argument, format: str, sizes: list[int],
+    window: list[int], compute: str, activation: str, low: Argument, high: Argument,
+) -> _Form:  # fmt: skip
     packed = _packed_filter(traced, weight, format, sizes)
     module = _Convolution(convolution.unpack(packed), packed.sizes, Window.from_numbers(window))
     return module, [x, bias, residual, low, high], None if module.per_row else "a convolution has a scale per channel in ONNX, and no zero"
 
 
-def _dequantize_conv(traced: fx.GraphModule, arguments: list[Any]) -> _Form:
-    weight, format, sizes, dtype = arguments
+def _dequantize_conv(traced: fx.GraphModule, weight: fx.Node, format: str, sizes: list[int], dtype: torch.dtype) -> _Form:
     return _Constant(convolution.dequantize(_packed_filter(traced, weight, format, sizes), dtype)), [], "it is read as a whole"
 
 
-_FORMS: dict[str, Callable[[fx.GraphModule, list[Any]], _Form]] = {
+_FORMS: dict[str, Callable[..., _Form]] = {
     "linear": _linear,
     "linear_gelu": _linear_gelu,
     "embedding": _embedding,

@@ -6,11 +6,11 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.onnx import ONNXProgram
 
 from halfbyte.checkpoint.native.folder import replacing_file
 from halfbyte.deploy.example import Example, Inputs, Sizes, example_of, first_line
@@ -60,7 +60,7 @@ def export_onnx(
     except ImportError as error:
         raise CheckpointError("torch writes ONNX with the package onnxscript: pip install 'halfbyte[onnx]'") from error
     example = example_of(model, inputs, sizes)
-    graph: Any = example.of(with_qdq(example.module)).trace().module()
+    graph = example.of(with_qdq(example.module)).trace().module()
     notes = replace_ops(graph)
     program = _translate(example, example.of(graph).trace())
     content = program.model_proto.SerializeToString()
@@ -71,7 +71,7 @@ def export_onnx(
     return notes
 
 
-def _translate(example: Example, traced: ExportedProgram) -> Any:
+def _translate(example: Example, traced: ExportedProgram) -> ONNXProgram:
     """torch's own ONNX program."""
     outputs = traced.call_spec.out_spec
     names = {"input_names": list(example.inputs)} | ({"output_names": list(outputs.context)} if outputs.type is dict else {})
@@ -81,7 +81,9 @@ def _translate(example: Example, traced: ExportedProgram) -> Any:
         logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.onnx.export(traced, **names, opset_version=OPSET, dynamo=True, optimize=True, verbose=False)
+            program = torch.onnx.export(traced, **names, opset_version=OPSET, dynamo=True, optimize=True, verbose=False)
+        assert program is not None  # with dynamo=True
+        return program
     except Exception as error:  # of many classes
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
             error = error.__cause__

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -173,8 +173,8 @@ def with_qdq(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _nearest(codes: Tensor, *settings: Any, **named: Any) -> Tensor:
-    return quantized(functional.interpolate(dequantized(codes, _UNIT), *settings, **named), _UNIT)
+def _nearest(codes: Tensor, *settings: object, **named: object) -> Tensor:
+    return quantized(functional.interpolate(dequantized(codes, _UNIT), *settings, **named), _UNIT)  # type: ignore[arg-type]
 
 
 def _network(network: IntegerNetwork) -> fx.GraphModule:

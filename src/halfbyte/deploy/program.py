@@ -73,7 +73,12 @@ class _Manifest(TypedDict):
 
 
 class Program:
-    """A model that `export_program` has written: called with its inputs, by position or by name."""
+    """A model that `export_program` has written: called with its inputs, by position or by name.
+
+    Example:
+        >>> program = hb.load_program(folder / "program")  # doctest: +SKIP
+        >>> y = program(torch.randn(2, 32))  # doctest: +SKIP
+    """
 
     def __init__(self, run: Callable[..., object], manifest: _Manifest, folder: Path) -> None:
         self._run, self._manifest, self._folder = run, manifest, folder
@@ -117,7 +122,7 @@ def export_program(
     sizes: Mapping[str, Sizes] | None = None,
     *,
     context: int = 2048,
-) -> None:
+) -> Program:
     """Write a quantized model as a compiled program that runs without its Python source.
 
     Weights are constants of the program, on the device that the model is on. It needs the halfbyte and torch that wrote it, and a CPU with
@@ -129,6 +134,9 @@ def export_program(
         inputs: Tensors by name, or in the order of the arguments of its forward; may be left out for models of transformers and for UNets.
         sizes: Names of the sizes that may vary, by input and dimension: {"x": {0: "batch"}}; all others are fixed.
         context: For a decoder: how many positions its cache has.
+
+    Returns:
+        The program, loaded.
 
     Raises:
         ArgumentError: The inputs are not known, or the folder exists.
@@ -164,6 +172,7 @@ def export_program(
         (staging.path / _LOADER).write_text(_LOAD.format(arguments=", ".join(example.inputs)), encoding="utf-8")
         _compile_kernels(staging.path)
         staging.commit_folder()
+    return load_program(target)
 
 
 def _compile(traced: ExportedProgram, example: Example, package: Path) -> None:

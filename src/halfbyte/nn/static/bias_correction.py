@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -57,7 +57,7 @@ class BiasCorrector(fx.Interpreter):
         self._means = means
         self.run(images)
 
-    def call_module(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> Any:
+    def call_module(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> object:
         name, layer = str(target), self.submodules[str(target)]
         if name not in self._means or not isinstance(layer, Layer) or isinstance(weight := self._weights(name, layer), str):
             return super().call_module(target, args, kwargs)
