@@ -44,9 +44,9 @@ RANKS = {
     "bench": 7,
     "checkpoint": 7,
     "integrations": 8,
-    "deploy": 8,
     "evaluate": 8,
     "language": 8,
+    "deploy": 9,
     "serve": 9,
     "cli": 10,
 }

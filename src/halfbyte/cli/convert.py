@@ -46,6 +46,6 @@ def _to_onnx(args: argparse.Namespace) -> int:
     check_written("DST", args.dst, ".onnx")
     if lexists(args.dst):
         raise ArgumentError(f"{args.dst} exists: choose another place, or remove it")
-    notes = export_onnx(load_whole(args.src), args.dst)
+    notes = export_onnx(load_whole(args.src).float(), args.dst)  # runtimes have no bfloat16 on CPUs
     text = "\n".join([*notes, f"written to {args.dst}"])
     return show(args, {"src": str(args.src), "dst": str(args.dst), "to": "onnx", "notes": notes}, text)

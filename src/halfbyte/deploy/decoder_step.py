@@ -28,8 +28,10 @@ class DecoderStep(nn.Module):
     def __init__(self, model: nn.Module, context: int, caches: list[tuple[Tensor, Tensor]]) -> None:
         from transformers import Cache
 
+        from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
+
         super().__init__()
-        self.model, self.context = model, context
+        self.model, self.context, self.keyword = model, context, KV_CACHE
         for name, tensors in (("keys", [keys for keys, _ in caches]), ("values", [values for _, values in caches])):
             for i, tensor in enumerate(tensors):
                 _, heads, _, width = tensor.shape
@@ -41,7 +43,7 @@ class DecoderStep(nn.Module):
         for i, layer in enumerate(self.layers):
             layer.keys, layer.values, layer.position = getattr(self, f"keys_{i}"), getattr(self, f"values_{i}"), position
         places = position + torch.arange(input_ids.shape[1], device=input_ids.device)
-        return self.model(input_ids=input_ids, position_ids=places[None], past_key_values=self.cache, use_cache=True).logits  # type: ignore[no-any-return]
+        return self.model(input_ids=input_ids, position_ids=places[None], use_cache=True, **{self.keyword: self.cache}).logits  # type: ignore[no-any-return]
 
 
 def decoder_step(model: nn.Module, ids: Tensor, context: int) -> tuple[DecoderStep, dict[str, Tensor]]:
@@ -50,8 +52,10 @@ def decoder_step(model: nn.Module, ids: Tensor, context: int) -> tuple[DecoderSt
     Raises:
         UnsupportedError: Its cache holds other things than keys and values by position.
     """
+    from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
+
     with torch.no_grad():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
+        cache = getattr(model(input_ids=ids, use_cache=True), KV_CACHE)
     layers = getattr(cache, "layers", [])
     if not layers or not all(isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.dim() == 4 for layer in layers):
         raise UnsupportedError(f"the state of {type(model).__name__} is not a KV cache of every layer: use export_onnx instead")
