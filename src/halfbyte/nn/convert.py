@@ -239,7 +239,7 @@ def _difference(module: nn.Module, fmt: Format, config: Config) -> tuple[str, st
     assert isinstance(module, QuantModule)
     if module.packed.codes_format != fmt:
         return str(module.packed.codes_format), str(fmt)
-    for setting in ("compute", "activation"):
+    for setting in () if config.activations == "static" else ("compute", "activation"):  # of a head, which has one choice
         has, asked = getattr(module, setting, None), getattr(config, setting)
         if has not in (None, asked) and (has, asked) != ("row", "image"):  # see Config
             return f"{setting}={has!r}", f"{asked!r}"
