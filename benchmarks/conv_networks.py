@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from conv_contenders import Ready
 from networks import FOLDED, images, memory_format, network
-from onnx_network import onnx_model
 from torch import Tensor, fx, nn
 
+from halfbyte.deploy.onnx_model import export_onnx
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
@@ -76,11 +78,13 @@ def _onnxruntime(work: Inference) -> Ready:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(onnx_model(work.on_codes, work.images.shape), options, providers=["CPUExecutionProvider"])
-    x = work.images.contiguous().numpy()
+    x = work.images.contiguous()
+    with tempfile.TemporaryDirectory() as folder:
+        export_onnx(work.on_codes, Path(folder, "network.onnx"), [x])
+        session = onnxruntime.InferenceSession(Path(folder, "network.onnx"), options, providers=["CPUExecutionProvider"])
 
     def run() -> Tensor:
-        return torch.from_numpy(session.run(None, {"x": x})[0])
+        return torch.from_numpy(session.run(None, {"input_0": x.numpy()})[0])
 
     return Ready(run, run, _SATURATING)
 

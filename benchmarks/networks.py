@@ -7,8 +7,14 @@ convolutions of a video VAE's block, and the transposed convolutions of a UNet's
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "efficientnet-lite0"))
+import efficientnet_lite0
 
 SIDE = 224
 CLASSES = 1000
@@ -85,6 +91,7 @@ NETWORKS = {
     "resnet18": lambda: _resnet((2, 2, 2, 2), bottleneck=False),
     "resnet50": lambda: _resnet((3, 4, 6, 3), bottleneck=True),
     "mobilenet_v2": _mobilenet_v2,
+    "efficientnet_lite0": efficientnet_lite0.network,
     **{name: build for name, (build, _) in FOLDED.items()},
 }
 
@@ -97,8 +104,9 @@ def network(name: str) -> nn.Module:
         for module in model.modules():
             if isinstance(module, nn.Conv2d | nn.Conv3d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-            elif isinstance(module, _Residual):
-                norm = next(m for m in reversed(list(module.body)) if isinstance(m, nn.BatchNorm2d))
+            elif isinstance(module, _Residual | efficientnet_lite0.Residual):
+                body = module.body if isinstance(module, _Residual) else module
+                norm = next(m for m in reversed(list(body)) if isinstance(m, nn.BatchNorm2d))
                 nn.init.constant_(norm.weight, 0.3)  # or each block would add to the size
     return model.eval()
 

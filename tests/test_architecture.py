@@ -46,6 +46,7 @@ RANKS = {
     "integrations": 8,
     "evaluate": 8,
     "language": 8,
+    "deploy": 9,
     "serve": 9,
     "cli": 10,
 }
@@ -65,6 +66,7 @@ HEAVY = {
     "gguf": None,
     "sentence_transformers": None,
     "onnx": None,
+    "onnxscript": None,
     "onnxruntime": None,
     "openvino": None,
 }

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from halfbyte.checkpoint import load as load
     from halfbyte.checkpoint import load_tensors as load_tensors
     from halfbyte.checkpoint import save as save
+    from halfbyte.deploy.onnx_model import export_onnx as export_onnx
+    from halfbyte.deploy.program import Program as Program
+    from halfbyte.deploy.program import export_program as export_program
+    from halfbyte.deploy.program import load_program as load_program
     from halfbyte.dispatch.explain import explain as explain
     from halfbyte.dispatch.explain_shapes import AttentionShape as AttentionShape
     from halfbyte.dispatch.explain_shapes import ConvShape as ConvShape
@@ -120,6 +124,8 @@ _HOMES = {
     "halfbyte.nn.training.qat": ("prepare_qat_", "convert_qat_"),
     "halfbyte.nn.training.sparsity": ("prune_", "drop_zeros_"),
     "halfbyte.checkpoint": ("save", "load", "load_tensors", "convert", "export"),
+    "halfbyte.deploy.onnx_model": ("export_onnx",),
+    "halfbyte.deploy.program": ("Program", "export_program", "load_program"),
     "halfbyte.dispatch.explain": ("explain",),
     "halfbyte.dispatch.explain_shapes": ("ConvShape", "AttentionShape", "ExpertsShape"),
     "halfbyte.integrations.transformers.gguf": ("load_gguf",),

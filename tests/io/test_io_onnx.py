@@ -56,7 +56,6 @@ def test_what_the_operator_does_not_have(tmp_path: Path) -> None:
     for fmt, why in {
         "q4_1": "offsets",
         "int4_g24": "power of two",
-        "int8_channel": "power of two",
         "int4_g32_bf16": "bfloat16",
     }.items():
         with pytest.raises(ArgumentError, match=why):

@@ -122,7 +122,7 @@ def kind_to_write(target: Path, to: str | None) -> str:
         )
     to = target.suffix[1:] if to is None else to
     if to not in KINDS:
-        remedy = ": halfbyte.io.onnx.export_linear writes one layer" if to == "onnx" else ""
+        remedy = ": halfbyte.export_onnx writes such files" if to == "onnx" else ""
         raise ArgumentError(f"models are converted to {', '.join(KINDS)}, got {to!r}{remedy}")
     if to == "gguf" and target.suffix != ".gguf":
         raise ArgumentError(f"a GGUF file is known by its suffix, which {target.name} lacks: write {target.name}.gguf")

@@ -27,11 +27,10 @@ def add(commands: Commands) -> None:
         "inspect",
         run,
         "show formats, shapes and bytes of a checkpoint",
-        "Show what is in a halfbyte checkpoint, a GGUF file, a folder of AWQ, GPTQ or compressed-tensors, or any safetensors: types and "
-        "bytes in the files, and where halfbyte holds the same numbers otherwise, its format and bytes. "
+        "Show types and bytes in the files, and where halfbyte holds the same numbers otherwise, its format and bytes. "
         "The error of a weight is ||original - quantized|| / ||original|| (Frobenius).",
     )
-    parser.add_argument("path", metavar="PATH", type=path_argument, help="checkpoint folder, GGUF file, or a safetensors file or folder")
+    parser.add_argument("path", metavar="PATH", type=path_argument, help="checkpoint, GGUF file, or any safetensors")
     parser.add_argument("--against", metavar="SRC", type=path_argument, help="the original model: compute the error of each weight from it")
 
 

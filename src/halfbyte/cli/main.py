@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from halfbyte import __version__
-from halfbyte.cli import bench, chat, convert, doctor, eval, explain, generate, inspect, quantize, serve, tune
+from halfbyte.cli import bench, chat, convert, doctor, eval, explain, export, generate, inspect, quantize, serve, tune
 from halfbyte.errors import HalfbyteError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"halfbyte {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (quantize, convert, inspect, eval, generate, chat, serve, bench, tune, explain, doctor):
+    for command in (quantize, convert, export, inspect, eval, generate, chat, serve, bench, tune, explain, doctor):
         command.add(commands)
     return parser
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError, CheckpointError, lookup, model_path, unreadable, unwritable
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
+from halfbyte.formats.spec import Format
 from halfbyte.io.files import open_file
 from halfbyte.io.weights import zero_points
 
@@ -30,35 +31,26 @@ if TYPE_CHECKING:
 
 _OPSET = 21
 _DOMAIN = "com.microsoft"
-_LEAST_BLOCK = 16
-_FILE_LIMIT = 2 << 30  # of a protobuf
+_LEAST_BLOCK, _BLOCK = 16, 128  # the least, and that of weights with a scale per channel
+FILE_LIMIT = 2 << 30  # of a protobuf
 
 
 def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | None = None) -> None:
     """Writes a model with one input "x" [M, K] and one output "y" [M, N], both of the scales' dtype, float32 or float16.
 
     Raises ArgumentError for a format that the operator does not support: it takes symmetric codes or zero points, and blocks
-    of a power of two, 16 or more (or one block per row of such a length).
+    of a power of two, 16 or more, or a scale per channel.
     """
-    onnx = _onnx()
-    n, k = codes.shape
-    block, dtype = codes.format.block if isinstance(codes.format.block, int) else k, codes.scale.dtype
-    reason = zero_points.why_not(codes.format, (n, block), (4, 8), n_multiple=1, k_multiple=1)
-    if reason is None and (block < _LEAST_BLOCK or block & (block - 1)):
-        reason = f"its blocks have {block} weights, not a power of two from {_LEAST_BLOCK}"
+    onnx = import_onnx()
+    dtype, (n, k) = codes.scale.dtype, codes.shape
+    reason = why_not(codes)
     if reason is None and dtype == torch.bfloat16:
         reason = "its scales are bfloat16"
     if reason is not None:
         raise ArgumentError(
             f"MatMulNBits cannot hold a weight {[n, k]} of {codes.format}, for {reason}: use float16 scales and blocks of 32"
         )
-    bits, blocks = codes.format.bits, codes.scale.shape[1]
-    data, zeros = zero_points.unsigned(codes)
-    width = blocks * block * bits // 8
-    data = torch.nn.functional.pad(data, (0, width - data.shape[1])).reshape(n, blocks, -1)
-    tensors = {"B": data, "scales": codes.scale.flatten()}
-    if codes.zero is not None:
-        tensors["zero_points"] = (pack_nibbles(zeros) if bits == 4 else zeros).flatten()
+    tensors, settings = matmul_n_bits(codes)
     inputs = ["x", *tensors]
     if bias is not None:
         tensors["bias"] = bias.detach().to(dtype)
@@ -66,7 +58,7 @@ def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | Non
     numbers = {torch.float32: onnx.TensorProto.FLOAT, torch.float16: onnx.TensorProto.FLOAT16}
     number = lookup(numbers, dtype, "the scales of MatMulNBits,")
     helper = onnx.helper
-    node = helper.make_node("MatMulNBits", inputs, ["y"], domain=_DOMAIN, K=k, N=n, bits=bits, block_size=block)
+    node = helper.make_node("MatMulNBits", inputs, ["y"], domain=_DOMAIN, **settings)
     graph = helper.make_graph(
         [node],
         "linear",
@@ -86,14 +78,51 @@ def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | Non
         raise unwritable(target, e) from e
 
 
+def why_not(codes: Codes) -> str | None:
+    """Why MatMulNBits cannot hold a weight, or None."""
+    codes = _blocked(codes)
+    block = codes.format.block
+    if not isinstance(block, int):
+        return "one scale is for all of it"
+    if reason := zero_points.why_not(codes.format, (codes.shape[0], block), (4, 8), n_multiple=1, k_multiple=1):
+        return reason
+    fits = block >= _LEAST_BLOCK and block & (block - 1) == 0
+    return None if fits else f"its blocks have {block} weights, not a power of two from {_LEAST_BLOCK}"
+
+
+def matmul_n_bits(codes: Codes) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The inputs B, scales and, where the codes have them, zero_points of MatMulNBits, and its attributes; `why_not` is None."""
+    codes = _blocked(codes)
+    (n, k), bits, blocks, block = codes.shape, codes.format.bits, codes.scale.shape[1], codes.format.block
+    assert isinstance(block, int)
+    data, zeros = zero_points.unsigned(codes)
+    width = blocks * block * bits // 8
+    data = torch.nn.functional.pad(data, (0, width - data.shape[1])).reshape(n, blocks, -1)
+    tensors = {"B": data, "scales": codes.scale.flatten()}
+    if codes.zero is not None:
+        tensors["zero_points"] = (pack_nibbles(zeros) if bits == 4 else zeros).flatten()
+    return tensors, {"K": k, "N": n, "bits": bits, "block_size": block}
+
+
+def _blocked(codes: Codes) -> Codes:
+    """The same weight with integer codes and scales of blocks."""
+    if codes.format.codebook or codes.format.packed_bits:
+        codes = codes.integers()
+    fmt, k = codes.format, codes.shape[1]
+    if fmt.block != "channel":
+        return codes
+    spread = {name: tensor if name == "data" else tensor.repeat(1, -(-k // _BLOCK)) for name, tensor in codes.tensors().items()}
+    return Codes.from_tensors(Format(fmt.bits, _BLOCK, fmt.zero, fmt.scale), codes.shape, spread)
+
+
 def import_linear(path: str | os.PathLike[str]) -> tuple[Codes, Tensor | None]:
     """The weight [N, K] and the bias [N] of the only MatMulNBits in an ONNX file."""
-    onnx = _onnx()
+    onnx = import_onnx()
     source = model_path(path)
     try:
         with open_file(source) as file:
-            if os.fstat(file.fileno()).st_size > _FILE_LIMIT:
-                raise CheckpointError(f"{source} is longer than {_FILE_LIMIT} bytes, which no ONNX file is")
+            if os.fstat(file.fileno()).st_size > FILE_LIMIT:
+                raise CheckpointError(f"{source} is longer than {FILE_LIMIT} bytes, which no ONNX file is")
             model = onnx.ModelProto.FromString(file.read())
     except OSError as e:
         raise unreadable(source, e) from e
@@ -148,7 +177,8 @@ def _tensor(onnx: ModuleType, stored: TensorProto, source: Path) -> Tensor:
         raise CheckpointError(f"{source}: {stored.name} is damaged: {' '.join(str(e).split())[:200]}") from e
 
 
-def _onnx() -> ModuleType:
+def import_onnx() -> ModuleType:
+    """The package; raises CheckpointError where it is not installed."""
     try:
         import onnx
         import onnx.helper

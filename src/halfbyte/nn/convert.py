@@ -25,7 +25,8 @@ from halfbyte.nn.modules.expanded import expanded
 from halfbyte.nn.modules.low_rank import placed
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, NOTES, add_kept, add_notes
-from halfbyte.nn.static.codes import LayerWeight, calibrated, on_codes, replace_
+from halfbyte.nn.static.bias_correction import Layer, LayerWeight
+from halfbyte.nn.static.codes import calibrated, on_codes, replace_
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 
 NO_RESTS: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
@@ -223,7 +224,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
 
     kept: dict[str, str] = {}
 
-    def weight_of(name: str, layer: nn.Conv1d | nn.Conv2d | nn.Linear) -> LayerWeight | str:
+    def weight_of(name: str, layer: Layer) -> LayerWeight | str:
         fmt = decisions[name]
         if isinstance(fmt, str):
             return fmt
@@ -266,7 +267,7 @@ def _difference(module: nn.Module, fmt: Format, config: Config) -> tuple[str, st
     assert isinstance(module, QuantModule)
     if module.packed.codes_format != fmt:
         return str(module.packed.codes_format), str(fmt)
-    for setting in ("compute", "activation"):
+    for setting in () if config.activations == "static" else ("compute", "activation"):  # of a head, which has one choice
         has, asked = getattr(module, setting, None), getattr(config, setting)
         if has not in (None, asked) and (has, asked) != ("row", "image"):  # see Config
             return f"{setting}={has!r}", f"{asked!r}"

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 from halfbyte.nn.described import Scale
+from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.report import CONFIG_ATTRIBUTE
-from halfbyte.nn.static.integer import Dequantize, IntegerConv1d, IntegerConv2d, IntegerLinear, MaxPool, Quantize, Requantize
+from halfbyte.nn.static.integer import Dequantize, IntegerConv1d, IntegerConv2d, MaxPool, Quantize, Requantize
 
 
 class Residual(nn.Module):
@@ -76,7 +77,7 @@ def test_a_network_on_codes_is_near_the_float_one(observer: str) -> None:
     found = kinds(quantized)
     assert found.count(Quantize) == found.count(Dequantize) == 1  # at the edges alone
     assert found.count(IntegerConv2d) == 9
-    assert found.count(IntegerLinear) == 1
+    assert found.count(QuantLinear) == 1
     assert nn.BatchNorm2d not in found
     assert nn.ReLU not in found
 
@@ -125,7 +126,7 @@ def test_a_convolution_of_lines_is_that_of_images_of_one_line() -> None:
         side = {(2,): 2, "same": 3, "valid": 0}[module.padding]
         window = {"stride": (1, module.stride[0]), "padding": (0, side), "dilation": (1, module.dilation[0])}
         wanted = hb.qconv2d(
-            codes.unsqueeze(2), layer.packed, module.bias, **window, in_scale=layer.source.step, in_zero=layer.source.zero,
+            codes.unsqueeze(2), layer.packed, layer.bias, **window, in_scale=layer.source.step, in_zero=layer.source.zero,
             out_scale=layer.result.step, out_zero=layer.result.zero, clamp=layer.clamp,
         )  # fmt: skip
         assert torch.equal(layer(codes), wanted.squeeze(2))

@@ -11,19 +11,20 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx, nn
 
 from halfbyte.errors import ArgumentError, UnsupportedError, unreachable
 from halfbyte.formats.spec import as_format
+from halfbyte.layouts.base import Packed
 from halfbyte.nn.config import Observer
 from halfbyte.nn.described import LEAST, MOST, Calibrated, Scale
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
-from halfbyte.nn.modules.quantized import keep_hooks, why_not_hooks
-from halfbyte.nn.modules.weight_view import AnyPacked
+from halfbyte.nn.modules.quantized import QuantLinear, keep_hooks, why_not_hooks
 from halfbyte.nn.static.batchnorm import fold_
+from halfbyte.nn.static.bias_correction import BiasCorrector, Layer, LayerWeight, Weights, channel_means
 from halfbyte.nn.static.integer import (
     AveragePool,
     Dequantize,
@@ -33,6 +34,7 @@ from halfbyte.nn.static.integer import (
     MaxPool,
     Quantize,
     Requantize,
+    clamp_codes,
     nearest,
 )
 from halfbyte.nn.static.memory_format import Formats
@@ -66,19 +68,6 @@ _MODULES: dict[object, type[nn.Module]] = {
 }
 _MAX_POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")  # the functions' order
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, torch.relu_)
-_Layer = nn.Conv1d | nn.Conv2d | nn.Linear
-
-
-class LayerWeight(NamedTuple):
-    """What a layer on codes is made of; see `IntegerModule`."""
-
-    packed: AnyPacked
-    bias: Tensor | None
-    error: float | None = None
-
-
-# What a layer is made of, by its name; or why it stays in floating point.
-Weights = Callable[[str, _Layer], LayerWeight | str]
 
 
 def calibrated(model: nn.Module) -> Calibrated | None:
@@ -99,16 +88,18 @@ def on_codes(model: nn.Module, images: Iterable[object], weights: Weights, *, ob
     """
     traced, folded = _traced(model)
     range_observer = _RangeObserver(traced, observer, {layer for layer, _ in folded})
+    corrector = BiasCorrector(traced, weights)
     with torch.no_grad():
         for batch in [images] if isinstance(images, Tensor) else images:
             image = _image_of(batch)
             if image.is_floating_point():  # others may be ids
                 check_floats(image, "calibration takes images")
             range_observer.run(image)
+            corrector.collect(image, range_observer.means)
     if not range_observer.seen:
         raise ArgumentError("there are no calibration images of float32, bfloat16 or float16: pass at least one batch")
     notes = (f"{len(folded)} batch norm{' was' if len(folded) == 1 else 's were'} folded into the layers before",) if folded else ()
-    return _Rewriter(traced, range_observer.scales(), weights).result(notes)
+    return _Rewriter(traced, range_observer.scales(), corrector.weights()).result(notes)
 
 
 def rebuilt(model: nn.Module, calibration_record: Calibrated) -> fx.GraphModule:
@@ -119,7 +110,7 @@ def rebuilt(model: nn.Module, calibration_record: Calibrated) -> fx.GraphModule:
             f"{type(model).__name__} has no result {min(odd)}, which the network on codes has: pass the model it was made of"
         )
 
-    def zeros(name: str, layer: _Layer) -> LayerWeight | str:
+    def zeros(name: str, layer: Layer) -> LayerWeight | str:
         if name in calibration_record.floats:
             return ""
         bias = None if layer.bias is None else torch.zeros(layer.bias.shape, dtype=layer.bias.dtype, device="cpu")
@@ -242,6 +233,7 @@ class _RangeObserver(fx.Interpreter):
         self.dtype = _dtype(traced)
         self.seen: dict[str, tuple[float, float]] = {}
         self.samples: dict[str, list[Tensor]] = {}
+        self.means: dict[str, Tensor] = {}  # of the outputs of each layer, for the last images
 
     def run_node(self, n: fx.Node) -> object:
         views = self._views(n)
@@ -255,6 +247,8 @@ class _RangeObserver(fx.Interpreter):
             raise UnsupportedError(
                 f"{n.target} gives {list(value.shape)}, whose batch norm is one of rows, not of features: write it with x.transpose(1, 2)"
             )
+        if isinstance(layer := module_of(n, self.modules), Layer) and isinstance(value, Tensor) and value.numel():
+            self.means[str(n.target)] = channel_means(layer, value)
         if isinstance(value, Tensor) and value.dtype in FLOATS and value.numel() and n.op != "output":
             low, high = (float(end) for end in torch.aminmax(value))
             if value.dtype != self.dtype:  # that of all results that codes stand for
@@ -320,6 +314,7 @@ class _Rewriter:
         self.root: dict[str, object] = {}
         self.float_of: dict[fx.Node, fx.Node] = {}
         self.codes_of: dict[fx.Node, tuple[fx.Node, Scale]] = {}
+        self.paddings: dict[fx.Node, tuple[int, int, int, int]] = {}  # (top, bottom, left, right), which a convolution does
         self.floats: list[str] = []
         self.notes: list[str] = []
 
@@ -339,10 +334,10 @@ class _Rewriter:
             return isinstance(module_of(node, modules), IntegerConv2d | MaxPool | AveragePool)
 
         def passes(node: fx.Node) -> bool:
-            return node.target is nearest or isinstance(module_of(node, modules), Quantize | Dequantize | Requantize)
+            return node.target in (nearest, clamp_codes) or isinstance(module_of(node, modules), Quantize | Dequantize | Requantize)
 
         def reads_any(node: fx.Node) -> bool:
-            return isinstance(module_of(node, modules), IntegerLinear)
+            return isinstance(module_of(node, modules), IntegerLinear | QuantLinear)
 
         Formats(self.graph, modules, gives, passes, reads_any).restore()
 
@@ -374,17 +369,24 @@ class _Rewriter:
         if node in self.codes_of:  # an activation that went into the layer before it
             return
         module = module_of(node, self.modules)
-        given: object
         known = self.scales.keys() >= {node.name, *(source.name for source in _sources(node))}
-        make, given, reason = self._maker(node, module) if known else None, module, ""
-        if make is not None and module is not None and (why_not := why_not_torch(module)) and not isinstance(module, _Layer):
+        make, reason = self._maker(node, module) if known else None, ""
+        given: nn.Module | tuple[Layer, LayerWeight] | None = module
+        if make is not None and module is not None and (why_not := why_not_torch(module)) and not isinstance(module, Layer):
             make, reason = None, f": {why_not}"
-        if make is not None and isinstance(module, _Layer):
+        if make is not None and isinstance(module, Layer):
             weight = _READ if str(node.target) in self.read else self.weights(str(node.target), module)
             if isinstance(weight, str):
                 self.floats.append(str(node.target))
                 make, reason = None, f": {weight}"
-            given = module, weight
+            else:
+                given = module, weight
+        if isinstance(module, nn.Linear) and isinstance(given, tuple) and self._is_head(node):
+            weight = given[1]
+            assert isinstance(weight.packed, Packed)
+            linear = QuantLinear(weight.packed, weight.bias, "float", dtype=module.weight.dtype, error=weight.error)
+            self.float_of[node] = self._call(node, linear, self._floats(_first(node)))
+            return
         if make is not None:
             replacement, scale, covers = make(node, given)
             for covered in (node, *covers):
@@ -395,6 +397,11 @@ class _Rewriter:
             self.notes.append(f"{node.target if module is not None else node.name} ({what}) runs in floating point{reason}")
         self.float_of[node] = copy_node(node, self.traced, self.graph, self.root, self._floats)
 
+    def _is_head(self, node: fx.Node) -> bool:
+        """Whether a node is a linear layer whose result nothing on codes reads: logits that differ by less than a step of codes matter."""
+        users = [user for user in node.users if user.op != "output"]
+        return isinstance(module_of(node, self.modules), nn.Linear) and not any(self._maker(u, module_of(u, self.modules)) for u in users)
+
     def _maker(self, node: fx.Node, module: nn.Module | None) -> Callable[..., tuple[fx.Node, Scale, list[fx.Node]]] | None:
         """The function that makes a node on codes; None for an operation that has none."""
         target = node.target
@@ -403,11 +410,13 @@ class _Rewriter:
         if target in ADDS and len(_sources(node)) == 2 and not node.kwargs:
             return self._add
         if isinstance(module, nn.ReLU | nn.ReLU6) or target in RELUS:
-            return self._relu
+            return self._relu if _first(node) in self.codes_of else None  # of floats: codes of its result have a smaller step
         if isinstance(module, nn.Flatten) or target in _SHAPES:
             return None if any(isinstance(size, torch.dtype) for size in (*node.args, *node.kwargs.values())) else self._as_it_is
         if isinstance(module, nn.MaxPool1d | nn.MaxPool2d):
             return self._largest
+        if isinstance(module, nn.ZeroPad2d) and min(module.padding) >= 0 and all(self._is_convolution(user) for user in node.users):
+            return self._padding
         if isinstance(module, _AVERAGE_POOLS):
             return self._average
         if target is torch.cat and not isinstance(node.args[0], fx.Node):
@@ -427,12 +436,32 @@ class _Rewriter:
                 return scale, _relu_clamp(scale, module), users
         return self.scales[node.name], (LEAST, MOST), []
 
-    def _layer(self, node: fx.Node, layer: tuple[_Layer, LayerWeight]) -> tuple[fx.Node, Scale, list[fx.Node]]:
+    def _layer(self, node: fx.Node, layer: tuple[Layer, LayerWeight]) -> tuple[fx.Node, Scale, list[fx.Node]]:
         (x, source), (result, clamp, covers), (module, weight) = self._codes(_first(node)), self._activation(node), layer
         form = IntegerLinear if isinstance(module, nn.Linear) else IntegerConv1d if isinstance(module, nn.Conv1d) else IntegerConv2d
         window = None if isinstance(module, nn.Linear) else conv.module_window(module)
+        if window is not None and (pad := self.paddings.get(_first(node))) is not None:
+            (a, b, c, d), (e, f, g, h) = window.padding, pad
+            window = replace(window, padding=(a + e, b + f, c + g, d + h))
         integer_layer = form(weight.packed, weight.bias, source, result, clamp, window, dtype=module.weight.dtype, error=weight.error)
         return self._call(node, integer_layer, x), result, covers
+
+    def _is_convolution(self, node: fx.Node) -> bool:
+        """Whether a node becomes a convolution on codes, which pads with zeros by itself."""
+        module = module_of(node, self.modules)
+        return (
+            isinstance(module, nn.Conv2d)
+            and {node.name, _first(node).name} <= self.scales.keys()
+            and self._maker(node, module) == self._layer
+            and why_not_torch(module) is None
+            and str(node.target) not in self.read
+            and not isinstance(self.weights(str(node.target), module), str)
+        )
+
+    def _padding(self, node: fx.Node, pad: nn.ZeroPad2d) -> tuple[fx.Node, Scale, list[fx.Node]]:
+        left, right, top, bottom = pad.padding
+        self.paddings[node] = top, bottom, left, right
+        return *self._codes(_first(node)), []
 
     def _add(self, node: fx.Node, _: None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         (a, scale_a), (b, scale_b) = (self._codes(n) for n in node.args if isinstance(n, fx.Node))
@@ -441,7 +470,7 @@ class _Rewriter:
 
     def _relu(self, node: fx.Node, module: nn.Module | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         x, scale = self._codes(_first(node))
-        return self.graph.call_function(torch.clamp, (x, *_relu_clamp(scale, module))), scale, []
+        return self.graph.call_function(clamp_codes, (x, *_relu_clamp(scale, module))), scale, []
 
     def _as_it_is(self, node: fx.Node, module: nn.Module | None) -> tuple[fx.Node, Scale, list[fx.Node]]:
         """For operations that only move codes."""

@@ -75,6 +75,11 @@ def _integers(x: Tensor) -> Tensor:
     return x.detach().to(torch.int8)
 
 
+def clamp_codes(x: Tensor, low: int, high: int) -> Tensor:
+    """A ReLU of codes."""
+    return x.clamp(low, high)
+
+
 def nearest(x: Tensor, *settings: Any, **named: Any) -> Tensor:
     """Nearest-neighbour resizing of codes, as uint8, since torch has no such function for int8; settings as of `interpolate`."""
     if _has_gradient(x):
@@ -135,7 +140,7 @@ class Requantize(nn.Module):
 
     def __init__(self, sources: Sequence[Scale], result: Scale, clamp: tuple[int, int] = (LEAST, MOST)) -> None:
         super().__init__()
-        self.scale, self.clamp = result, clamp
+        self.sources, self.scale, self.clamp = tuple(sources), result, clamp
         self.factors = [source.step / result.step for source in sources]
         self.offset = result.zero - sum(f * source.zero for f, source in zip(self.factors, sources, strict=True))
 

@@ -50,6 +50,7 @@ class _Linked:
 
     libraries  llvmlite frees the code of a library without references
     loaded     addresses of functions, by name, for each key of a kernel
+    folders    where objects are looked for after the cache
     warned     folders, and failures, of which there was a warning
     """
 
@@ -57,6 +58,7 @@ class _Linked:
         self.linker: object = None
         self.libraries: list[object] = []
         self.loaded: dict[str, dict[str, int]] = {}
+        self.folders: dict[Path, None] = {}
         self.warned: set[str] = set()
 
 
@@ -123,6 +125,11 @@ def cache_folder() -> Path | None:
             stacklevel=2,
         )
     return None
+
+
+def read_from(folder: Path) -> None:
+    """Look for compiled objects in a folder, too, as for those that come with an exported program. Nothing is written there."""
+    _linked.folders[folder] = None
 
 
 def why_not_trusted(folder: Path) -> str | None:
@@ -254,7 +261,8 @@ def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
         _dump(name, make, isa)
         folder = cache_folder()
         path = None if folder is None else folder / f"{key}.o"
-        body = None if path is None else _read_cached(path)
+        cached = [*([] if path is None else [path]), *(other / f"{key}.o" for other in _linked.folders)]
+        body = next((body for file in cached if (body := _read_cached(file)) is not None), None)
         if body is None:
             body = f"{' '.join(f.name for f in make().functions)}\n".encode() + compile_object(make(), isa)
             if path is not None:

