@@ -87,6 +87,19 @@ def test_a_batch_reads_short_prompts_together(prefix_bytes: int, both: Any, grap
     assert found[0] == found[1]
     assert read[:2] == [[5, 7], [6, 9]], "the prompt of 100 tokens is read alone: with others, each would have as many rows"
     batch = Batch(gpu, tokenizer, slots=6, prefix_bytes=prefix_bytes)
+    running, _ = batch.submit(prompts[0], sampling), batch.step()
+    batch.submit(ids_of(100, 3) + ids_of(25, 4), Sampling(max_new_tokens=2, ignore_eos=True))
+    monkeypatch.setattr(gpu, "prefill_chunk", 64)
+    batch.step()
+    assert batch.prefilling is not None
+    monkeypatch.setattr(gpu, "decode_tokens", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        batch.step()
+    assert not batch.failed, "a step of other sequences failed, not the prompt that is being read"
+    monkeypatch.undo()
+    assert running.finish_reason is None
+    batch = Batch(gpu, tokenizer, slots=6, prefix_bytes=prefix_bytes)
+    monkeypatch.setattr(gpu, "prefill_together", counted)
     read.clear()
     first = batch.submit(prompts[0], sampling)
     while batch.running:

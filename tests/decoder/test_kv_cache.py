@@ -86,6 +86,25 @@ def test_slots_hold_what_sequences_hold_alone(kind: str, int8: bool, models: dic
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_of_a_slot_holds_no_other_sequence(kind: str, models: dict[str, CpuModel]) -> None:
+    """Where a window's buffer has more tokens than a sequence that joined had left: those before them are another sequence's."""
+    model, chance = models[kind], random.Random(4)
+    slots, alone = Slots(model.spec, 3), Cache(model.spec)
+    for _ in range(2):
+        slots.join(read(model, [chance.randrange(3, 90) for _ in range(250)], int8=False))
+    for token in range(40):  # windows' buffers fill up
+        model.decode([5 + token, 6 + token], slots)
+    for length in (190, 10):  # of the first part only a window is left
+        model.prefill([chance.randrange(3, 90) for _ in range(length)], alone)
+    slots.join(alone)
+    copy = slots.copy_of(2)
+    for found, expected in zip(copy.layers, alone.layers, strict=True):
+        assert found.first >= expected.first
+        for one, other in zip(found.buffers, expected.buffers, strict=True):
+            assert torch.equal(one[:, :, : found.length], other[:, :, found.first - expected.first : expected.length])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_that_was_cut_goes_on_as_a_new_one(kind: str, models: dict[str, CpuModel]) -> None:
     model, chance = models[kind], random.Random(5)
     windows = [layer.sliding_window for layer in model.spec.layers if layer.sliding_window is not None]

@@ -123,6 +123,25 @@ def test_prompts_are_read_in_chunks(
     assert generation.ids == expected
 
 
+def test_a_part_of_a_long_prompt_is_kept_for_its_frequencies(
+    models: dict[str, CpuModel],  # noqa: F811
+    tokenizer: Tokenizer,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first tokens of a prompt beyond the length at which rope switches have the long frequencies: no shorter prompt may use them."""
+    model = models["Phi3DecoderLayer, longrope"]
+    switch = model.spec.rope_switch
+    assert switch is not None
+    monkeypatch.setattr(model, "prefill_chunk", switch // 2)
+    batch, ids = Batch(model, tokenizer, slots=2, prefix_bytes=MOST), prompt(switch + 20, 1)
+    generation = batch.submit(ids, Sampling())
+    batch.step()
+    batch.cancel(generation)
+    short = [*ids[: switch // 2], 5, 6]
+    assert run(batch, short).ids == run(Batch(model, tokenizer, slots=1), short).ids
+    assert not [entry for entry in batch._prefixes.entries if entry.ids == ids[: switch // 2]]
+
+
 def test_a_prompt_is_cancelled_between_chunks(models: dict[str, CpuModel], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(models[KINDS[0]], "prefill_chunk", 10)
     batch, ids = Batch(models[KINDS[0]], tokenizer, slots=2, prefix_bytes=MOST), prompt(60, 1)

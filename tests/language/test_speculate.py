@@ -168,6 +168,10 @@ def test_an_end_among_the_guesses_leaves_the_cache_as_without(tokenizer: Tokeniz
             batch.step()
         assert (generation.ids, generation.finish_reason, batch.guessed) == ([0, 1], "stop", 3 if speculate else 0)
         assert batch._prefixes.entries[-1].cache.length == 15  # the end token is not read
+        again = batch.submit([*generation.prompt_ids, *generation.ids, 5, 6], Sampling(max_new_tokens=2))
+        while batch.running:
+            batch.step()
+        assert (again.ids, again.cached_tokens) == ([0, 1], 15)
 
 
 @pytest.mark.parametrize(

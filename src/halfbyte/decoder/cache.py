@@ -173,6 +173,8 @@ class LayerCache:
         """Replace the contents by those of another cache's slot, whose sequence begins at index `start` and has `length` tokens to copy."""
         skipped, first = max(start - other.first, 0), max(other.first - start, 0)
         count = min(other.length - skipped, length - first)
+        if self._window is not None and count > (kept := min(count, self._window - 1)):  # a slot may hold another sequence's before them
+            skipped, first, count = skipped + count - kept, first + count - kept, kept
         self.fill([source[slot : slot + 1, :, skipped : skipped + count] for source in other.buffers], first + count)
 
     def fill(self, states: Sequence[Tensor], length: int) -> None:
@@ -506,7 +508,7 @@ class PrefixCache:
         ids, best, longest = list(prompt), None, max(least, 1) - 1
         for entry in self.entries:
             same_frequencies = switch is None or (entry.cache.length > switch) == (len(ids) > switch)
-            same = common_prefix(entry.ids, ids, most)
+            same = common_prefix(entry.ids, ids, min(most, entry.cache.length))
             if same_frequencies and same > longest and entry.cache.can_cut(same):
                 best, longest = entry, same
         return best, longest

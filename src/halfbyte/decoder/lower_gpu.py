@@ -430,7 +430,7 @@ class GpuModel:
         given = torch.tensor(padded, dtype=torch.int64, device="cpu").to(self.device)
         x = self._embedded(given.flatten()).unflatten(0, given.shape)
         of_layers = self._per_layer_inputs(given, x)
-        self._host.begin(tokens)
+        add_experts = self._host.begin(given.numel())
         if self._first:
             self._first.step = HostStep(cache, range(before, before + tokens), total)
             x = self._first(x, at_once)
@@ -448,7 +448,7 @@ class GpuModel:
             else:
                 x, _ = prefill_with(layer, x, tables, partial(self._encoded, entry), mask, per_layer_input, length)
             if index in self._host:
-                x = self._host.add(index, x, at_once)
+                x = add_experts(index, x)
         cache.append(longest)
         read: Tensor = x[:, :longest]
         return read

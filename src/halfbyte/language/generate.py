@@ -157,7 +157,7 @@ class Batch:
         self._interrupted: list[_Running] = []  # have no cache, after an exception in a step, and are read again
         self._prefill: _Prefill | None = None
         self.failed: Sequence[Generation] = ()
-        self._together: Sequence[Generation] = ()  # whose prompts are being read side by side
+        self._together: Sequence[Generation] = ()  # whose prompts are being read
         self._read = 0  # tokens of prompts since the last decode step
         self._prefixes = PrefixCache(prefix_bytes)
         self._times = Times() if times is None else times
@@ -232,8 +232,7 @@ class Batch:
         try:
             return self._step()
         except BaseException as e:
-            self.failed = self._together if self.prefilling is None else [self.prefilling]
-            self._together = ()
+            self.failed, self._together = self._together, ()
             self._forget_caches()
             if self._model.where is None or not is_out_of_memory(e):
                 raise
@@ -307,6 +306,7 @@ class Batch:
             cache, generation.cached_tokens = self._cache_for(generation.prompt_ids)
             self._prefill = _Prefill(generation, cache)
         generation, cache = self._prefill.generation, self._prefill.cache
+        self._together = [generation]
         prompt, start = generation.prompt_ids, cache.length
         crosses = self._model.plan is not None and self._model.plan.streams and not self._active  # all experts, for each chunk
         end = min(len(prompt), start + (CHUNK if crosses else self._model.prefill_chunk))
@@ -315,6 +315,7 @@ class Batch:
         self._read += end - start
         logits = self._model.prefill(prompt[start:end], cache, total=len(prompt))
         if end < len(prompt):
+            self._together = ()
             return []
         found = self._start([self._running_of(generation, cache)], logits[None])
         self._share_slots()
@@ -358,7 +359,9 @@ class Batch:
 
     def _end_prefill(self, prefill: _Prefill) -> None:
         """Keep what has been read of the prompt of a sequence that is cancelled."""
-        self._prefixes.put(prefill.generation.prompt_ids, prefill.cache)
+        prompt, switch = prefill.generation.prompt_ids, self._model.spec.rope_switch
+        if switch is None or (prefill.cache.length > switch) == (len(prompt) > switch):  # else its frequencies are those of longer ones
+            self._prefixes.put(prompt, prefill.cache)
         self._prefill = None
 
     def _running_of(self, generation: Generation, cache: Cache | None) -> _Running:
@@ -499,7 +502,10 @@ class Batch:
             self._active.remove(running)
             return
         if self._prefixes.limit and self._slots is not None:
-            self._prefixes.put(ids, self._slots.copy_of(self._active.index(running)))
+            try:
+                self._prefixes.put(ids, self._slots.copy_of(self._active.index(running)))
+            except torch.OutOfMemoryError:  # a prefix saves time, other sequences need the memory
+                self._prefixes.clear()
         self._free_slot(running)
 
     def _free_slot(self, running: _Running) -> None:

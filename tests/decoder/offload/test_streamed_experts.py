@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 
 from test_host_experts import both, ids_of
 
-from halfbyte.decoder.cache import Cache
+from halfbyte.decoder.cache import Cache, Slots
 from halfbyte.decoder.lower_gpu import GpuModel
-from halfbyte.decoder.offload import streamed_experts
+from halfbyte.decoder.offload import host_experts, streamed_experts
 from halfbyte.decoder.offload.host_experts import HostExperts
 from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
 from halfbyte.decoder.offload.streamed_experts import LEAST_ROWS, StreamedExperts
@@ -67,6 +67,26 @@ def test_prompts_are_streamed_from_a_number_of_tokens_on(kind: str, specs: Model
         found = [model.prefill(ids_of(count), cache) for model, cache in zip((one, split), caches, strict=True)]
         assert torch.allclose(*found, atol=1e-5 * float(found[0].abs().max()), rtol=0)
         assert streamed == expected
+
+
+def test_decode_steps_are_never_streamed(specs: Models, streamed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many sequences they have, also where they are not captured: only prompts copy experts."""
+    spec = specs("Qwen3MoeDecoderLayer")
+    one, split = both(spec, len(spec.layers))
+    monkeypatch.setattr(host_experts, "FEWEST_ROWS", 2)
+    split._host.__dict__["_least_rows"] = 2
+    slots = [Slots(spec, 4, where=model.where) for model in (one, split)]
+    for seed in range(4):
+        for model, some in zip((one, split), slots, strict=True):
+            cache = Cache(spec, where=model.where)
+            model.prefill(ids_of(5 + seed, seed), cache)
+            some.join(cache)
+    assert streamed
+    streamed.clear()
+    for step in range(3):
+        found = [model.decode(ids_of(4, step), some) for model, some in zip((one, split), slots, strict=True)]
+        assert torch.allclose(*found, atol=1e-5 * float(found[0].abs().max()), rtol=0)
+    assert not streamed
 
 
 @pytest.mark.parametrize("few", ["main memory", "GPU memory"])

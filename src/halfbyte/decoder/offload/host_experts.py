@@ -25,7 +25,6 @@ from halfbyte.ops.transformer.experts import Experts, Mixture, why_not
 from halfbyte.ops.transformer.routing import Routed, add_mixed, mixed, route, shared_output
 
 HostCall = Callable[[Callable[[], None]], None]  # runs a function on the host, after what was launched before and before what comes next
-_FEW = 256  # rows for which each number has buffers of its own, whose addresses graphs keep
 
 
 def at_once(function: Callable[[], None]) -> None:
@@ -62,6 +61,7 @@ class HostExperts:
             index: Mixture(half.gate_up, half.down_proj, half.clamped) if why_not(half.gate_up, half.down_proj) is None else None
             for index, half in halves.items()
         }
+        # By the rows of a captured step, as a CUDA graph keeps the addresses; 0: of all others.
         self._buffers: dict[tuple[int, int], _Buffers] = {}
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._streamed: StreamedExperts | None = None
@@ -100,18 +100,18 @@ class HostExperts:
 
         return rows_worth_crossing(compute, crossing, CHUNK)
 
-    def begin(self, rows: int) -> None:
-        """Prepare for the layers of so many rows of a prompt, in their order."""
-        if self._streamed is not None and self.streams(rows):
-            self._streamed.begin()
+    def begin(self, rows: int) -> Callable[[int, Tensor], Tensor]:
+        """Prepare for the layers of so many rows of a prompt; return the function that computes them, which is called in their order."""
+        if self._streamed is None or not self.streams(rows):
+            return partial(self.add, host=at_once)
+        self._streamed.begin()
+        return self._streamed.add
 
     def add(self, layer: int, x: Tensor, host: HostCall) -> Tensor:
-        """Compute x + experts(norm(x)) of a layer, x [..., K] on the device."""
-        if self._streamed is not None and host is at_once and self.streams(x[..., 0].numel()):
-            return self._streamed.add(layer, x)
+        """Compute x + experts(norm(x)) of a layer, x [..., K] on the device, with the routed experts on the CPU."""
         half = self._halves[layer]
         routed = route(x, half)
-        buffers = self._buffers_for(routed)
+        buffers = self._buffers_for(routed, is_captured=host is not at_once)
         for there, here in zip(buffers[:3], (routed.z, routed.ids, routed.weights), strict=True):
             there.copy_(here, non_blocking=True)
         compute = partial(self._compute, layer, buffers)
@@ -150,9 +150,9 @@ class HostExperts:
     def _on_device(self, y: Tensor) -> Tensor:
         return torch.empty_like(y, device=self._device).copy_(y, non_blocking=True)
 
-    def _buffers_for(self, routed: Routed) -> _Buffers:
+    def _buffers_for(self, routed: Routed, *, is_captured: bool) -> _Buffers:
         rows, top_k = routed.ids.shape
-        key = min(rows, _FEW + 1), top_k
+        key = rows if is_captured else 0, top_k
         found = self._buffers.get(key)
         if found is None or len(found.z) < rows:
             wanted = routed.z, routed.ids, routed.weights, routed.z.float()

@@ -44,6 +44,8 @@ class _Slot:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.filled, self.unused = (torch.cuda.Event() if device.type == "cuda" else None for _ in range(2))
+        if self.unused is not None:  # kernels that were launched before may still use the memory
+            self.unused.record(torch.cuda.current_stream(device))
 
 
 class StreamedExperts:

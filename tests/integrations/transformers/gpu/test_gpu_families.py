@@ -22,6 +22,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from halfbyte.decoder import gpu_layer, kernels_gpu
+from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.decoder.program import layer_ops
 from halfbyte.integrations.transformers.decoder import gpu_run, layer_gpu
 from halfbyte.integrations.transformers.decoder.live_layer import layer_spec, shared_kv
@@ -486,7 +487,8 @@ def test_a_token_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
     mask[0, :3] = 0
     cases = (None, 1), (mask, 3)
     found = [[logits(short, fixed(short, 64), (9, *[1] * 24), *case) for _ in range(2)] for case in cases]
-    assert len(replayed_layers("token")) >= 4, "the first layer and the others, each with and without a mask"
+    kinds = {index == 0 for index, by_kernels in enumerate(decoded(short, (1,))) if by_kernels}
+    assert len(replayed_layers("token")) >= 2 * len(kinds), "the first layer and the others, each with and without a mask"
     monkeypatch.setattr(gpu_layer, "replay_layer", lambda _name, _layer, steps, *_, **__: steps())
     for (first, again), case in zip(found, cases, strict=True):
         assert torch.equal(first, again)
@@ -499,13 +501,14 @@ OTHERS += "gemma4, no windows", "gemma4, keys in common"
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_the_same_text(kind: str, device: torch.device, calls: list[bool]) -> None:
+def test_the_same_text(kind: str, device: torch.device, calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    by_model = done(monkeypatch, GpuModel, "decode_tokens")  # on a GPU
     plain, short = shared_pair(kind, device)
     ids = torch.randint(3, 99, (1, 5), generator=torch.Generator().manual_seed(2)).to(device)
     how = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     actual = short.generate(ids, past_key_values=fixed(short, 40), **how)
     how["disable_compile"] = True  # which transformers would otherwise do for a static cache
-    assert any(calls)
+    assert any(calls) or any(by_model)
     assert torch.equal(actual, plain.generate(ids, past_key_values=StaticCache(config=plain.config, max_cache_len=40), **how))
 
 
