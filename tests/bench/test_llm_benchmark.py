@@ -43,7 +43,7 @@ def test_a_small_run() -> None:
 def test_a_contender_that_fails_in_a_round_leaves_the_others(dies: str, family: str, file: bool, tmp_path: Path) -> None:
     """halfbyte runs a model that it makes, or one of another family out of a file."""
     program = tmp_path / "llama-bench"
-    program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\n{dies}\n', encoding="utf-8")
+    program.write_text(f'#!/bin/sh\n[ "$1" = --help ] && exit\n{dies}\n', encoding="utf-8")
     program.chmod(0o755)
     more = ["--gguf", str(tmp_path / "model.gguf")] if file else []
     found, told = run("--contenders", "llama-bench", "halfbyte", "--llama-bench", str(program), "--rounds", "2", "--family", family, *more)

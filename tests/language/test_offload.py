@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -337,13 +338,23 @@ def failing_pinned() -> None:
     raise RuntimeError("CUDA error: out of memory")  # of pinned memory
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """As in a shell's foreground: a process in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("calls", [0, 1, 4])
 def test_ctrl_c_in_a_crossing(folder: Path, gpu: None, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal while the CPU computes experts: the call ends, no thread is left, and the next one computes the same."""
     model = opened(folder, device={"experts": "cpu"}, sequences=2)
     expected = model.generate(TEXTS[0], max_new_tokens=8).ids
     threads = threading.active_count()
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, interruptible():
         failing_after(patch, calls, lambda: os.kill(os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             model.generate(TEXTS[0], max_new_tokens=8)

@@ -130,7 +130,7 @@ class Repeating:
 
     def __init__(self, model: CpuModel) -> None:
         self._model, self.calls, self.spec, self.most_decode, self.most_verify, self.where = model, 0, model.spec, 1, 8, None
-        self.least_prefill, self.most_prompts, self.prefill_chunk, self.plan = 1, 1, 512, None
+        self.least_prefill, self.most_prompts, self.prefill_chunk, self.plan, self.streams_experts = 1, 1, 512, None, False
 
     def _logits(self, ids: list[int]) -> torch.Tensor:
         self.calls += 1

@@ -81,7 +81,7 @@ class CpuModel:
         self._rows: dict[tuple[int, bool], Tensor] = {}
         self.most_decode = most_decode(spec)
         self.most_verify = min(MOST_IN_A_ROW, self.most_decode)
-        self.least_prefill, self.most_prompts, self.prefill_chunk = LEAST_PREFILL, 1, _CHUNK
+        self.least_prefill, self.most_prompts, self.prefill_chunk, self.streams_experts = LEAST_PREFILL, 1, _CHUNK, False
 
     @torch.inference_mode()
     def decode(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None) -> Tensor:

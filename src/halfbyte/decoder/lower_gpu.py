@@ -113,7 +113,7 @@ class GpuModel:
         self._reader = HostReader()
         in_torch = any(layer.attention.heads.softcap is not None for layer in spec.layers) or dtype == torch.float32
         self._chunk = _FEW if in_torch else _CHUNK
-        self.prefill_chunk = _FEW if in_torch or (self._has_host_parts and not (plan and plan.streams)) else _READ
+        self.prefill_chunk = _FEW if in_torch or (self._has_host_parts and not self.streams_experts) else _READ
         mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
         self._compiles = place.type == "cuda" and not mixed and not self._first and why_no_triton() is None and not env.tune()
         self.notes = (*(torch_ops(spec, dtype, gpu(place.index or 0)) if place.type == "cuda" else ()), *self._host.notes)
@@ -122,6 +122,11 @@ class GpuModel:
     def _on_gpu(self) -> list[tuple[int, LayerSpec]]:
         """The layers that are on the GPU, with their index."""
         return [*enumerate(self.spec.layers)][self._cpu_layers :]
+
+    @property
+    def streams_experts(self) -> bool:
+        """Whether experts that are on the CPU cross to the GPU for long prompts."""
+        return self._host.has_copy
 
     @property
     def _has_host_parts(self) -> bool:

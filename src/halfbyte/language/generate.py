@@ -154,11 +154,11 @@ class Batch:
         self._slots = None if slots == 1 else self._new_slots()
         self._waiting: deque[Generation] = deque()
         self._active: list[_Running] = []
-        self._interrupted: list[_Running] = []  # have no cache, after an exception in a step, and are read again
+        self._preempted: list[_Running] = []  # without a cache, after an exception in a step or where rope switches: prefilled again
         self._prefill: _Prefill | None = None
         self.failed: Sequence[Generation] = ()
-        self._together: Sequence[Generation] = ()  # whose prompts are being read
-        self._read = 0  # tokens of prompts since the last decode step
+        self._prefilling: Sequence[Generation] = ()  # whose prompts are being read
+        self._prefilled = 0  # tokens of prompts since the last decode step
         self._prefixes = PrefixCache(prefix_bytes)
         self._times = Times() if times is None else times
         self.accepted = self.guessed = 0
@@ -166,13 +166,13 @@ class Batch:
     @property
     def running(self) -> bool:
         """Whether there are sequences that have not finished."""
-        return bool(self._active or self._waiting or self._interrupted)
+        return bool(self._active or self._waiting or self._preempted)
 
     @property
     def reads_prompt(self) -> bool:
         """Whether the next step reads a prompt, or a part of it."""
         has_slot = self._waiting and len(self._active) < self._capacity
-        return bool(self._interrupted or (has_slot and (self._read < self._model.prefill_chunk or not self._active)))
+        return bool(self._preempted or (has_slot and (self._prefilled < self._model.prefill_chunk or not self._active)))
 
     @property
     def prefilling(self) -> Generation | None:
@@ -216,8 +216,8 @@ class Batch:
             generation.finish_reason = "cancelled"
         if self._prefill is not None and self._prefill.generation is generation:
             self._end_prefill(self._prefill)
-        for running in [one for one in self._interrupted if one.generation is generation]:
-            self._interrupted.remove(running)
+        for running in [one for one in self._preempted if one.generation is generation]:
+            self._preempted.remove(running)
             generation.finish_reason = "cancelled"
         for running in [one for one in self._active if one.generation is generation]:
             generation.finish_reason = "cancelled"
@@ -232,14 +232,14 @@ class Batch:
         try:
             return self._step()
         except BaseException as e:
-            self.failed, self._together = self._together, ()
+            self.failed, self._prefilling = self._prefilling, ()
             self._forget_caches()
             if self._model.where is None or not is_out_of_memory(e):
                 raise
         # Not in the handler, as the error's traceback holds memory.
         model = cast("GpuModel", self._model)
         model.close_steps_of(None)
-        count = len(self._interrupted) + len(self.failed)
+        count = len(self._preempted) + len(self.failed)
         raise no_memory_to_run(model.device, f"{count} sequence{'s' * (count > 1)}", returned_memory(model.device))
 
     def free(self) -> None:
@@ -247,15 +247,15 @@ class Batch:
         self._prefixes.clear()
 
     def _step(self) -> list[tuple[Generation, str]]:
-        while self._interrupted:
-            self._resume(self._interrupted[0])
-        start, before = time.perf_counter(), self._read
+        while self._preempted:
+            self._resume(self._preempted[0])
+        start, before = time.perf_counter(), self._prefilled
         if self.reads_prompt:
-            together = self._readable_together()
+            together = self._prompts_to_batch()
             found = self._continue_prefill() if len(together) < 2 else self._prefill_together(together)
-            self._times.add_prompt(self._read - before, start)
+            self._times.add_prompt(self._prefilled - before, start)
             return found
-        self._read = 0
+        self._prefilled = 0
         if not self._active:
             return []
         if len(self._active) == 1 and self._active[0].cache is not None:
@@ -267,8 +267,8 @@ class Batch:
 
     def _forget_caches(self) -> None:
         """Forget keys and values, which an exception may have left half written: the sequences that run are read again."""
-        self._interrupted = [one for one in (*self._interrupted, *self._active) if one.generation.finish_reason is None]
-        self._waiting = deque(one for one in self._waiting if not any(one is other.generation for other in self._interrupted))
+        self._preempted = [one for one in (*self._preempted, *self._active) if one.generation.finish_reason is None]
+        self._waiting = deque(one for one in self._waiting if not any(one is other.generation for other in self._preempted))
         self._active, self._prefill = [], None
         self._prefixes.clear()
         if self._draft is not None:
@@ -281,7 +281,7 @@ class Batch:
         running.cache = self._new_cache()
         self._read_again(running, running.cache)
         self._active.append(running)
-        self._interrupted.remove(running)
+        self._preempted.remove(running)
         self._share_slots()
 
     def _share_slots(self) -> None:
@@ -306,22 +306,22 @@ class Batch:
             cache, generation.cached_tokens = self._cache_for(generation.prompt_ids)
             self._prefill = _Prefill(generation, cache)
         generation, cache = self._prefill.generation, self._prefill.cache
-        self._together = [generation]
+        self._prefilling = [generation]
         prompt, start = generation.prompt_ids, cache.length
-        crosses = self._model.plan is not None and self._model.plan.streams and not self._active  # all experts, for each chunk
+        crosses = self._model.streams_experts and not self._active  # all experts, for each chunk
         end = min(len(prompt), start + (CHUNK if crosses else self._model.prefill_chunk))
         if 0 < len(prompt) - end < self._model.least_prefill:
             end = len(prompt) - self._model.least_prefill
-        self._read += end - start
+        self._prefilled += end - start
         logits = self._model.prefill(prompt[start:end], cache, total=len(prompt))
         if end < len(prompt):
-            self._together = ()
+            self._prefilling = ()
             return []
         found = self._start([self._running_of(generation, cache)], logits[None])
         self._share_slots()
         return found
 
-    def _readable_together(self) -> list[Generation]:
+    def _prompts_to_batch(self) -> list[Generation]:
         """Return the first prompts that wait and are read side by side: 1, 2, 4, … of them, few launches for all instead of for each."""
         free, spec = min(self._capacity - len(self._active), self._model.most_prompts), self._model.spec
         most, switch = min(self._model.prefill_chunk, spec.max_positions or self._model.prefill_chunk), spec.rope_switch
@@ -343,7 +343,7 @@ class Batch:
         """Read short prompts side by side, and choose their first tokens."""
         slots, lengths = self._slots, [len(generation.prompt_ids) for generation in generations]
         assert slots is not None
-        self._together, now = generations, time.perf_counter()
+        self._prefilling, now = generations, time.perf_counter()
         for generation in generations:
             generation.started = now
         if not self._prefixes.limit:
@@ -351,7 +351,7 @@ class Batch:
         most = _rows(max(lengths))
         cache = Cache(self._model.spec, len(generations), int8=self._int8, most=most, where=self._model.where)
         logits = cast("GpuModel", self._model).prefill_together([generation.prompt_ids for generation in generations], cache)
-        self._read += sum(lengths)
+        self._prefilled += sum(lengths)
         for one in self._active:
             self._take_slot(one)
         slots.join_all(cache, lengths)
@@ -379,7 +379,7 @@ class Batch:
         else:
             chooser = _batch_sampler(samplers)
             first = chooser.accept(chooser(logits).tolist())
-        self._prefill, self._together = None, ()
+        self._prefill, self._prefilling = None, ()
         for one in runs:
             self._active.append(one)
             self._waiting.remove(one.generation)
@@ -464,7 +464,7 @@ class Batch:
         if short := [one for one, position in places if position == switch and not one.long_rope]:
             for running in short:  # from here on all of their tokens have other frequencies
                 self._free_slot(running)
-                self._interrupted.append(running)
+                self._preempted.append(running)
             return []
         runs = list(self._active)
         # From the last slot on: the last one that is taken moves to one that becomes free.

@@ -296,6 +296,9 @@ class Engine:
                 self._jobs[job.generation] = job
             except HalfbyteError as e:
                 self._notify([self._failure(job, ApiError(400, str(e)))])
+            except Exception as e:  # the thread and other requests go on
+                _log.error("a request could not be started", exc_info=e)
+                self._notify([self._failure(job, ApiError(500, f"{type(e).__name__}, which the server's log describes", "model_failed"))])
 
     def _drop(self) -> None:
         """End sequences that no client waits for, or whose time is over."""

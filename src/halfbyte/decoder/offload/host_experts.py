@@ -79,6 +79,11 @@ class HostExperts:
     def __contains__(self, layer: int) -> bool:
         return layer in self._halves
 
+    @property
+    def has_copy(self) -> bool:
+        """Whether there is a copy of the experts from which they cross to the device."""
+        return self._streamed is not None
+
     def streams(self, rows: int) -> bool:
         """Whether the GPU computes the experts of so many rows of a prompt."""
         return self._streamed is not None and rows >= FEWEST_ROWS and rows >= self._least_rows

@@ -268,7 +268,6 @@ def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfbyte.decoder.program import layer_ops
     from halfbyte.integrations.transformers.decoder.live_layer import layer_spec
     from halfbyte.integrations.transformers.optimize.explain_model import explain_model
-    from halfbyte.kernels.cpu.codegen.isas import current
     from halfbyte.kernels.gpu.transformer import norm
     from halfbyte.machine import GPUS
 
@@ -306,9 +305,8 @@ def test_what_computes_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NVIDIA GPUs only" in ({lowered.op.name: lowered for lowered in amd}["attention"].reason or "")
     here = explain_model(short, "cpu").groups[0]
     assert here.reason is None
-    products = "bf16" if current().bf16_dot and current().tuning.bf16_pays else "float"
     kernels = {lowered.op.name: lowered.kernel or f"in {lowered.fused_into}" for lowered in here.ops}
-    assert [kernels[name] for name in ("attn_norm", "qkv", "rope", "attention")] == ["in qkv", products, "in attention", "attend"]
+    assert [kernels[name] for name in ("attn_norm", "qkv", "rope", "attention")] == ["in qkv", "float", "in attention", "attend"]
     assert explain_model(short, "cpu", 65).groups[0].reason == "native calls are for 64 sequences at most"
     with pytest.raises(ArgumentError, match="1 or more sequences"):
         explain_model(short, "cpu", 0)

@@ -167,6 +167,9 @@ def _has_steps(model: Part, ids: Tensor, config: GenerationConfig, arguments: Ar
     is_long = lengths(ids, config, arguments)[1] - ids.shape[1] > _MOST_LATER
     if asked or is_long or type(cache) not in (DynamicCache, StaticCache):
         return False
+    if in_mode():  # of this call
+        warnings.warn("tokens are written in many calls, not by a CUDA graph, under autocast or forward-mode differentiation", stacklevel=4)
+        return False
     if (reason := _why_not_captured(model, ids.device)) is not None:
         _warn_once(model, reason)
     return model.why_slow is None
@@ -178,8 +181,6 @@ def _on_gpu(device: torch.device) -> bool:
 
 def _why_not_captured(model: Part, device: torch.device) -> str | None:
     """Why no step of a model on a GPU is captured, or None."""
-    if in_mode():
-        return "autocast or forward-mode differentiation is on"
     if is_parallel(model):
         return "its weights are distributed over processes"
     if any(parameter.device != device for parameter in model.parameters()):
