@@ -157,18 +157,19 @@ def keep_freed_memory() -> bool:
 
 def peak_memory() -> int | None:
     """The peak memory of this process in bytes; None where the system does not report it."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:
-            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:")), None)
-    except OSError:
-        return None
+    return _reported("/proc/self/status", "VmHWM:")
 
 
 def available_memory() -> int | None:
     """Bytes of main memory that programs can take without swapping; None where the system does not report it."""
+    return _reported("/proc/meminfo", "MemAvailable:")
+
+
+def _reported(path: str, key: str) -> int | None:
+    """The bytes of a line "key: n kB" of a file of Linux."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as status:
-            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("MemAvailable:")), None)
+        with open(path, encoding="ascii") as status:
+            return next((int(line.split()[1]) * 1024 for line in status if line.startswith(key)), None)
     except OSError:
         return None
 
