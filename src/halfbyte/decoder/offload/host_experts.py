@@ -61,7 +61,7 @@ class HostExperts:
             index: Mixture(half.gate_up, half.down_proj, half.clamped) if why_not(half.gate_up, half.down_proj) is None else None
             for index, half in halves.items()
         }
-        # By the rows of a captured step, as a CUDA graph keeps the addresses; 0: of all others.
+        # Keys: rows of a captured step, whose CUDA graph keeps the addresses, or 0 for all other calls; and top_k.
         self._buffers: dict[tuple[int, int], _Buffers] = {}
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._streamed: StreamedExperts | None = None
