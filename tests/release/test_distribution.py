@@ -37,6 +37,7 @@ USES = {
     "quantize": ["model", "quantized", "--format", "q4_0"],
     "inspect": ["quantized"],
     "convert": ["quantized", "model.gguf"],
+    "export": ["quantized", "program", "--context", "64"],
     "eval": ["model", "--format", "q4_0", "--text", "text.txt", "--context", "32"],
     "generate": ["quantized", "--prompt", "the quick", "--max-new-tokens", "4"],
     "chat": ["quantized", "--max-new-tokens", "4"],
