@@ -23,7 +23,7 @@ from halfbyte.decoder.gpu_step import Choose, DecodeStep, Group, HostReader, Inp
 from halfbyte.decoder.kernels_gpu import torch_ops, why_not_layer
 from halfbyte.decoder.offload.host_experts import HostExperts, at_once
 from halfbyte.decoder.offload.host_layers import HostLayers, HostStep
-from halfbyte.decoder.offload.placement import ON_GPU, Plan
+from halfbyte.decoder.offload.placement import CHUNK, ON_GPU, Plan
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits
 from halfbyte.dispatch.gpu import why_no_triton
@@ -42,9 +42,8 @@ from halfbyte.ops.transformer.whole_model_decode import Inputs as PerLayerInputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_SEQUENCES = 256  # that are decoded at the same time
-_CHUNK = 4096  # tokens of a prompt at a time
 _MOST_VERIFY = 65  # tokens
-_MOST_PROMPTS, _READ = 32, 2048  # and tokens, which take some 60 ms of a model of 8 billion weights
+_MOST_PROMPTS, _READ = 32, 2048  # prompts, and tokens of them, between decode steps: some 60 ms of a model of 8 billion weights
 _FEW = 512  # where attention is computed in torch, or all logits are asked for
 _LEAST_POSITIONS = 2048  # for which there are cosines and sines at first
 _LONG = 1 << 62  # tokens of a sequence
@@ -112,7 +111,7 @@ class GpuModel:
         self._ahead: tuple[DecodeStep, int, State, tuple[Tensor, Tensor]] | None = None
         self._reader = HostReader()
         in_torch = any(layer.attention.heads.softcap is not None for layer in spec.layers) or dtype == torch.float32
-        self._chunk = _FEW if in_torch else _CHUNK
+        self._chunk = _FEW if in_torch else CHUNK
         self.prefill_chunk = _FEW if in_torch or (self._has_host_parts and not self.streams_experts) else _READ
         mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
         self._compiles = place.type == "cuda" and not mixed and not self._first and why_no_triton() is None and not env.tune()

@@ -326,7 +326,7 @@ class Batch:
         free, spec = min(self._capacity - len(self._active), self._model.most_prompts), self._model.spec
         most, switch = min(self._model.prefill_chunk, spec.max_positions or self._model.prefill_chunk), spec.rope_switch
         found: list[Generation] = []
-        if self._slots is None or self._prefill is not None or self._speculate:
+        if free < 2 or self._slots is None or self._prefill is not None or self._speculate:
             return found
         longest = 0
         for generation in itertools.islice(self._waiting, free):
