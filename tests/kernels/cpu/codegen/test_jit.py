@@ -35,9 +35,10 @@ from halfbyte.machine import machine
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, and a process that has loaded nothing and warned of nothing yet."""
+    """An empty cache, and a process that has loaded nothing, reads no other folder and warned of nothing yet."""
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(jit._linked, "loaded", {})
+    monkeypatch.setattr(jit._linked, "folders", {})  # those of exported programs that other tests of this process have loaded
     monkeypatch.setattr(jit._linked, "warned", set())
     return tmp_path / "cache" / "cpu"
 
