@@ -174,3 +174,17 @@ def test_sums_that_are_written_into_something(name: str) -> None:
     wanted = model(x)
     assert "1 activations" in str(hb.report(hb.fuse_(model)))
     torch.testing.assert_close(model(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_dropout_that_is_active_in_evaluation_drops() -> None:
+    model, x = quantized(nn.Sequential(nn.Conv2d(16, 16, 1), nn.ReLU(), nn.Dropout(0.5))), images()
+    wanted = model(x)
+    assert "1 activations" in str(hb.report(hb.fuse_(model)))
+    torch.testing.assert_close(model(x), wanted, rtol=1e-5, atol=1e-5)
+    model[2].train()  # Monte Carlo dropout
+    torch.manual_seed(0)
+    share = float((model(x) == 0).float().mean() - (wanted == 0).float().mean())
+    assert share > 0.1  # of some half of the other half
+    model[2].eval()
+    torch.testing.assert_close(model(x), wanted, rtol=1e-5, atol=1e-5)

@@ -19,7 +19,7 @@ from halfbyte.nn.modules.conv import QuantConv2d, QuantConvTranspose2d
 from halfbyte.nn.modules.quantized import QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
 from halfbyte.nn.static.memory_format import Formats
-from halfbyte.nn.static.traced import ADDS, RELUS, Inner, Tracer, erase_identities, module_of, replace
+from halfbyte.nn.static.traced import ADDS, RELUS, TracedModules, Tracer, erase_identities, module_of, replace_node
 from halfbyte.ops.conv.pool import largest
 
 _INFINITE = float("inf")
@@ -50,7 +50,7 @@ def fuse_convolutions_(model: nn.Module) -> None:
         fused if sums + activations else f"in channels_last from one convolution to the next: {in_channels_last} convolutions",
     )
     forward = type(fx.GraphModule(model, graph)).forward  # with its source where tracebacks find it
-    members = {"fused": forward, "inner": Inner.of(model), "__module__": type(model).__module__}
+    members = {"fused": forward, "inner": TracedModules.of(model), "__module__": type(model).__module__}
     model.__class__ = type(type(model).__name__, (_Fused, type(model)), members)
 
 
@@ -58,15 +58,15 @@ class _Fused(nn.Module):
     """Mixed in before the class of a module (its second base class) to replace its forward."""
 
     fused: Callable[..., object]
-    inner: Inner
+    inner: TracedModules
 
     def forward(self, *images: object, **named: object) -> object:
-        if self.training:
+        if self.training or self.inner.in_training():
             return super().forward(*images, **named)
         if not torch.compiler.is_compiling():
             if any(self.inner.hooks):
                 return super().forward(*images, **named)
-            if not self.inner.are_still():  # one was replaced
+            if not self.inner.unchanged():  # one was replaced
                 return _again(self)(*images, **named)
         return self.fused(*images, **named)
 
@@ -124,7 +124,7 @@ def _with_sums(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
         if node.target is operator.iadd and node.args[0] is first:  # which something else may show, such as a view
             continue
         second.args = (*second.args, first)
-        replace(node, second)
+        replace_node(node, second)
         count += 1
     return count
 
@@ -135,7 +135,7 @@ def _with_activations(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
     for node in graph.nodes:
         if node.args and isinstance(node.args[0], fx.Node) and _alone(node.args[0], modules) and (ends := _clamp(node, modules)):
             node.args[0].kwargs = {"clamp": ends}
-            replace(node, node.args[0])
+            replace_node(node, node.args[0])
             count += 1
     return count
 
@@ -162,7 +162,7 @@ def _with_pools(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
         if type(module_of(node, modules)) is nn.MaxPool2d:
             with graph.inserting_before(node):
                 pool = graph.get_attr(str(node.target))
-                replace(node, graph.call_function(largest, (*node.args, pool), node.kwargs))
+                replace_node(node, graph.call_function(largest, (*node.args, pool), node.kwargs))
 
 
 def _alone(node: fx.Node, modules: dict[str, nn.Module]) -> bool:

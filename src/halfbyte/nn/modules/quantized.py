@@ -38,13 +38,13 @@ _HOOKS = {
     "state_dict": ("_state_dict_hooks", "_state_dict_pre_hooks"),
     "load_state_dict": ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 }
-CALLED = (*_HOOKS["forward"], *_HOOKS["backward"])  # those that a call of the module runs, or its gradient
+CALL_HOOKS = (*_HOOKS["forward"], *_HOOKS["backward"])  # those that a call of the module runs, or its gradient
 _HOOK_SETTINGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_is_full_backward_hook")
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks that run before or after its forward or its gradient."""
-    return any(getattr(module, name) for name in CALLED)
+    return any(getattr(module, name) for name in CALL_HOOKS)
 
 
 def has_global_hooks() -> bool:

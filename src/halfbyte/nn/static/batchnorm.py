@@ -12,7 +12,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.nn.modules.conv import FloatConv
 from halfbyte.nn.report import REMARK
-from halfbyte.nn.static.traced import graph_of, why_not_torch
+from halfbyte.nn.static.traced import graph_of, why_overridden
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -103,4 +103,4 @@ def _foldable(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[tuple[s
 
 def _has_more(module: nn.Module) -> bool:
     """Whether a module does more than its class, or recomputes its weight at each call, as with weight_norm and spectral_norm."""
-    return why_not_torch(module) is not None or parametrize.is_parametrized(module)
+    return why_overridden(module) is not None or parametrize.is_parametrized(module)

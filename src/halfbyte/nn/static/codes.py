@@ -9,7 +9,6 @@ efficient integer-arithmetic-only inference, CVPR 2018.)
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 
@@ -39,7 +38,7 @@ from halfbyte.nn.static.integer import (
 )
 from halfbyte.nn.static.memory_format import Formats
 from halfbyte.nn.static.network import IntegerNetwork
-from halfbyte.nn.static.traced import ADDS, RELUS, Tracer, copy_node, erase_identities, graph_of, module_of, why_not_torch
+from halfbyte.nn.static.traced import ADDS, IN_PLACE, RELUS, Tracer, copy_node, erase_identities, graph_of, module_of, why_overridden
 from halfbyte.ops.checks import FLOATS, check_floats
 from halfbyte.ops.conv import functions as conv
 
@@ -67,7 +66,6 @@ _MODULES: dict[object, type[nn.Module]] = {
     torch.max_pool2d: nn.MaxPool2d,
 }
 _MAX_POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")  # the functions' order
-_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, torch.relu_)
 
 
 def calibrated(model: nn.Module) -> Calibrated | None:
@@ -191,7 +189,7 @@ def _writes_its_input(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
         return getattr(module, "inplace", False) is True
     if node.op == "call_method":
         return str(node.target).endswith("_")
-    return node.op == "call_function" and (node.target in _IN_PLACE or node.kwargs.get("inplace") is True)
+    return node.op == "call_function" and (node.target in IN_PLACE or node.kwargs.get("inplace") is True)
 
 
 def _make_module(node: fx.Node, traced: fx.GraphModule) -> None:
@@ -372,7 +370,7 @@ class _Rewriter:
         known = self.scales.keys() >= {node.name, *(source.name for source in _sources(node))}
         make, reason = self._maker(node, module) if known else None, ""
         given: nn.Module | tuple[Layer, LayerWeight] | None = module
-        if make is not None and module is not None and (why_not := why_not_torch(module)) and not isinstance(module, Layer):
+        if make is not None and module is not None and (why_not := why_overridden(module)) and not isinstance(module, Layer):
             make, reason = None, f": {why_not}"
         if make is not None and isinstance(module, Layer):
             weight = _READ if str(node.target) in self.read else self.weights(str(node.target), module)
@@ -431,7 +429,7 @@ class _Rewriter:
         users = list(node.users)
         if len(users) == 1 and users[0].name in self.scales:
             module = module_of(users[0], self.modules)
-            if (isinstance(module, nn.ReLU | nn.ReLU6) and why_not_torch(module) is None) or users[0].target in RELUS:
+            if (isinstance(module, nn.ReLU | nn.ReLU6) and why_overridden(module) is None) or users[0].target in RELUS:
                 scale = self.scales[users[0].name]
                 return scale, _relu_clamp(scale, module), users
         return self.scales[node.name], (LEAST, MOST), []
@@ -453,7 +451,7 @@ class _Rewriter:
             isinstance(module, nn.Conv2d)
             and {node.name, _first(node).name} <= self.scales.keys()
             and self._maker(node, module) == self._layer
-            and why_not_torch(module) is None
+            and why_overridden(module) is None
             and str(node.target) not in self.read
             and not isinstance(self.weights(str(node.target), module), str)
         )

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from halfbyte.nn.static.traced import module_of
+from halfbyte.nn.static.traced import IDENTITIES_IN_EVAL, IN_PLACE, module_of
 from halfbyte.ops.conv.images import in_memory_format_of
 
 # Operations whose numbers do not depend on the memory format of images, and whose results have it.
 _MODULES = (
     nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.SiLU, nn.GELU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh, nn.ELU, nn.LeakyReLU, nn.Mish,
-    nn.Softplus, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.MaxPool1d, nn.MaxPool2d,
-    nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.Upsample, nn.Flatten,
+    nn.Softplus, nn.BatchNorm1d, nn.BatchNorm2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d, nn.Upsample, nn.Flatten, *IDENTITIES_IN_EVAL,
 )  # fmt: skip
 _FUNCTIONS = {
     operator.add, operator.iadd, operator.sub, operator.mul, operator.truediv, operator.getitem, torch.add, torch.sub, torch.mul, torch.div,
@@ -31,8 +31,8 @@ _FUNCTIONS = {
 _METHODS = {"relu", "relu_", "sigmoid", "tanh", "clamp", "add", "sub", "mul", "div", "chunk", "split", "flatten", "reshape"}
 _SIZES = {"size", "dim"}  # methods that read no elements
 _VIEWS = {operator.getitem, torch.chunk, torch.split, torch.flatten, torch.reshape, "chunk", "split", "flatten", "reshape"}
-_VIEW_MODULES = nn.Flatten, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d  # in evaluation
-_WRITES = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem, torch.relu_}
+_VIEW_MODULES = (nn.Flatten, *IDENTITIES_IN_EVAL)
+_WRITES = {*IN_PLACE, operator.setitem}
 
 Kind = Callable[[fx.Node], bool]
 

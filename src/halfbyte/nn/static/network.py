@@ -21,7 +21,7 @@ from halfbyte.bounded import by_object
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.problem import Addition
 from halfbyte.nn.static.integer import IntegerConv2d, IntegerModule, Requantize
-from halfbyte.nn.static.traced import Inner, copy_node, module_of
+from halfbyte.nn.static.traced import TracedModules, copy_node, module_of
 from halfbyte.ops.library import plain
 from halfbyte.quantizers.check import check_dense
 
@@ -57,7 +57,7 @@ def _forward(self: Any, *inputs: Any, **more: object) -> object:
     if len(inputs) == 1 and not more and not torch.compiler.is_compiling() and plain(x := inputs[0]):
         check_dense(x, "the input of a network on int8 codes")
         thread = _thread_programs_of(self)
-        if thread.programs is None or not thread.programs.inner.are_still():
+        if thread.programs is None or not thread.programs.inner.unchanged():
             thread.programs = _Programs(self)
         programs = thread.programs
         if not any(programs.inner.hooks) and not (torch.is_grad_enabled() and programs.has_gradient(x)):
@@ -94,7 +94,7 @@ class _Programs:
     keep the network alive."""
 
     def __init__(self, network: fx.GraphModule) -> None:
-        self.inner = Inner.of(network)
+        self.inner = TracedModules.of(network)
         self.layers = [module for module in network.modules() if isinstance(module, IntegerModule)]
         self.parameters = list(network.parameters())
         self.weights = self._weights()

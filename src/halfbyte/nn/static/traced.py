@@ -1,11 +1,11 @@
-"""What torch.fx finds in convolutional networks: operations that more than one rewriter looks for, and how nodes are copied."""
+"""Tracing of convolutional networks by torch.fx, for all that rewrites them: tracer, classes of operations, changes of a graph."""
 
 from __future__ import annotations
 
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -13,59 +13,73 @@ from torch.fx.node import Argument, Target
 from torch.nn.modules import module as torch_modules
 
 from halfbyte.errors import UnsupportedError
-from halfbyte.nn.modules.quantized import CALLED, why_not_hooks
+from halfbyte.nn.modules.quantized import CALL_HOOKS, why_not_hooks
 
-SAME = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Identity)  # in evaluation
+IDENTITIES_IN_EVAL = (
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Identity
+)  # fmt: skip
 ADDS = (operator.add, operator.iadd, torch.add)
-RELUS = (torch.relu, nn.functional.relu, "relu", "relu_")
-_GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in CALLED)
+RELUS = (torch.relu, nn.functional.relu, "relu", "relu_")  # functions, and names of methods
+IN_PLACE = (
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
+    operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, torch.relu_
+)  # fmt: skip
+_GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in CALL_HOOKS)
+
+
+def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[fx.Proxy, object], fx.Proxy]:
+    def method(proxy: fx.Proxy, other: object) -> fx.Proxy:
+        return proxy.tracer.create_proxy("call_function", operation, (proxy, other), {})
+
+    return method
 
 
 class _Proxy(fx.Proxy):
-    """torch.fx's own proxy traces `x += y` as `x = x + y`, which would leave other references to x unchanged."""
+    """A proxy that traces `x += y` as the in-place operation that it is.
 
-    def __iadd__(self, other: object) -> fx.Proxy:
-        return self._written(operator.iadd, other)
+    torch.fx's own proxy traces it as `x = x + y`, which leaves other references to x unchanged.
+    """
 
-    def __isub__(self, other: object) -> fx.Proxy:
-        return self._written(operator.isub, other)
-
-    def __imul__(self, other: object) -> fx.Proxy:
-        return self._written(operator.imul, other)
-
-    def __itruediv__(self, other: object) -> fx.Proxy:
-        return self._written(operator.itruediv, other)
-
-    def _written(self, by: Callable[..., object], other: object) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", by, (self, other), {})
+    __iadd__, __isub__, __imul__ = _in_place(operator.iadd), _in_place(operator.isub), _in_place(operator.imul)
+    __itruediv__, __ifloordiv__ = _in_place(operator.itruediv), _in_place(operator.ifloordiv)
+    __imod__, __ipow__ = _in_place(operator.imod), _in_place(operator.ipow)
+    __iand__, __ior__, __ixor__ = _in_place(operator.iand), _in_place(operator.ior), _in_place(operator.ixor)
+    __ilshift__, __irshift__ = _in_place(operator.ilshift), _in_place(operator.irshift)
 
 
 class Tracer(fx.Tracer):
-    """torch.fx's tracer, but in-place operations become nodes of their own (operator.iadd), and a first operand that was passed by keyword
-    becomes positional.
+    """torch.fx's tracer, whose nodes have the form that the rewriters of halfbyte look for.
 
-    defaults   whether inputs with a default are traced with that value, not as tensors
-    failed     after an error: the innermost module in whose forward it was raised; "" for the traced one
+    They read a node's first operand in `args[0]`, so that one that was passed by keyword becomes positional, and in-place operations
+    are nodes of their own (operator.iadd).
+
+    defaults  whether inputs with a default are traced with that value, not as tensors
     """
 
     def __init__(self, *, defaults: bool = False) -> None:
         super().__init__()
-        self.defaults, self.failed = defaults, ""
+        self.defaults = defaults
+        self._failure: tuple[Exception, str] | None = None  # the last one, and the path of the innermost module that raised it
 
     def create_args_for_root(
         self, root_fn: Callable[..., object], is_module: bool, concrete_args: dict[str, object] | tuple[object, ...] | None = None
     ) -> tuple[object, list[object]]:
         forward, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
-        if self.defaults:
+        if self.defaults:  # which torch.fx keeps as the argument of the input's node
             arguments = [a.node.args[0] if isinstance(a, fx.Proxy) and a.node.args else a for a in arguments]
         return forward, arguments
 
     def call_module(self, m: nn.Module, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         try:
             return super().call_module(m, forward, args, kwargs)
-        except Exception:
-            self.failed = self.failed or self.path_of_module(m)
+        except Exception as error:
+            if self._failure is None or self._failure[0] is not error:
+                self._failure = error, self.path_of_module(m)
             raise
+
+    def path_of(self, error: Exception) -> str:
+        """The path of the innermost module whose forward raised `error`; "" for the traced one."""
+        return self._failure[1] if self._failure is not None and self._failure[0] is error else ""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -79,42 +93,68 @@ class Tracer(fx.Tracer):
         name: str | None = None,
         type_expr: object = None,
     ) -> fx.Node:
-        if kwargs and not args and kind in ("call_module", "call_function"):
-            first = "tensors" if target is torch.cat else "input"
-            if kind == "call_module":
-                first = next(iter(inspect.signature(self.root.get_submodule(str(target)).forward).parameters))
-            if first in kwargs:
-                args, kwargs = (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+        first = self._first_parameter(kind, target) if kwargs and not args else None
+        if first is not None and first in kwargs:
+            args, kwargs = (kwargs[first],), {key: value for key, value in kwargs.items() if key != first}
         return super().create_node(kind, target, args, kwargs, name, type_expr)
+
+    def _first_parameter(self, kind: str, target: Target) -> str | None:
+        """The name of the first parameter of what a node calls; None where it can't be passed by position."""
+        if kind == "call_function":
+            return "tensors" if target in (torch.cat, torch.stack) else "input"
+        if kind != "call_module":
+            return None
+        first = next(iter(inspect.signature(self.root.get_submodule(str(target)).forward).parameters.values()), None)
+        return first.name if first is not None and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else None
 
 
 def graph_of(model: nn.Module, purpose: str, *, defaults: bool) -> fx.Graph:
-    """The graph of `model`. `purpose`: of tracing it, for the message of the UnsupportedError where torch.fx cannot."""
+    """The graph of `model`; UnsupportedError, which names the `purpose` of tracing it, where torch.fx cannot trace it."""
     tracer = Tracer(defaults=defaults)
     try:
         return tracer.trace(model)
     except Exception as error:  # whatever a forward raises that is given no tensors
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        where = f", in {tracer.failed} ({type(model.get_submodule(tracer.failed)).__name__})" if tracer.failed else ""
+        path = tracer.path_of(error)
+        where = f", in {path} ({type(model.get_submodule(path)).__name__})" if path else ""
         remedy = "write its forward without control flow that depends on tensors, or put that into a module that stays in floating point"
         raise UnsupportedError(f"{type(model).__name__} cannot be traced by torch.fx to {purpose}{where} ({reason}): {remedy}") from error
 
 
-class Inner(NamedTuple):
-    """The modules inside a traced one: their hooks and those of all modules, which a traced graph would not run, and each one's children
-    at the time of tracing."""
+class _Children(NamedTuple):
+    """The children of a module: the dictionary in which torch keeps them, which changes with the module, and what it held when traced."""
+
+    now: dict[str, nn.Module | None]
+    traced: list[nn.Module | None]
+
+
+class TracedModules(NamedTuple):
+    """What can make a module compute something else than the graph that was traced of it.
+
+    hooks     of all modules, and of each one inside of the traced one: torch's own dictionaries, which show hooks that come later
+    children  of each module that has some
+    dropouts  which the graph leaves out, as in evaluation
+    """
 
     hooks: tuple[dict[int, object], ...]
-    children: tuple[tuple[dict[str, nn.Module | None], list[nn.Module | None]], ...]
+    children: tuple[_Children, ...]
+    dropouts: tuple[nn.Module, ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Inner:
-        every = list(model.modules())
-        hooks = [getattr(m, name) for m in every if m is not model for name in CALLED]
-        return cls((*_GLOBAL_HOOKS, *hooks), tuple((m._modules, list(m._modules.values())) for m in every if m._modules))
+    def of(cls, model: nn.Module) -> TracedModules:
+        modules = list(model.modules())
+        hooks = [getattr(m, name) for m in modules if m is not model for name in CALL_HOOKS]
+        children = tuple(_Children(m._modules, list(m._modules.values())) for m in modules if m._modules)
+        dropouts = tuple(m for m in modules if isinstance(m, IDENTITIES_IN_EVAL) and not isinstance(m, nn.Identity))
+        return cls((*_GLOBAL_HOOKS, *hooks), children, dropouts)
 
-    def are_still(self) -> bool:
-        return all(list(now.values()) == before for now, before in self.children)  # modules are equal to themselves alone
+    def unchanged(self) -> bool:
+        """Whether each module has the children that were traced."""
+        return all(list(child.now.values()) == child.traced for child in self.children)  # modules are equal to themselves alone
+
+    def in_training(self) -> bool:
+        """Whether a dropout is active, though the traced module is in evaluation (Monte Carlo dropout)."""
+        return any(dropout.training for dropout in self.dropouts)
 
 
 def module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
@@ -122,27 +162,30 @@ def module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | No
     return modules[str(node.target)] if node.op == "call_module" else None
 
 
-def why_not_torch(module: nn.Module) -> str | None:
-    """Why calling a module of one of torch's classes does not just compute what the class does; None if it does."""
+def why_overridden(module: nn.Module) -> str | None:
+    """Why a module of one of torch's classes does not compute what its class does; None if it does."""
     return "it has a forward of its own" if "forward" in vars(module) else why_not_hooks(module)
 
 
 def erase_identities(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> None:
-    """Removes the calls of modules that do nothing in evaluation."""
+    """Remove the calls of modules that do nothing in evaluation."""
     for node in graph.nodes:
         module = module_of(node, modules)
-        if isinstance(module, SAME) and why_not_torch(module) is None:
-            replace(node, node.args[0])
+        if isinstance(module, IDENTITIES_IN_EVAL) and why_overridden(module) is None:
+            replace_node(node, node.args[0])
 
 
-def replace(node: fx.Node, by: fx.Node) -> None:
-    """Lets all users of a node read another one, and erases it."""
+def replace_node(node: fx.Node, by: fx.Node) -> None:
+    """Let all users of a node read another one, and erase it."""
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
 
 
 def copy_node(node: fx.Node, module: nn.Module, graph: fx.Graph, root: dict[str, object], copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """A node of `module`'s graph in another graph, where `copy_of` gives its arguments; what it calls or reads is added to `root`."""
+    """A copy of a node of `module`'s graph in another graph.
+
+    `copy_of` gives its arguments there. What it calls or reads is added to `root`, from which the other graph's module is made.
+    """
     if node.op in ("call_module", "get_attr"):
         root[str(node.target)] = operator.attrgetter(str(node.target))(module)
     return graph.node_copy(node, copy_of)

@@ -1,0 +1,119 @@
+"""Tracing: in-place operations, operands passed by keyword, dropouts that are active, and the module that an error names."""
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from halfbyte.errors import UnsupportedError
+from halfbyte.nn.static.traced import IDENTITIES_IN_EVAL, IN_PLACE, TracedModules, Tracer, graph_of
+
+
+def traced(model: nn.Module) -> fx.GraphModule:
+    return fx.GraphModule(model, Tracer().trace(model))
+
+
+OPERATORS = [o for o in IN_PLACE if getattr(operator, o.__name__, None) is o]
+
+
+class _InPlace(nn.Module):
+    def __init__(self, operation: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.clone()
+        written = y
+        written = self.operation(written, 2)
+        return y, written
+
+
+@pytest.mark.parametrize("operation", OPERATORS, ids=lambda o: o.__name__)
+def test_in_place_operators_write_what_other_names_show(operation: Callable[[Tensor, int], Tensor]) -> None:
+    x = torch.tensor([5, -3, 8], dtype=torch.float32 if operation is operator.itruediv else torch.int64)
+    model = _InPlace(operation)
+    for got, wanted in zip(traced(model)(x), model(x), strict=True):
+        assert got.tolist() == wanted.tolist()
+
+
+def test_every_in_place_operator_of_tensors_is_traced_as_one() -> None:
+    conversions = {"__index__", "__invert__"}
+    of_tensors = {name for name in vars(operator) if name.startswith("__i") and name in dir(Tensor)} - conversions
+    assert {f"__{operation.__name__}__" for operation in OPERATORS} == of_tensors
+
+
+class _KeywordOnly(nn.Module):
+    def forward(self, *, x: Tensor) -> Tensor:
+        return x + 1
+
+
+class _Calls(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x=x)
+
+
+class _Leaves(Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, _KeywordOnly) or super().is_leaf_module(m, module_qualified_name)
+
+
+def test_an_operand_that_can_be_passed_by_keyword_alone_stays_so() -> None:
+    model = _Calls(_KeywordOnly())
+    assert fx.GraphModule(model, _Leaves().trace(model))(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_operands_by_keyword_become_positional() -> None:
+    class Joins(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat(tensors=[x, torch.stack(tensors=[torch.relu(input=x)])[0]])
+
+    graph = Tracer().trace(Joins())
+    assert [len(node.kwargs) for node in graph.nodes if node.op == "call_function"] == [0] * 4
+    assert fx.GraphModule(Joins(), graph)(torch.tensor([-1.0])).tolist() == [-1, 0]
+
+
+class _Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class _Catches(nn.Module):
+    """Catches its module's error and raises one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad = _Fails()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            self.bad(x)
+        except Exception:
+            raise ValueError("of its own") from None
+        return x
+
+
+def test_an_error_names_the_module_that_raised_it() -> None:
+    with pytest.raises(UnsupportedError, match=r"traced by torch.fx to test, in inner \(_Fails\) \(.*control flow"):
+        graph_of(_Positional(_Fails()), "test", defaults=False)
+    with pytest.raises(UnsupportedError, match=r"^_Catches cannot be traced by torch.fx to test \(of its own\)"):
+        graph_of(_Catches(), "test", defaults=False)
+
+
+class _Positional(_Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("kind", IDENTITIES_IN_EVAL)
+def test_what_counts_as_an_identity_is_one_in_evaluation(kind: type[nn.Module]) -> None:
+    x = torch.randn(2, 3, *(4,) * {nn.Dropout1d: 1, nn.Dropout2d: 2}.get(kind, 3))
+    module = kind().eval()
+    assert torch.equal(module(x), x)
+    assert not TracedModules.of(_Calls(module)).in_training()
+    assert TracedModules.of(_Calls(module.train())).in_training() == (kind is not nn.Identity)
