@@ -16,8 +16,8 @@ from halfbyte.io.safetensors import Reader
 from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.described import NOT_A_KIND, Candidate
 
-Order = Callable[[], Tensor]
-NO_CODES = "integers do not hold it exactly"
+ReadColumnOrder = Callable[[], Tensor]
+NOT_EXACT_AS_CODES = "integers do not hold it exactly"
 _CHUNK = 1 << 20  # weights that are dequantized at a time
 
 
@@ -25,44 +25,47 @@ _CHUNK = 1 << 20  # weights that are dequantized at a time
 class Quantized:
     """What is known of a quantized weight before it is read.
 
-    form    how the files store it, in their project's terms
-    order   returns the order of its columns, int32 [K], where it is not that of the inputs
+    stored_as    what its project calls how the files store it, as "GGUF Q4_K"
+    order        reads the order of its columns, int32 [K], where it is not that of the inputs
+    compute      how it is multiplied, as in `halfbyte.Config`
+    activation   what a scale of quantized activations is shared by, as in `halfbyte.Config`
     transposed   the float tensor is [..., K, N], the codes are [..., N, K]
-    floats  the files hold low-precision floats, which may also be quantized to another format
+    from_floats  the files hold low-precision floats, which may also be quantized to another format
     """
 
     format: Format
-    form: str
-    order: Order | None = None
+    stored_as: str
+    order: ReadColumnOrder | None = None
     compute: str = "auto"
     activation: str = "block"
     transposed: bool = False
-    floats: bool = False
+    from_floats: bool = False
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor.
+    """One tensor of a model, whatever the files store for it.
 
-    spec    of the float tensor that it is or represents
-    nbytes  of all that the files store for it
-    read    returns it: plain ones in a given dtype, codes where `quantized`
-    form    how the files store a low-precision tensor that is read as floats because Codes cannot hold it exactly
+    spec       dtype and shape of the tensor in floating point, also of one that is stored as codes
+    nbytes     size of all that the files store for it
+    read       reads it: Codes if `quantized`, whatever the argument; otherwise a tensor in the dtype given, None for its own
+    quantized  None for a tensor that is read in floating point
+    stored_as  of such a tensor: what its project calls how the files store it, where that is low-precision but not exact as Codes
     """
 
     spec: TensorSpec
     nbytes: int
     read: Callable[[torch.dtype | None], Codes | Tensor]
     quantized: Quantized | None = None
-    form: str | None = None
+    stored_as: str | None = None
 
 
 @dataclass(frozen=True)
 class Entries:
-    """All tensors, by their names in the files; a Source for a plan.
+    """All tensors of a model, by their names in the files; a `Source` for a plan (mapping/plan.py).
 
     notes  remarks about them for the report
-    files  the reader of the plain ones
+    files  the reader of those that are not quantized
     """
 
     entries: Mapping[str, Entry]
@@ -75,102 +78,134 @@ class Entries:
     def spec(self, name: str) -> TensorSpec:
         return self.entries[name].spec
 
-    def form(self, names: Iterable[str]) -> str | None:
-        """How the files store the first of these tensors that is low-precision, or None."""
+    def stored_as(self, names: Iterable[str]) -> str | None:
+        """How the files store the first of these tensors that is low-precision; None where none is."""
         for name in names:
             entry = self.entries[name]
-            if (form := entry.form if entry.quantized is None else entry.quantized.form) is not None:
-                return form
+            if (stored_as := entry.stored_as if entry.quantized is None else entry.quantized.stored_as) is not None:
+                return stored_as
         return None
 
     def outputs_first(self, name: str) -> bool:
-        """Whether `read` gives a matrix as [N, K] even if its module keeps it transposed: true of codes made for Linears."""
+        """Whether `read` returns a matrix [N, K], outputs first.
+
+        Codes are stored as Linears have them, even where the model's own module keeps its weight as [K, N] (GPT-2's Conv1D).
+        """
         quantized = self.entries[name].quantized
         return quantized is not None and not quantized.transposed
 
     def codes(self, name: str) -> Codes:
-        """A quantized weight, checked."""
+        """Read a quantized weight. Raises CheckpointError where its codes are not what its format allows."""
+        codes, quantized = self.entries[name].read(None), self.entries[name].quantized
+        assert isinstance(codes, Codes)
+        assert quantized is not None
+        damaged = "" if codes.format == quantized.format else f"{codes.format} codes found where {quantized.format} was expected"
         try:
-            codes = self.entries[name].read(None)
-            assert isinstance(codes, Codes)
-            planned = self.entries[name].quantized
-            if planned is None or codes.format != planned.format:
-                raise FormatError(f"{codes.format} codes found where {planned and planned.format} was expected")
             codes.check_values()
-        except FormatError as e:
-            raise CheckpointError(f"{name}: {e}: the checkpoint is damaged") from e
+        except FormatError as error:
+            damaged = damaged or str(error)
+        if damaged:
+            raise CheckpointError(f"{name}: {damaged}: the checkpoint is damaged")
         return codes
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor in floating point, dequantized if need be."""
+        """Read a tensor in floating point, dequantized if need be."""
         entry = self.entries[name]
-        if entry.quantized is None:
+        quantized = entry.quantized
+        if quantized is None:
             plain = entry.read(dtype)
             assert isinstance(plain, Tensor)
             return plain
-        dequantized = floats(self.codes(name), dtype or entry.spec.dtype, entry.quantized.order and entry.quantized.order())
-        return dequantized.mT if entry.quantized.transposed else dequantized
+        order = None if quantized.order is None else quantized.order()
+        weight = dequantize_weight(self.codes(name), dtype or entry.spec.dtype, order)
+        return weight.mT if quantized.transposed else weight
 
     def same(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same values; without low-precision ones, the same bytes."""
         first, second = self.entries[name], self.entries[other]
-        if self.files is not None and self.form((name, other)) is None:
+        if self.files is not None and self.stored_as((name, other)) is None:
             return self.files.same(name, other)
         if first.spec != second.spec or (first.quantized is None) != (second.quantized is None):
             return False
         return torch.equal(self.read(name), self.read(other))
 
     def choose(self, found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> dict[str, Format | str]:
-        """For each module the format of its weight in the files, or why it is plain; the same for modules that share a weight."""
-        shared: dict[object, str] = {}
+        """Decide for each module whether it keeps the codes of the files.
+
+        Modules that share a weight share its decision: one of them that can't be quantized has it dequantized for all.
+
+        Args:
+            found: The modules of the model whose weights may be quantized.
+            sources: The names of the entries that each module's weight is made of.
+
+        Returns:
+            The format of the weight in the files, or why the module has it in floating point.
+        """
+        stacked = {candidate.name: self._stacked(sources.get(candidate.name, ())) for candidate in found}
+        dequantized_for: dict[object, str] = {}
+        for candidate in found:
+            quantized = stacked[candidate.name]
+            if isinstance(quantized, Quantized) and candidate.reason is not None:
+                dequantized_for[candidate.weight] = f"{quantized.stored_as}, dequantized: {candidate.reason}"
         decisions: dict[str, Format | str] = {}
-        forms = {candidate.name: self._form(sources.get(candidate.name, ())) for candidate in found}
         for candidate in found:
-            quantized, reason = forms[candidate.name], candidate.reason
-            if quantized is not None and reason is not None:
-                shared[candidate.weight] = f"{quantized.form}, dequantized: {reason}"
-        for candidate in found:
-            quantized = forms[candidate.name]
-            if quantized is not None:
-                decisions[candidate.name] = shared.get(candidate.weight, quantized.format)
-            elif form := self.form(sources.get(candidate.name, ())):
-                decisions[candidate.name] = f"{form}, dequantized: {candidate.reason or NO_CODES}"
+            quantized = stacked[candidate.name]
+            if isinstance(quantized, Quantized):
+                decisions[candidate.name] = dequantized_for.get(candidate.weight, quantized.format)
+            elif stored_as := self.stored_as(sources.get(candidate.name, ())):
+                decisions[candidate.name] = f"{stored_as}, dequantized: {candidate.reason or quantized}"
             else:
                 decisions[candidate.name] = "as it is" if candidate.reason in (None, NOT_A_KIND) else str(candidate.reason)
         return decisions
 
-    def _form(self, names: Sequence[str]) -> Quantized | None:
-        """How the weight made of these entries is quantized; None where some are not, or cannot be stacked as codes."""
-        forms = [self.entries[name].quantized for name in names]
-        first = forms[0] if forms else None
-        if first is None or len(forms) == 1:
+    def _stacked(self, names: Sequence[str]) -> Quantized | str:
+        """How the weight that is stacked of these entries is quantized, or why it can't stay so."""
+        parts = [self.entries[name].quantized for name in names]
+        first = parts[0] if parts else None
+        if first is None or None in parts:
+            return NOT_EXACT_AS_CODES
+        if len(parts) == 1:
             return first
-        same_form = all(form is not None and form.order is None and form == first for form in forms)
-        return first if same_form and first.format.block != "tensor" else None
+        if any(part is not None and part.order is not None for part in parts):
+            return "its parts have their columns in orders of their own"
+        if any(part != first for part in parts):
+            return "its parts are quantized differently"
+        return "its parts have one scale each" if first.format.block == "tensor" else first
 
 
 def plain_entries(reader: Reader, names: Iterable[str] | None = None) -> dict[str, Entry]:
     """The tensors that are not quantized: all, or those of these names."""
-    return {n: Entry(reader.spec(n), reader.spec(n).nbytes, partial(reader.read, n)) for n in (reader.places if names is None else names)}
+    specs = {name: reader.spec(name) for name in (reader.places if names is None else names)}
+    return {name: Entry(spec, spec.nbytes, partial(reader.read, name)) for name, spec in specs.items()}
 
 
 def joined(*parts: Mapping[str, Entry]) -> dict[str, Entry]:
-    """All entries. Raises CheckpointError for a weight that the files hold twice, as with a plain one next to its codes."""
+    """The entries of all parts. Raises CheckpointError for a weight of two parts, as a plain one next to its codes."""
     entries: dict[str, Entry] = {}
     for part in parts:
         if twice := entries.keys() & part.keys():
-            raise CheckpointError(f"the files hold {min(twice)} twice, plain and quantized: remove the tensors of one of them")
+            raise CheckpointError(f"the files hold {min(twice)} twice, in two ways: remove the tensors of one of them")
         entries |= part
     return entries
 
 
-def floats(codes: Codes, dtype: torch.dtype, order: Tensor | None = None) -> Tensor:
-    """The dequantized weight, computed a few rows at a time; with its columns in the order of the inputs, if they have another `order`."""
-    back = None if order is None else order.long().argsort()
+def dequantize_weight(codes: Codes, dtype: torch.dtype, order: Tensor | None = None) -> Tensor:
+    """Dequantize a weight, a few rows at a time.
+
+    Args:
+        codes: [..., N, K].
+        dtype: Of the result.
+        order: int32 [K]: the input that each of the codes' columns belongs to. None: the columns are in the order of the inputs.
+
+    Returns:
+        The weight [..., N, K] on the CPU, with its columns in the order of the inputs.
+    """
+    columns = None if order is None else order.long().argsort()
     rows, k = codes.rows, codes.shape[-1]
     out = torch.empty(rows, k, dtype=dtype, device="cpu")
     matrix, step = codes.reshape((rows, k)), max(1, _CHUNK // max(1, k))
     for first in range(0, rows, step):
         part = slice(first, first + step)
         piece = matrix.select(part).dequantize(dtype)
-        out[part] = piece if back is None else piece[:, back]
+        out[part] = piece if columns is None else piece[:, columns]
     return out.reshape(codes.shape)

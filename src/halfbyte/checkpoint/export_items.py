@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from halfbyte.checkpoint.entries import floats
+from halfbyte.checkpoint.entries import dequantize_weight
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
@@ -58,7 +58,7 @@ def dequantized(
     dtype = next(iter(specs.values())).dtype
 
     def make() -> Mapping[str, Tensor]:
-        tensor = floats(model.codes(name), dtype, order_of(model, name))
+        tensor = dequantize_weight(model.codes(name), dtype, order_of(model, name))
         if weight.fold is not None:
             tensor = weight.fold.unfold(channels_first(tensor, weight.fold.image_kernel))
         elif weight.transposed and cut is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfbyte.checkpoint.entries import Entries, Order
+from halfbyte.checkpoint.entries import Entries, ReadColumnOrder
 from halfbyte.checkpoint.mapping.architecture import known_architecture
 from halfbyte.checkpoint.mapping.plan import Misfits, plan_by_rule, plan_model, report
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
@@ -50,7 +50,7 @@ class OtherModel(StoredModel):
             self._notes.append("no architecture of transformers is named: names are those of the files")
         self._plan = plan
         self._steps = {plan.renamed.get(target, target): (step, target) for step in plan.steps for target in step.targets}
-        self._orders: dict[str, Order] = {}
+        self._orders: dict[str, ReadColumnOrder] = {}
         for name, weight in plan.weights.items():
             stored = entries.entries[self._steps[name][0].sources[0]].quantized
             settings = stored if quantize is None else quantize
@@ -75,14 +75,14 @@ class OtherModel(StoredModel):
         """Add to the report which tensors are quantized in the files and floats in the model, and why."""
         plan = self._plan
         for step in plan.steps:
-            form = self._entries.form(step.sources)
-            for target in step.targets if form is not None else ():
+            stored_as = self._entries.stored_as(step.sources)
+            for target in step.targets if stored_as is not None else ():
                 name = plan.renamed.get(target, target)
                 kind, reason = plan.about.get(name, ("", ""))
                 if step.converts:
-                    plan.about[name] = kind, f"{form}, dequantized: transformers keeps it fused, stacked or split"
+                    plan.about[name] = kind, f"{stored_as}, dequantized: transformers keeps it fused, stacked or split"
                 elif "dequantized" not in reason:
-                    plan.about[name] = kind, f"{form}, dequantized: {reason}"
+                    plan.about[name] = kind, f"{stored_as}, dequantized: {reason}"
 
     def codes(self, name: str) -> Codes:
         (step, target), weight = self._steps[name], self.weights[name]
@@ -135,8 +135,8 @@ class OtherModel(StoredModel):
         step, _ = self._steps[name]
         return sum(self._entries.entries[source].nbytes for source in step.sources) // len(step.targets)
 
-    def form(self, name: str) -> str | None:
-        return self._entries.form(self._steps[name][0].sources) if name in self._steps else None
+    def stored_as(self, name: str) -> str | None:
+        return self._entries.stored_as(self._steps[name][0].sources) if name in self._steps else None
 
     def report(self) -> Report:
         return report(self._plan, self._entries, self._notes)

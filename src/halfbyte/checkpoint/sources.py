@@ -58,9 +58,9 @@ def open_floats(source: Path, dtype: torch.dtype | None = None) -> tuple[dict[st
     if opened is None:
         raise CheckpointError(f"{source} is quantized already (config.json has {SECTION!r}): convert the float model")
     entries = opened[1].entries.values()
-    forms = [entry.quantized.form for entry in entries if entry.quantized is not None and not entry.quantized.floats]
+    forms = [entry.quantized.stored_as for entry in entries if entry.quantized is not None and not entry.quantized.from_floats]
     said = is_file(source / CONFIG) and load_json(source / CONFIG).get(SETTINGS) is not None
-    if forms or (said and not any(entry.form or entry.quantized for entry in entries)):
+    if forms or (said and not any(entry.stored_as or entry.quantized for entry in entries)):
         where = f"config.json has {SETTINGS!r}" if said else f"as {forms[0]}"
         raise CheckpointError(f"{source} is quantized already ({where}): convert the float model")
     return opened

@@ -72,7 +72,7 @@ class StoredModel(ABC):
         """Notes about tensors of the files that are not part of the model."""
         return ()
 
-    def form(self, name: str) -> str | None:
+    def stored_as(self, name: str) -> str | None:
         """How the files store a quantized weight or plain tensor, in their project's terms; None where these are dtypes or halfbyte's."""
         return None
 

@@ -123,8 +123,8 @@ def _is_described(path: Path) -> bool:
 
 def _model_rows(model: StoredModel) -> Iterator[TensorRow]:
     for name, owner in model.names():
-        tied_to, form = None if owner == name else owner, model.form(owner)
-        gguf_type = None if form is None else form.removeprefix("GGUF ")
+        tied_to, stored_as = None if owner == name else owner, model.stored_as(owner)
+        gguf_type = None if stored_as is None else stored_as.removeprefix("GGUF ")
         if (weight := model.weights.get(owner)) is not None:
             stored_bytes, error = weight.stored_bytes, weight.error
             yield _row(name, str(weight.format), weight.shape, model.nbytes(owner), stored_bytes, gguf_type, error, tied_to)

@@ -226,3 +226,18 @@ def test_the_section_is_what_vllm_reads(tmp_path: Path) -> None:
     """vLLM looks for `quant_method` in the config."""
     section = json.loads(json.dumps(describe({"lm_head": Module(as_format("q4_0"), (64, 32))})))
     assert section["quant_method"] in api.QUANTIZATION_METHODS
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantized", [("lm_head",), ("model.embed_tokens",), ("model.embed_tokens", "lm_head")], ids="+".join)
+def test_a_head_without_a_prefix_has_its_own_weight(quantized: tuple[str, ...], tied: bool) -> None:
+    config = HalfbyteConfig({name: Module(as_format("q4_0" if name == "lm_head" else "q8_0"), (64, 32)) for name in quantized})
+    config.maybe_update_config("model", SimpleNamespace(tie_word_embeddings=tied))
+    sizes = {"org_vocab_size": 64, "embedding_dim": 32}
+    head, embedding = object.__new__(api.ParallelLMHead), object.__new__(api.VocabParallelEmbedding)
+    for layer in (head, embedding):
+        layer.__dict__.update(sizes)
+    found = {layer: config._embedding(layer, "") for layer in (head, embedding)}
+    formats = {layer: None if module is None else str(module.format) for layer, module in found.items()}
+    assert formats[embedding] == ("q8_0" if "model.embed_tokens" in quantized else None)
+    assert formats[head] == ("q4_0" if "lm_head" in quantized else "q8_0" if tied else None)

@@ -44,7 +44,7 @@ def _hqq_entry(parts: Parts, dtype: torch.dtype) -> Entry:
         return numbers.entry(
             TensorSpec(dtype, shape),
             lambda wanted: hqq.read_floats(numbers.tensors(), *how, dtype=wanted or dtype),
-            form="HQQ, groups along the outputs",
+            stored_as="HQQ, groups along the outputs",
         )
     blocks = (shape[0] * (shape[1] // (group or shape[1])), 1)
     scale, zero = (zero_points.take(numbers.tensors(), part, zero_points.SCALES, blocks, parts.module) for part in ("scale", "zero"))
@@ -108,7 +108,7 @@ def _torchao_entry(parts: Parts, dtype: torch.dtype) -> Entry:
         return parts.entry(
             TensorSpec(dtype, shape),
             lambda wanted: float8.read(parts.read("qdata"), parts.read("scale"), None, wanted or dtype, name),
-            form="float8_e4m3fn of torchao",
+            stored_as="float8_e4m3fn of torchao",
         )
     blocks = scale.shape[1] if len(scale.shape) == 2 else 0
     if not blocks or k % blocks:

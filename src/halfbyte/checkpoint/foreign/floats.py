@@ -55,7 +55,7 @@ def _float8_entry(parts: Parts, block: tuple[int, int] | None, dtype: torch.dtyp
     return parts.entry(
         TensorSpec(dtype, spec.shape),
         lambda wanted: float8.read(parts.read("weight"), parts.read("scale"), rectangle, wanted or dtype, parts.module),
-        form=f"{str(spec.dtype).removeprefix('torch.')}, one scale{each}",
+        stored_as=f"{str(spec.dtype).removeprefix('torch.')}, one scale{each}",
     )
 
 
@@ -129,7 +129,7 @@ def _mxfp4_entry(parts: Parts, dtype: torch.dtype) -> Entry:
     return parts.entry(
         TensorSpec(dtype, (shape[0], 32 * shape[2], shape[1])),
         lambda _: float4.read_mx(parts.read("blocks").flatten(2), parts.read("scales"), parts.module),
-        Quantized(float4.MX, "MXFP4", transposed=True, floats=True),
+        Quantized(float4.MX, "MXFP4", transposed=True, from_floats=True),
     )
 
 
@@ -165,5 +165,5 @@ def _four(parts: Parts, state_part: str, kind: str, dtype: torch.dtype) -> Entry
     return parts.entry(
         TensorSpec(dtype, state.shape),
         lambda wanted: bitsandbytes.read_four(numbers.tensors(), state, wanted or dtype, name),
-        form=f"bitsandbytes {kind}, a scale for each {state.block}",
+        stored_as=f"bitsandbytes {kind}, a scale for each {state.block}",
     )

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from halfbyte.checkpoint.entries import Entries, Entry, Order, Quantized, joined, plain_entries
+from halfbyte.checkpoint.entries import Entries, Entry, Quantized, ReadColumnOrder, joined, plain_entries
 from halfbyte.checkpoint.files import AWQ_SETTINGS, GPTQ_SETTINGS, MODELOPT_SETTINGS
 from halfbyte.checkpoint.foreign.affine import of_hqq, of_torchao
 from halfbyte.checkpoint.foreign.floats import block_of, bnb, float4_entry, fp8, modelopt, mxfp4, plain_or_float8
@@ -163,7 +163,7 @@ def _of_module(settings: Mapping[str, object], name: str) -> tuple[int, int]:
     return int(bits), _group_size(module_settings)
 
 
-def _order(parts: Parts, part: str, k: int, block: int) -> Order | None:
+def _order(parts: Parts, part: str, k: int, block: int) -> ReadColumnOrder | None:
     """A function that reads the order of a weight's columns; None where it is that of the inputs."""
     if part not in parts:
         return None
@@ -173,7 +173,7 @@ def _order(parts: Parts, part: str, k: int, block: int) -> Order | None:
         unused = bool((g_idx == -1).all())  # how compressed-tensors marks that there is none
         return None if unused else gptq.order_of(g_idx, block, parts.module)
 
-    return None if read() is None else cast(Order, read)
+    return None if read() is None else cast(ReadColumnOrder, read)
 
 
 def _compressed_tensors(reader: Reader, settings: dict[str, object], dtype: torch.dtype, config: Mapping[str, object]) -> Entries:

@@ -78,10 +78,10 @@ class Parts:
         spec: TensorSpec,
         read: Callable[[torch.dtype | None], Codes | Tensor],
         quantized: Quantized | None = None,
-        form: str | None = None,
+        stored_as: str | None = None,
     ) -> Entry:
         """Return an `Entry` for the weight, whose size in the file is that of all parts."""
-        return Entry(spec, sum(self.reader.spec(name).nbytes for name in self.names.values()), read, quantized, form)
+        return Entry(spec, sum(self.reader.spec(name).nbytes for name in self.names.values()), read, quantized, stored_as)
 
 
 def modules_of(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.checkpoint.entries import Entries, Entry, Quantized, floats
+from halfbyte.checkpoint.entries import Entries, Entry, Quantized, dequantize_weight
 from halfbyte.checkpoint.gguf.config import drafts, to_config
 from halfbyte.checkpoint.gguf.names import Architecture, is_depthwise_kernel, is_ignorable, layer_of, of_file
 from halfbyte.decoder.family import Config
@@ -161,7 +161,7 @@ def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Seq
         raise CheckpointError(f"{file.path}: {' and '.join(names)} have no matching biases, or different shapes: the file is damaged")
     (experts, n, k), count = parts[0].shape, len(parts)
     first, same_form = tensors[0].quantized, len({tensor.quantized for tensor in tensors}) == 1
-    quantized = replace(first, transposed=True, floats=first.form == _MXFP4) if first is not None and same_form else None
+    quantized = replace(first, transposed=True, from_floats=first.stored_as == _MXFP4) if first is not None and same_form else None
 
     def read(wanted: torch.dtype | None) -> Codes | Tensor:
         values = [tensor.read() for tensor in tensors]
@@ -171,13 +171,13 @@ def _transposed(file: gguf.File, target: str, names: Sequence[str], tensors: Seq
         out = torch.empty(experts, k, n * count, dtype=wanted or dtype, device="cpu")
         for i in range(experts):
             for j, value in enumerate(values):
-                out[i, :, j::count] = (value[i] if isinstance(value, Tensor) else floats(value.select(i), out.dtype)).T
+                out[i, :, j::count] = (value[i] if isinstance(value, Tensor) else dequantize_weight(value.select(i), out.dtype)).T
         return out
 
     def read_bias(wanted: torch.dtype | None) -> Tensor:
         return torch.stack([_numbers(bias) for bias in fitting], dim=-1).flatten(1).to(wanted or dtype)
 
-    form = next((tensor.quantized.form for tensor in tensors if tensor.quantized is not None), None)
+    form = next((tensor.quantized.stored_as for tensor in tensors if tensor.quantized is not None), None)
     nbytes, bias_bytes = (sum(each.place.spec.nbytes for each in found) for found in (parts, fitting))
     return {
         target: Entry(TensorSpec(dtype, (experts, k, n * count)), nbytes, read, quantized, None if quantized else form),
@@ -206,7 +206,7 @@ def _of_latents(file: gguf.File, config: Config, dtype: torch.dtype) -> dict[str
 
 
 def _read_latents(keys: _Tensor, values: _Tensor, dtype: torch.dtype, wanted: torch.dtype | None) -> Tensor:
-    parts = [floats(part, dtype) if isinstance(part, Codes) else part for part in (keys.read(), values.read())]
+    parts = [dequantize_weight(part, dtype) if isinstance(part, Codes) else part for part in (keys.read(), values.read())]
     return torch.cat([parts[0].mT, parts[1]], dim=1).flatten(0, 1).to(wanted or dtype)
 
 
@@ -312,5 +312,5 @@ def _read_stack(
     codes = [value for value in values if isinstance(value, Codes)]
     if keep and len(codes) == len(values):
         return _reordered(Codes.joined(codes, partial(torch.cat, dim=-2)), *order())
-    plain = [floats(value, dtype or torch.float32) if isinstance(value, Codes) else _cast(value, dtype) for value in values]
+    plain = [dequantize_weight(value, dtype or torch.float32) if isinstance(value, Codes) else _cast(value, dtype) for value in values]
     return _reordered(torch.cat(plain, dim=-2), *order())

@@ -1,4 +1,7 @@
-"""The quantization method "halfbyte": which layers of a model are quantized, by the `quantization_config` of a folder's config.json."""
+"""The quantization method "halfbyte": which of vLLM's layers are quantized, as a folder's config.json says.
+
+Its `quantization_config` names the modules and their formats; its section of halfbyte (SECTION) also says of which kind they are.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from halfbyte.integrations.vllm.names import RENAMED, QuantizedModules
 __all__ = ["METHOD", "HalfbyteConfig"]
 
 _KINDS = ("Linear", "Embedding", "Experts")
+_HEAD = "lm_head"
 
 
 class HalfbyteConfig(api.QuantizationConfig):
@@ -42,11 +46,11 @@ class HalfbyteConfig(api.QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 80
+        return 80  # Ampere, the oldest GPUs of halfbyte's kernels
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        return []
+        return []  # config.json has it all
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> object:
@@ -56,23 +60,28 @@ class HalfbyteConfig(api.QuantizationConfig):
         self.modules.rename(hf_to_vllm_mapper.apply_dict)
 
     def maybe_update_config(self, model_name: str, hf_config: object = None, revision: str | None = None) -> None:
-        """Notes whether the head shares the embedding's weight, which then is stored once.
+        """Look at the whole config.json, of which `from_config` got one section.
 
         Raises UnsupportedError where modules are quantized that vLLM has in floating point, such as convolutions.
         """
-        weights = (getattr(hf_config, SECTION, None) or {}).get("weights", {})
-        for name, weight in weights.items():
+        self._check_kinds(hf_config)
+        text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+        self._tied_head = bool(getattr(text, "tie_word_embeddings", False))  # then the files hold one weight for embedding and head
+
+    def _check_kinds(self, hf_config: object) -> None:
+        for name, weight in (getattr(hf_config, SECTION, None) or {}).get("weights", {}).items():
             if weight.get("kind") not in _KINDS:
                 module = name.removesuffix(".weight")
                 raise UnsupportedError(
                     f"{module} is a quantized {weight.get('kind')}, and vLLM's models take {', '.join(_KINDS)} alone: "
                     f"leave it in floating point, with halfbyte.Config(…, skip=({module!r},))"
                 )
-        text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
-        self._tied_head = bool(getattr(text, "tie_word_embeddings", False))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> object:
-        """Return the method of a layer; None, or one without quantization, where the checkpoint has it in floating point."""
+        """Return the method of a layer, by the name (`prefix`) that the model gives it.
+
+        Returns None where the checkpoint has the layer in floating point; vLLM has a method of its own for linear layers of that kind.
+        """
         if isinstance(layer, api.LinearBase):
             parts = self.modules.of_layer(prefix, self.packed_modules_mapping)
             return HalfbyteLinearMethod(parts, prefix) if parts else api.UnquantizedLinearMethod()
@@ -94,6 +103,7 @@ class HalfbyteConfig(api.QuantizationConfig):
 
     def _embedding(self, layer: api.VocabParallelEmbedding, prefix: str) -> Module | None:
         shape = layer.org_vocab_size, layer.embedding_dim
-        if isinstance(layer, api.ParallelLMHead):
-            return self.modules.of_embedding(prefix, *shape) or (self.modules.of_embedding("", *shape) if self._tied_head else None)
-        return self.modules.of_embedding(prefix, *shape)
+        if not isinstance(layer, api.ParallelLMHead):
+            return self.modules.of_embedding(prefix, *shape)
+        head = self.modules.of_embedding(prefix or _HEAD, *shape)  # some models give it no prefix
+        return self.modules.of_embedding("", *shape) if head is None and self._tied_head else head

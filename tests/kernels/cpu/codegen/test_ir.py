@@ -82,9 +82,9 @@ def test_comparisons() -> None:
             )
 
 
-def test_max_or_and_min_or_keep_a_nan_on_the_left_and_drop_one_on_the_right() -> None:
+def test_max_and_min_keep_a_nan_on_the_left_and_drop_one_on_the_right() -> None:
     a, b = pairs(FLOATS, F32)
-    for actual, expected in ((Value.max_or, torch.maximum), (Value.min_or, torch.minimum)):
+    for actual, expected in ((Value.max_keeping_nan, torch.maximum), (Value.min_keeping_nan, torch.minimum)):
         wanted = torch.where(a.isnan() | b.isnan(), a, expected(a, b))
         assert torch.equal(elementwise(actual, F32, a, b).nan_to_num(nan=-7), wanted.nan_to_num(nan=-7))  # either zero will do
 
@@ -121,7 +121,7 @@ def test_fold_adds_halves_then_quarters() -> None:
     def body(f: Function, to: Value, source: Value) -> None:
         value = source.load("<16 x float>")
         to.store(value.fold(operator.add))
-        to.store(value.fold(lambda a, b: a.max_or(b)), 4)
+        to.store(value.fold(lambda a, b: a.max_keeping_nan(b)), 4)
 
     call(body, out, x)
     v = x
@@ -197,7 +197,7 @@ def test_functions_call_one_another_and_return() -> None:
     out = torch.zeros(2, dtype=torch.int64)
     module = Module()
     square = module.function("square", ["i64"], "i64")
-    square.returning(square.parameters[0] * square.parameters[0])
+    square.set_result(square.parameters[0] * square.parameters[0])
     store = module.function("store", ["ptr", "i64"])
     store.parameters[0].store(store.call("i64", "square", store.parameters[1]))
     f = module.function("start", ["ptr"])
@@ -267,9 +267,72 @@ def test_floats_become_the_nearest_half(isa: ISA, kind: str, dtype: torch.dtype)
 def test_operators_without_a_meaning_are_errors_when_emitted() -> None:
     f = Module().function("f", ["i32", "float"])
     i, x = f.parameters
-    for wrong in (lambda: i / 2, lambda: x // 2, lambda: x % 2, lambda: x & 1, lambda: x << 1, lambda: 1 / i):
+    p = Module().function("g", ["ptr"]).parameters[0]
+    for wrong in (
+        lambda: i / 2, lambda: x // 2, lambda: x % 2, lambda: x & 1, lambda: x << 1, lambda: 1 / i, lambda: x.differs(1.0),
+        lambda: x.below(1.0), lambda: i.is_nan(),
+    ):  # fmt: skip
         with pytest.raises(TypeError, match="has no meaning for"):
             wrong()
+    with pytest.raises(TypeError, match="are not subtracted"):
+        p - 4
+    with pytest.raises(TypeError, match=r"use equals\(\)"):
+        bool(i == 3)
+    with pytest.raises(TypeError, match=r"use select\(\)"):
+        bool(i < 3)
+
+
+def test_what_would_be_other_numbers_is_an_error() -> None:
+    f = Module().function("f", ["i32", "<6 x float>"], "i32")
+    i, six = f.parameters
+    with pytest.raises(ValueError, match="no constant of i32"):
+        i * 0.5
+    with pytest.raises(ValueError, match=r"use lane\(\)"):
+        six.shuffle([2])
+    for wrong in (six, six.shuffle([0, 1, 2]), six.lane(0)):
+        with pytest.raises(ValueError, match="can't be halved"):
+            wrong.fold(operator.add)
+    with pytest.raises(ValueError, match="f returns i32, got no result"):
+        f.text()
+    f.set_result(i)
+    assert "ret i32 %p0" in f.text()
+    f.returns = "void"
+    with pytest.raises(ValueError, match="f returns void, got a result"):
+        f.text()
+
+
+@pytest.mark.parametrize("kind", ["half", "bfloat", "float", "double"])
+@isas
+def test_constants_are_rounded_to_their_type(isa: ISA, kind: str) -> None:
+    dtype = {"half": torch.float16, "bfloat": torch.bfloat16, "float": F32, "double": torch.float64}[kind]
+    numbers = [0.1, -1 / 3, 1.0, 0.0, -0.0, 65504.0, 1 + 2**-8 + 2**-20, math.inf]
+    out = torch.zeros(len(numbers), dtype=dtype)
+
+    def body(f: Function, to: Value) -> None:
+        for i, x in enumerate(numbers):
+            to.store(f.value(kind, x), i * out.element_size())
+
+    call(body, out, isa=isa)
+    assert out.tolist() == torch.tensor(numbers, dtype=torch.float64).to(dtype).tolist()
+
+
+def test_variables_of_any_size() -> None:
+    out = torch.zeros(2, dtype=I32)
+
+    def body(f: Function, to: Value) -> None:
+        flag = f.variable(f.value("i64", 2) < 3)
+        flag.value = f.value("i64", 5) < 3
+        three = f.variable(f.constant("<3 x float>", [1, 2, 3]))
+        to.store(flag.value.to("i32", unsigned=True) + 7)
+        to.store(three.value.lane(2).to("i32"), 4)
+
+    call(body, out)
+    assert out.tolist() == [7, 3]
+
+
+def test_unsigned_conversions() -> None:
+    x = torch.tensor([200.0, 127.9, 0.5, 255.0] * 4)
+    assert elementwise(lambda v: v.to("i8", unsigned=True).to("i32", unsigned=True), I32, x).tolist() == [200, 127, 0, 255] * 4
 
 
 def test_types() -> None:
@@ -278,6 +341,7 @@ def test_types() -> None:
     assert (ir.lanes_of("<8 x i16>"), ir.element_of("<8 x i16>"), ir.bytes_of("<8 x i16>")) == (8, "i16", 16)
     assert (ir.lanes_of("ptr"), ir.element_of("ptr"), ir.bytes_of("ptr")) == (1, "ptr", 8)
     types = ("float", "<8 x float>", "<32 x bfloat>", "<4 x i8>", "half")
+    assert [ir.alignment_of(t) for t in ("i1", "i8", "<3 x float>", "<16 x float>", "ptr")] == [1, 1, 16, 64, 8]
     assert [ir.mangled(t) for t in types] == ["f32", "v8f32", "v32bf16", "v4i8", "f16"]
 
 

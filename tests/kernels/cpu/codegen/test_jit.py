@@ -392,7 +392,7 @@ sys.stdin.readline()
 for i in range(8):
     module = Module()
     f = module.function("f", ["i64"], "i64")
-    f.returning(f.parameters[0] * i + 1)
+    f.set_result(f.parameters[0] * i + 1)
     address = jit.load("f", lambda _: module, current())["f"]
     assert ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(address)(10) == 10 * i + 1
 """

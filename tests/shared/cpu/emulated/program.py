@@ -48,7 +48,7 @@ def _system(isa: ISA) -> str:
         to, source, size = f.parameters
         for i in f.loop(size):
             (to + i).store((source + i).load("i8") if name == "memcpy" else source.to("i8"))
-        f.returning(to)
+        f.set_result(to)
     # A module apart from the calls: where LLVM saw this body, it would take them for unreachable.
     code = ", ".join(f"i32 {word}" for word in _SYSCALL[isa.arch])
     return f"{module.text()}\ndefine i64 @syscall({', '.join(['i64'] * 7)}) prologue [3 x i32] [{code}] {{ unreachable }}"

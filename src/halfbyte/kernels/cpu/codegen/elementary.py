@@ -41,7 +41,7 @@ _GELU_Q = (1.0, 0.25283384323120117, 0.028940092772245407, 0.0019129789434373379
 
 def exp(f: Function, x: Value) -> Value:
     ints = vector("i32", lanes_of(x.type))
-    inside = x.max_or(_LEAST).min_or(_MOST)
+    inside = x.max_keeping_nan(_LEAST).min_keeping_nan(_MOST)
     shifted = f.fma(inside, f.value(x.type, 1.4426950408889634), f.value(x.type, ROUND))
     n = shifted - ROUND
     r = inside
@@ -65,7 +65,7 @@ def tanh(f: Function, x: Value) -> Value:
 
 def relu_squared(f: Function, x: Value) -> Value:
     """max(x, 0)²  (So and others, arXiv:2109.08668)"""
-    positive = x.max_or(0.0)
+    positive = x.max_keeping_nan(0.0)
     return positive * positive
 
 
@@ -77,7 +77,7 @@ def gelu_tanh(f: Function, x: Value) -> Value:
 
 def gelu(f: Function, x: Value) -> Value:
     """GELU of each lane of x, float."""
-    near = x.max_or(-_FAR).min_or(_FAR)
+    near = x.max_keeping_nan(-_FAR).min_keeping_nan(_FAR)
     square = near * near
     phi = near * _polynomial(f, _GELU_P, square) / _polynomial(f, _GELU_Q, square) + 0.5
     return (x < -_FAR).select(f.value(x.type, 0.0), x * phi)

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-IMPORTED = time.time_ns()  # every generator imports this file before its own text runs
+# jit.py does not trust sources that were changed after this time: each generator imports this file before its own text runs.
+IMPORTED = time.time_ns()
 _FLOATS = {"half", "bfloat", "float", "double"}
 _BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "bfloat": 16, "float": 32, "double": 64, "ptr": 64}
 
@@ -33,7 +34,12 @@ def element_of(type_: str) -> str:
 
 
 def bytes_of(type_: str) -> int:
-    return lanes_of(type_) * _BITS[element_of(type_)] // 8
+    return -(-lanes_of(type_) * _BITS[element_of(type_)] // 8)
+
+
+def alignment_of(type_: str) -> int:
+    """The alignment of a variable of this type: its size, up to the next power of two."""
+    return 1 << (bytes_of(type_) - 1).bit_length()
 
 
 def is_float(type_: str) -> bool:
@@ -48,11 +54,21 @@ def mangled(type_: str) -> str:
 
 
 def literal(type_: str, x: float) -> str:
-    if not is_float(type_):
+    """A constant in LLVM's spelling, rounded to the type if it is one of floats. Raises ValueError for an integer type and a fraction."""
+    element = element_of(type_)
+    if element not in _FLOATS:
+        if x != int(x):
+            raise ValueError(f"{x} is no constant of {type_}")
         return str(int(x))
-    # LLVM spells a float by the bits of the double that equals it.
-    exact = struct.unpack("f", struct.pack("f", x))[0] if element_of(type_) == "float" else x
-    return f"0x{struct.unpack('<Q', struct.pack('<d', exact))[0]:016X}"
+    match element:
+        case "half":
+            return f"0xH{struct.unpack('<H', struct.pack('<e', x))[0]:04X}"
+        case "bfloat":
+            bits = struct.unpack("<I", struct.pack("<f", x))[0]
+            return f"0xR{(bits + 0x7FFF + (bits >> 16 & 1)) >> 16:04X}"  # to the nearest, ties to even
+        case "float":
+            x = struct.unpack("<f", struct.pack("<f", x))[0]
+    return f"0x{struct.unpack('<Q', struct.pack('<d', x))[0]:016X}"  # LLVM spells both by the bits of the double that equals it
 
 
 class Value:
@@ -80,7 +96,17 @@ class Value:
 
     __radd__ = __add__
 
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("== compares while the code is generated: use equals()")
+
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        raise TypeError("a value is not known while the code is generated: use select() or Function.when()")
+
     def __sub__(self, other: Value | float) -> Value:
+        if self.type == "ptr":
+            raise TypeError("pointers are not subtracted: add a negative offset, or use distance()")
         return self._binary("sub", "fsub", other)
 
     def __rsub__(self, other: Value | float) -> Value:
@@ -98,7 +124,7 @@ class Value:
         return self._binary("", "fdiv", other, swap=True)
 
     def __floordiv__(self, other: Value | float) -> Value:
-        """Unsigned division: what sizes and indices need."""
+        """Unsigned division, as of sizes and indices; so is the remainder."""
         return self._binary("udiv", "", other)
 
     def __mod__(self, other: Value | float) -> Value:
@@ -125,8 +151,10 @@ class Value:
 
     def _compare(self, integer: str, floating: str, other: Value | float) -> Value:
         right = self.fn.value(self.type, other)
-        op = f"fcmp {floating}" if is_float(self.type) else f"icmp {integer}"
-        return self.fn.emit(vector("i1", lanes_of(self.type)), f"{op} {self.type} {self.name}, {right.name}")
+        op, kind = ("fcmp", floating) if is_float(self.type) else ("icmp", integer)
+        if not kind:
+            raise TypeError(f"{integer or floating} has no meaning for {self.type}")
+        return self.fn.emit(vector("i1", lanes_of(self.type)), f"{op} {kind} {self.type} {self.name}, {right.name}")
 
     def __lt__(self, other: Value | float) -> Value:
         """Signed for integers; for floats false where either is NaN."""
@@ -164,23 +192,28 @@ class Value:
         other = self.fn.value(yes.type, no)
         return self.fn.emit(yes.type, f"select {self.type} {self.name}, {yes.type} {yes.name}, {other.type} {other.name}")
 
-    def max_or(self, other: Value | float) -> Value:
-        """max(self, other); where self is NaN it stays."""
+    def max_keeping_nan(self, other: Value | float) -> Value:
+        """max(self, other), but self where either is NaN."""
         right = self.fn.value(self.type, other)
         return (self < right).select(right, self)
 
-    def min_or(self, other: Value | float) -> Value:
+    def min_keeping_nan(self, other: Value | float) -> Value:
+        """min(self, other), but self where either is NaN."""
         right = self.fn.value(self.type, other)
         return (self > right).select(right, self)
 
     def to(self, element: str, *, unsigned: bool = False) -> Value:
-        """Convert each element: integers are extended or truncated, int <-> float converts the number."""
+        """Convert each element to another type.
+
+        Integers are extended or truncated. From and to floats the number is converted, towards zero to integers. A true i1 is -1, or 1 if
+        `unsigned`.
+        """
         source, type_ = element_of(self.type), vector(element, lanes_of(self.type))
         if source == element:
             return self
         wider = _BITS[element] > _BITS[source]
         if source in _FLOATS:
-            op = ("fpext" if wider else "fptrunc") if element in _FLOATS else "fptosi"
+            op = ("fpext" if wider else "fptrunc") if element in _FLOATS else ("fptoui" if unsigned else "fptosi")
         elif element in _FLOATS:
             op = "uitofp" if unsigned else "sitofp"
         else:
@@ -199,18 +232,25 @@ class Value:
         return self.fn.emit(type_, f"shufflevector {type_} {first.name}, {type_} poison, <{lanes} x i32> zeroinitializer")
 
     def shuffle(self, picks: Sequence[int], other: Value | None = None) -> Value:
-        """Lanes by number; those of `other` go on counting after this value's; at a negative one anything."""
+        """The lanes of these numbers, where those of `other` are counted after this value's; a negative number is an undefined lane."""
+        if len(picks) == 1:
+            raise ValueError("one lane is no vector: use lane()")
         type_ = vector(element_of(self.type), len(picks))
         mask = ", ".join(f"i32 {'poison' if p < 0 else p}" for p in picks)
         second = "poison" if other is None else other.name
         return self.fn.emit(type_, f"shufflevector {self.type} {self.name}, {self.type} {second}, <{len(picks)} x i32> <{mask}>")
 
+    def lane(self, i: int) -> Value:
+        return self.fn.emit(element_of(self.type), f"extractelement {self.type} {self.name}, i32 {i}")
+
     def fold(self, op: Callable[[Value, Value], Value]) -> Value:
-        """One number of all lanes, by `op` on halves, quarters, …: a fixed order, for floats."""
-        value = self
+        """One number of all lanes, a power of two of them, by `op` on halves, quarters, …: a fixed order, for floats."""
+        value, n = self, lanes_of(self.type)
+        if n < 2 or n & (n - 1):
+            raise ValueError(f"the lanes of {self.type} can't be halved until one is left")
         while (n := lanes_of(value.type)) > 2:
             value = op(value.shuffle(range(n // 2)), value.shuffle(range(n // 2, n)))
-        first, second = (self.fn.emit(element_of(value.type), f"extractelement {value.type} {value.name}, i32 {i}") for i in (0, 1))
+        first, second = value.lane(0), value.lane(1)
         return op(first, second)
 
     def reduce(self, op: str) -> Value:
@@ -229,16 +269,16 @@ class Variable:
     """A variable: `.value` reads and assigns. LLVM keeps it in a register."""
 
     def __init__(self, fn: Function, start: Value) -> None:
-        self._fn, self._type, self._slot = fn, start.type, fn.alloca(start.type, 1, bytes_of(start.type))
+        self._fn, self._type, self._slot = fn, start.type, fn.alloca(start.type, 1, alignment_of(start.type))
         self.value = start
 
     @property
     def value(self) -> Value:
-        return self._slot.load(self._type, align=max(1, bytes_of(self._type)))
+        return self._slot.load(self._type, align=alignment_of(self._type))
 
     @value.setter
     def value(self, new: Value) -> None:
-        self._slot.store(new, align=max(1, bytes_of(self._type)))
+        self._slot.store(new, align=alignment_of(self._type))
 
 
 class Function:
@@ -248,7 +288,7 @@ class Function:
         self.module, self.name, self.returns = module, name, returns
         self._count, self._entry, self._body = 0, list[str](), list[str]()
         self.parameters = [Value(self, type_, f"%p{i}") for i, type_ in enumerate(types)]
-        self._result = Value(self, returns, "") if returns == "void" else None
+        self._result: Value | None = None
         module.functions.append(self)
 
     def _fresh(self, prefix: str) -> str:
@@ -287,7 +327,10 @@ class Function:
         return Variable(self, start)
 
     def loop(self, stop: Value | int, start: Value | int = 0, step: int = 1) -> Iterator[Value]:
-        """`for i in f.loop(n):` the body is emitted once and runs for i = start, start + step, … below stop (unsigned)."""
+        """`for i in f.loop(n):` the body is emitted once and runs for i = start, start + step, … below stop (unsigned).
+
+        The body must not be left by `break` or `return`: the loop's end is emitted behind it.
+        """
         index, label = self.variable(self.value("i64", start)), self._fresh("loop")
         self.line(f"br label %{label}.head")
         self._label(f"{label}.head")
@@ -300,12 +343,12 @@ class Function:
         self.line(f"br label %{label}.head")
         self._label(f"{label}.exit")
 
-    def draw(self, draw: Callable[[], Value], stop: Value) -> Iterator[Value]:
-        """`for i in f.draw(next, n):` the body runs for each i that `next()` emits, while i is below n (unsigned)."""
+    def draw(self, emit_next: Callable[[], Value], stop: Value) -> Iterator[Value]:
+        """`for i in f.draw(emit_next, n):` the body runs for each i that `emit_next()` emits, while i is below n (unsigned)."""
         label = self._fresh("draw")
         self.line(f"br label %{label}.head")
         self._label(f"{label}.head")
-        i = draw()
+        i = emit_next()
         inside = i.below(stop)
         self.line(f"br i1 {inside.name}, label %{label}.body, label %{label}.exit")
         self._label(f"{label}.body")
@@ -314,18 +357,22 @@ class Function:
         self._label(f"{label}.exit")
 
     def draw_items(self, counter: Value, items: Value) -> Iterator[Value]:
-        """`for i in f.draw_items(counter, n):` threads, whose number and count are this function's second and third parameters, draw items
-        0 … n - 1. Of two, one begins at each end, so that from call to call a thread meets what it made itself."""
-        _, thread, threads = self.parameters
-        item = self.variable(self.value("i64", 0))
+        """`for i in f.draw_items(counter, n):` threads share the items 0 … n - 1: each draws the next one from a common counter.
 
-        def place(drawn: Value) -> Value:
-            index = item.value
-            item.value = index + 1
-            return (threads < 3).select(thread.equals(0).select(index, items - 1 - index), drawn)
+        The function's three parameters are its arguments, the number of the thread, and how many threads there are. Where there are one
+        or two, the first goes up from item 0 and the second down from the last, so that from one call to the next a thread finds in its
+        cache what it wrote itself; they draw only to know when all items are taken.
+        """
+        _, thread, threads = self.parameters
+        drawn_before = self.variable(self.value("i64", 0))
+
+        def item_of(drawn: Value) -> Value:
+            count = drawn_before.value
+            drawn_before.value = count + 1
+            return (threads < 3).select(thread.equals(0).select(count, items - 1 - count), drawn)
 
         for drawn in self.draw(lambda: self.fetch_add(counter), items):
-            yield place(drawn)
+            yield item_of(drawn)
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:
@@ -374,29 +421,32 @@ class Function:
         self.line('call void asm sideeffect "", "~{memory}"()')
 
     def pinned(self, value: Value, register: str) -> Value:
-        """The same value, made here and not later, and its making hidden. Costs nothing at run time.
+        """The same value, computed before this point and opaque to the optimizer. Costs nothing at run time.
 
         `register` is LLVM's letter for the class of registers that holds it.
 
-        Of the chains of sums of an unrolled tile, LLVM's schedulers put some off, and keep the operands of all their steps until
-        then; and a chain of integer additions becomes a tree. Both take more registers than there are.
+        LLVM's schedulers put off some of the chains of sums of an unrolled tile, and keep the operands of all their steps until then;
+        and it makes a tree of a chain of integer additions. Both take more registers than there are.
         """
         return self.emit(value.type, f'call {value.type} asm sideeffect "", "={register},0"({value.type} {value.name})')
 
     def fetch_add(self, address: Value) -> Value:
-        """The i64 at `address`, which is counted up by one; threads may do so at once."""
+        """Add 1 to the i64 at `address`, atomically; returns what it was."""
         return self.emit("i64", f"atomicrmw add ptr {address.name}, i64 1 monotonic")
 
     def raise_flag(self, address: Value) -> None:
-        """Set the i64 at `address` to 1; threads may do so at once."""
+        """Set the i64 at `address` to 1, atomically."""
         self.line(f"store atomic i64 1, ptr {address.name} monotonic, align 8")
 
-    def returning(self, value: Value) -> None:
+    def set_result(self, value: Value) -> None:
+        """Return `value` at the function's end."""
         self._result = value
 
     def text(self) -> str:
         parameters = ", ".join(f"{p.type} {p.name}" for p in self.parameters)
-        end = "ret void" if self._result is None or self.returns == "void" else f"ret {self.returns} {self._result.name}"
+        if (self._result is None) != (self.returns == "void"):
+            raise ValueError(f"{self.name} returns {self.returns}, got {'no result' if self._result is None else 'a result'}")
+        end = "ret void" if self._result is None else f"ret {self.returns} {self._result.name}"
         lines = [f"define {self.returns} @{self.name}({parameters}) #0 {{", "entry:", *self._entry, *self._body, f"  {end}", "}"]
         return "\n".join(lines)
 

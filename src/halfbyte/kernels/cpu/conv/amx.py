@@ -200,13 +200,13 @@ class _Matrix(Lines):
                     total = sums.load(isa.ints, v * 64, 64).to("float")
                     at = v * isa.lanes * self.out_bytes
                     if integer:
-                        value = f.fma(total, multiplier, offset).max_or(self.low).min_or(self.high)
+                        value = f.fma(total, multiplier, offset).max_keeping_nan(self.low).min_keeping_nan(self.high)
                         dest.store((value + ROUND).bits(isa.ints).to("i8"), at)
                         continue
                     value = total * multiplier + offset
                     if residual is not None:
                         value = value + isa.to_float(residual.load(vector(self._element, isa.lanes), at), self.tile.out)
-                    dest.store(isa.from_float(value.max_or(self.low).min_or(self.high), self.tile.out), at)
+                    dest.store(isa.from_float(value.max_keeping_nan(self.low).min_keeping_nan(self.high), self.tile.out), at)
                 with f.when(whole.equals(0)):
                     self._copy_some(self.some, to, columns)
 

@@ -181,14 +181,14 @@ class _Lines(Emitter):
             offset, multiplier = bias.load(self.floats, 0, 4), (bias + row).load(self.floats, 0, 4)
             if not self.spec.started:
                 total = total.to("i32") + (bias + row * 2).load(self.ints, 0, 4)
-            value = f.fma(total.to("float"), multiplier, offset).max_or(low).min_or(high)
+            value = f.fma(total.to("float"), multiplier, offset).max_keeping_nan(low).min_keeping_nan(high)
             out.store((value + ROUND).bits(self.ints).to("i8"), 0, 1)
             return
         result = f.variable(total + bias.load(self.floats, 0, 4))
         residual = self.get("residual")
         with f.when(residual.differs(0)):
             result.value = result.value + self._load(out + residual)
-        value = result.value.max_or(low).min_or(high)
+        value = result.value.max_keeping_nan(low).min_keeping_nan(high)
         out.store(self.isa.from_float(value, self.spec.kind), 0, self.element)
 
 

@@ -140,7 +140,7 @@ class _Columns(Emitter):
                     for v in range(4):
                         factor = weights.load(self.bytes, ((w * spec.rows + row) * 4 + v) * spec.block, 4)
                         sums[v] = dot_of_bytes(f, sums[v], column[v], factor)
-                codes = packed_codes(f, [self._real(v, total).min_or(high) for v, total in enumerate(sums)])
+                codes = packed_codes(f, [self._real(v, total).min_keeping_nan(high) for v, total in enumerate(sums)])
                 (out + (get("out_width") * row + x) * channels).store((codes > low).select(codes, low))
             for variables, following in zip(kept, columns[new:], strict=True):
                 for variable, value in zip(variables, following, strict=True):

@@ -68,8 +68,8 @@ def _sum(spec: ElementwiseSpec, isa: ISA, f: Function, i: Value, lanes: int) -> 
     if spec.b:
         total = f.fma(_load(isa, ELEMENTWISE.load(args, "b", "ptr"), i, spec.b, lanes), scale_b, total)
     if spec.out == "i8":
-        return low.max_or(total).min_or(high)  # in this order a NaN becomes low
-    return total.max_or(low).min_or(high)
+        return low.max_keeping_nan(total).min_keeping_nan(high)  # in this order a NaN becomes low
+    return total.max_keeping_nan(low).min_keeping_nan(high)
 
 
 def _store(spec: ElementwiseSpec, isa: ISA, out: Value, total: Value, i: Value) -> None:

@@ -393,7 +393,7 @@ class _Winograd(Emitter):
             reals = []
             for value in down.of_products(column):
                 exact = (value * INVERSE).shift_signed(SHIFT)
-                reals.append(f.fma((exact + start).to("float"), multiplier, offset).max_or(low).min_or(high))
+                reals.append(f.fma((exact + start).to("float"), multiplier, offset).max_keeping_nan(low).min_keeping_nan(high))
             codes = isa.narrowed(f, [reals[i % len(reals)] for i in range(4)]) if isa.narrows else None
             for i, real in enumerate(reals):
                 here = to + steps[0] * i + steps[1] * j

@@ -247,7 +247,7 @@ class _Int8Row(_Row):
         if offset is None:
             return q
         # x - offset may be rounded to just beyond the half range; what pads a unit must be 0, not -offset.
-        q = q.max_or(-127).min_or(127)
+        q = q.max_keeping_nan(-127).min_keeping_nan(127)
         inside = f.constant(self.ints, range(unit)) < left.to("i32").splat(unit)
         return inside.select(q, 0)
 
@@ -263,9 +263,9 @@ class _Int8Row(_Row):
             v = self.isa.to_float(raw, spec.source)
             size.value = self._greater(size.value, v)
             inside = f.constant(self.ints, range(spec.activation.unit)) < left.to("i32").splat(spec.activation.unit)
-            low.value = inside.select(v, float("inf")).min_or(low.value)
-            high.value = inside.select(v, float("-inf")).max_or(high.value)
-        lo, hi = low.value.fold(Value.min_or), high.value.fold(Value.max_or)
+            low.value = inside.select(v, float("inf")).min_keeping_nan(low.value)
+            high.value = inside.select(v, float("-inf")).max_keeping_nan(high.value)
+        lo, hi = low.value.fold(Value.min_keeping_nan), high.value.fold(Value.max_keeping_nan)
         extent, offset = (hi - lo) * 0.5, (lo + hi) * 0.5
         finite = size.value.reduce("umax") < 0x7F800000
         finite = finite & (extent < float("inf")) & (offset < float("inf")) & (offset > float("-inf"))  # either may overflow

@@ -133,7 +133,7 @@ class _Panel(Emitter, BlockEnd):
         powers = []
         for v in range(self.vectors):
             scale = isa.to_float((least.value + 1).shuffle(range(v * isa.lanes, (v + 1) * isa.lanes)), "f16")
-            exponent = isa.exponent(f, scale.max_or(_LEAST)) - _SCALE_BITS
+            exponent = isa.exponent(f, scale.max_keeping_nan(_LEAST)) - _SCALE_BITS
             (memory + _EXPONENTS).store(exponent, v * size, size)
             powers.append(isa.times_power(f, f.value(isa.floats, 1.0), exponent * -1.0))
         inexact, overflow = (f.variable(f.value(isa.ints, 0)) for _ in range(2))

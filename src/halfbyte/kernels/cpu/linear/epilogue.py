@@ -78,7 +78,7 @@ class Epilogue(BlockEnd):
         """The outputs of a tile that reaches beyond `columns`, one by one."""
         isa, f, kind, stored = self.isa, self.f, self.spec.out, element_of(self.spec.out).stored
         stride, (low, high) = LINEAR.load(self.args, "out_stride"), self._clamp()
-        inside = (self.columns - row_offset).max_or(0)
+        inside = (self.columns - row_offset).max_keeping_nan(0)
         for row in range(self.rows):
             for c in f.loop(inside):
                 to = self.out + stride * row + (c + row_offset) * self.out_bytes
@@ -92,7 +92,7 @@ class Epilogue(BlockEnd):
     def _finished(self, value: Value, low: Value, high: Value) -> Value:
         match self.spec.gelu:
             case "":
-                return value.max_or(low).min_or(high)
+                return value.max_keeping_nan(low).min_keeping_nan(high)
             case "none":
                 return gelu(self.f, value)
             case "tanh":
@@ -118,7 +118,7 @@ class RequantizingEpilogue(Epilogue):
     def _write(self, row_offset: Value) -> None:
         isa, f = self.isa, self.f
         width, stride = self.vectors * isa.lanes, LINEAR.load(self.args, "out_stride")
-        inside = f.umin((self.columns - row_offset).max_or(0), f.value("i64", width))
+        inside = f.umin((self.columns - row_offset).max_keeping_nan(0), f.value("i64", width))
         with f.when(inside.equals(width)):
             self._write_codes(self.out + row_offset, stride, row_offset)
         with f.when(inside < width):
@@ -138,17 +138,17 @@ class RequantizingEpilogue(Epilogue):
 
         def real(i: int, v: int) -> Value:
             offset, multiplier = columns[v]
-            return f.fma(self._total(i * self.vectors + v).bits(isa.ints).to("float"), multiplier, offset).min_or(high)
+            return f.fma(self._total(i * self.vectors + v).bits(isa.ints).to("float"), multiplier, offset).min_keeping_nan(high)
 
         if not isa.narrows or 4 % self.vectors:
             for v, i in itertools.product(range(self.vectors), range(self.rows)):
-                (to + stride * i).store((real(i, v).max_or(low) + ROUND).bits(isa.ints).to("i8"), v * isa.lanes)
+                (to + stride * i).store((real(i, v).max_keeping_nan(low) + ROUND).bits(isa.ints).to("i8"), v * isa.lanes)
             return
         # Four vectors are narrowed together: those of several rows, the last of which is repeated where there are fewer.
         least, together, width = self._clamp()[0].to("i8").splat(4 * isa.lanes), 4 // self.vectors, self.vectors * isa.lanes
         for start in range(0, self.rows, together):
             rows = [min(start + i, self.rows - 1) for i in range(together)]
-            codes = isa.narrowed(f, [real(i, v) for i in rows for v in range(self.vectors)]).max_or(least)
+            codes = isa.narrowed(f, [real(i, v) for i in rows for v in range(self.vectors)]).max_keeping_nan(least)
             for at, i in enumerate(rows):
                 (to + stride * i).store(codes.shuffle(range(at * width, (at + 1) * width)))
             f.fence()

@@ -119,7 +119,7 @@ class _Rows(Emitter):
             exact, lo = amax / float(spec.q_max), None
         else:
             if spec.zero == "point":
-                low, high = low.min_or(0.0), high.max_or(0.0)
+                low, high = low.min_keeping_nan(0.0), high.max_keeping_nan(0.0)
             exact, lo = (high - low) / float(spec.q_max), low
         stored = self._stored(exact)
         if spec.family != "int":
@@ -135,7 +135,7 @@ class _Rows(Emitter):
             return stored, None, functools.partial(self._nearest, inverse, None, None)
         if spec.zero == "point":
             point = (f.value("float", -0.0) - lo) * inverse
-            point = self._rounded(point.max_or(0.0).min_or(float(spec.q_max)))
+            point = self._rounded(point.max_keeping_nan(0.0).min_keeping_nan(float(spec.q_max)))
             return stored, point.to("i8"), functools.partial(self._nearest, inverse, None, point)
         zero = f.value("float", 0.0)
         vanishes = inverse.equals(0.0) & (lo < 0.0) & ((f.value("float", -0.0) - lo) < exact * float(spec.q_max))
@@ -152,13 +152,13 @@ class _Rows(Emitter):
             size.value = f.call(_INTS, f"llvm.umax.v{_CHUNK}i32", size.value, v.bits(_INTS) & 0x7FFFFFFF)
             if not self.spec.signed:
                 inside = f.constant(_INTS, range(_CHUNK)) < left.to("i32").splat(_CHUNK)
-                low.value = low.value.min_or(inside.select(v, float("inf")))
-                high.value = high.value.max_or(inside.select(v, float("-inf")))
+                low.value = low.value.min_keeping_nan(inside.select(v, float("inf")))
+                high.value = high.value.max_keeping_nan(inside.select(v, float("-inf")))
         bits = size.value.reduce("umax")
         self._fail_unless(bits < 0x7F800000)
         if self.spec.signed:
             return bits.bits("float"), bits.bits("float"), bits.bits("float")
-        return bits.bits("float"), low.value.fold(Value.min_or) + 0.0, high.value.fold(Value.max_or) + 0.0
+        return bits.bits("float"), low.value.fold(Value.min_keeping_nan) + 0.0, high.value.fold(Value.max_keeping_nan) + 0.0
 
     def _peak(self, x: Value, real: Value, amax: Value) -> Value:
         """The first of the weights whose magnitude is the block's largest."""
@@ -204,9 +204,9 @@ class _Rows(Emitter):
             x = x - start.splat(_CHUNK)
         v = x * inverse.splat(_CHUNK)
         if point is not None:
-            q = self._rounded(v.max_or(-1024.0).min_or(1024.0)) + point.splat(_CHUNK)
-            return self._finished(q.max_or(self.spec.q_min).min_or(self.spec.q_max))
-        return self._finished(self._rounded(v.max_or(float(self.spec.q_min)).min_or(float(self.spec.q_max))))
+            q = self._rounded(v.max_keeping_nan(-1024.0).min_keeping_nan(1024.0)) + point.splat(_CHUNK)
+            return self._finished(q.max_keeping_nan(self.spec.q_min).min_keeping_nan(self.spec.q_max))
+        return self._finished(self._rounded(v.max_keeping_nan(float(self.spec.q_min)).min_keeping_nan(float(self.spec.q_max))))
 
     def _truncated(self, inverse: Value, lo: Value | None, half: float, x: Value) -> Value:
         if lo is not None:
@@ -214,14 +214,14 @@ class _Rows(Emitter):
         v = x * inverse.splat(_CHUNK) + half
         finite = (v.bits(_INTS) & 0x7FFFFFFF) < 0x7F800000  # as ggml on x86: what is not finite becomes the byte 0
         u = finite.select(v, 0.0).to("i32")
-        return u.max_or(0).min_or(15)
+        return u.max_keeping_nan(0).min_keeping_nan(15)
 
     def _away_from_zero(self, inverse: Value, x: Value) -> Value:
         v = x * inverse.splat(_CHUNK)
         whole = v.to("i32")
         rest = v - whole.to("float")
         q = whole + (rest >= 0.5).to("i32", unsigned=True) - ((self.f.value(_FLOATS, -0.0) - rest) >= 0.5).to("i32", unsigned=True)
-        return self._finished(q.max_or(self.spec.q_min).min_or(self.spec.q_max))
+        return self._finished(q.max_keeping_nan(self.spec.q_min).min_keeping_nan(self.spec.q_max))
 
     def _pack(self, codes: Value, k: Value, row: Value) -> None:
         """A row of bytes to the canonical order: as they are, or two to a byte."""

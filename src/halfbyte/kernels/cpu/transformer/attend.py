@@ -255,7 +255,7 @@ class _Attend(Emitter):
             largest, total = f.value(self.floats, LEAST_SCORE), f.value(self.floats, 0.0)
             if spec.sinks:
                 sink = (self.pointer("sinks") + (h * spec.group + g) * 4).load("float", 0, 4).splat(self.lanes)
-                largest = sink.max_or(LEAST_SCORE)
+                largest = sink.max_keeping_nan(LEAST_SCORE)
                 first_lane = f.constant(vector("i32", self.lanes), range(self.lanes)) < 1  # as `sums` are added over lanes in the end
                 total = first_lane.select(exp(f, sink - largest), 0.0)
             self.largest.store(largest, g * self.bytes, self.bytes)
@@ -318,9 +318,9 @@ class _Attend(Emitter):
             scores.append(inside.select(score, float("-inf")))
         largest = scores[0]
         for score in scores[1:]:
-            largest = largest.max_or(score)
+            largest = largest.max_keeping_nan(score)
         old = self.largest.load(self.floats, g * self.bytes, self.bytes)
-        new = largest.fold(Value.max_or).splat(lanes).max_or(old)
+        new = largest.fold(Value.max_keeping_nan).splat(lanes).max_keeping_nan(old)
         rescale, total = exp(f, old - new), f.value(self.floats, 0.0)
         for v, score in enumerate(scores):
             weight = exp(f, score - new)
@@ -429,7 +429,7 @@ def store_head(isa: ISA, kind: CacheKind, row: Value, parts: list[Value]) -> Non
     for first in range(0, len(parts), BLOCK // lanes):
         block = parts[first : first + BLOCK // lanes]
         # Absolute values have the same order as their bits read as integers, and NaN is the largest.
-        largest = functools.reduce(Value.max_or, [x.bits(ints) & 0x7FFFFFFF for x in block]).fold(Value.max_or).bits("float")
+        largest = functools.reduce(Value.max_keeping_nan, [x.bits(ints) & 0x7FFFFFFF for x in block]).fold(Value.max_keeping_nan).bits("float")
         scale = largest / float(MOST)
         stored = isa.from_float((scale < LEAST_SCALE).select(row.fn.value("float", 0.0), scale), "bf16")
         row.store(stored, len(parts) * lanes + first * lanes // BLOCK * 2)

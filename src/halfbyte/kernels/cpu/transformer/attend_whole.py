@@ -180,7 +180,7 @@ class _Whole(Emitter):
         if not self.spec.sinks:
             return f.value("float", LEAST_SCORE), f.value("float", 0.0)
         sink = (self.pointer("sinks") + head * 4).load("float", 0, 4)
-        largest = sink.max_or(LEAST_SCORE)
+        largest = sink.max_keeping_nan(LEAST_SCORE)
         return largest, exp(f, sink - largest)
 
     def _head_pointer(self, name: str, b: Value, head: Value) -> Value:
@@ -230,7 +230,7 @@ class _Whole(Emitter):
             self._score_vectors(queries, j * step, _VECTORS, largest)
         with f.when((vectors % _VECTORS).differs(0)):
             self._score_vectors(queries, vectors // _VECTORS * step, 1, largest)
-        return [each.value.fold(lambda x, y: x.max_or(y)) for each in largest]
+        return [each.value.fold(lambda x, y: x.max_keeping_nan(y)) for each in largest]
 
     def _score_vectors(self, queries: list[_Query], first: Value, vectors: int, largest: list[Variable]) -> None:
         """Store the scores of so many vectors of keys from key `first` on, where a group of contiguous keys begins."""
@@ -251,7 +251,7 @@ class _Whole(Emitter):
                     score = capped(f, score, cap)
                 score = visible.select(score, float("-inf"))
                 self.scores.store(score, (self.padded * i + at) * 4, self.bytes)
-                largest[i].value = score.max_or(largest[i].value)
+                largest[i].value = score.max_keeping_nan(largest[i].value)
 
     def _accumulators(self, vectors: int) -> list[Variable]:
         return [self.f.variable(self.f.value(self.floats, 0.0)) for _ in range(_ROWS * vectors)]

@@ -313,7 +313,7 @@ class _Experts(Emitter):
         for i in f.loop(count, step=n):
             first, second = ((gate_up + i * 8).load(isa.floats, at, 4) for at in (0, 4 * n))
             gate, up = (first.shuffle(range(at, 2 * n, 2), second) for at in (0, 1))
-            gate, up = gate.min_or(limit), up.min_or(limit).max_or(lowest)
+            gate, up = gate.min_keeping_nan(limit), up.min_keeping_nan(limit).max_keeping_nan(lowest)
             sigmoid = f.value(isa.floats, 1.0) / (exp(f, (f.value(isa.floats, -0.0) - gate) * alpha) + 1.0)
             (to + i * 4).store((up + 1.0) * (gate * sigmoid), 0, 4)
 
