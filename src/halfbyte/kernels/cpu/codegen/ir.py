@@ -60,14 +60,13 @@ def literal(type_: str, x: float) -> str:
         if x != int(x):
             raise ValueError(f"{x} is no constant of {type_}")
         return str(int(x))
-    match element:
-        case "half":
-            return f"0xH{struct.unpack('<H', struct.pack('<e', x))[0]:04X}"
-        case "bfloat":
-            bits = struct.unpack("<I", struct.pack("<f", x))[0]
-            return f"0xR{(bits + 0x7FFF + (bits >> 16 & 1)) >> 16:04X}"  # to the nearest, ties to even
-        case "float":
-            x = struct.unpack("<f", struct.pack("<f", x))[0]
+    if element == "half":
+        return f"0xH{struct.unpack('<H', struct.pack('<e', x))[0]:04X}"
+    if element == "bfloat":
+        bits = struct.unpack("<I", struct.pack("<f", x))[0]
+        return f"0xR{(bits + 0x7FFF + (bits >> 16 & 1)) >> 16:04X}"  # to the nearest, ties to even
+    if element == "float":
+        x = struct.unpack("<f", struct.pack("<f", x))[0]
     return f"0x{struct.unpack('<Q', struct.pack('<d', x))[0]:016X}"  # LLVM spells both by the bits of the double that equals it
 
 

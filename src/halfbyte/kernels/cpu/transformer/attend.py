@@ -429,7 +429,8 @@ def store_head(isa: ISA, kind: CacheKind, row: Value, parts: list[Value]) -> Non
     for first in range(0, len(parts), BLOCK // lanes):
         block = parts[first : first + BLOCK // lanes]
         # Absolute values have the same order as their bits read as integers, and NaN is the largest.
-        largest = functools.reduce(Value.max_keeping_nan, [x.bits(ints) & 0x7FFFFFFF for x in block]).fold(Value.max_keeping_nan).bits("float")
+        magnitudes = [x.bits(ints) & 0x7FFFFFFF for x in block]
+        largest = functools.reduce(Value.max_keeping_nan, magnitudes).fold(Value.max_keeping_nan).bits("float")
         scale = largest / float(MOST)
         stored = isa.from_float((scale < LEAST_SCALE).select(row.fn.value("float", 0.0), scale), "bf16")
         row.store(stored, len(parts) * lanes + first * lanes // BLOCK * 2)
