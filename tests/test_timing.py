@@ -10,7 +10,7 @@ import pytest
 
 from halfbyte import timing
 from halfbyte.errors import ArgumentError
-from halfbyte.timing import Timing, measure, time_text
+from halfbyte.timing import Timing, interleave, measure, time_text
 
 
 class Clock:
@@ -60,10 +60,37 @@ def test_a_real_clock() -> None:
     assert 0.0015 <= got.min <= got.median <= got.max
 
 
+def test_interleave_takes_turns_and_goes_back(clock: Clock) -> None:
+    order = []
+
+    def contender(name: str, nanoseconds: int) -> Callable[[], None]:
+        take = clock.taking(nanoseconds)
+
+        def fn() -> None:
+            order.append(name)
+            take()
+
+        return fn
+
+    got = interleave({"a": contender("a", 1000), "b": contender("b", 2000), "c": contender("c", 3000)}, rounds=3)
+    assert "".join(order) == "abc" + "abc" + "cba" + "abc"
+    assert [(name, t.median, t.runs) for name, t in got.items()] == [("a", 1e-6, 3), ("b", 2e-6, 3), ("c", 3e-6, 3)]
+
+
+def test_interleave_nobody() -> None:
+    assert interleave({}) == {}
+
+
 @pytest.mark.parametrize("bad", [{"min_runs": 0}, {"warmup": -1}, {"min_time": -1.0}, {"min_time": math.nan}, {"min_time": math.inf}])
 def test_bad_measure(bad: dict[str, float]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(bad))):
         measure(pytest.fail, **bad)
+
+
+@pytest.mark.parametrize("bad", [{"rounds": 0}, {"warmup": -1}])
+def test_bad_interleave(bad: dict[str, int]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(bad))):
+        interleave({"a": pytest.fail}, **bad)
 
 
 def test_an_error_inside_comes_out() -> None:

@@ -8,7 +8,7 @@ synchronize.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter_ns
@@ -49,6 +49,26 @@ def measure(fn: Callable[[], object], *, min_time: float = 0.2, min_runs: int = 
         runs.append(_time(fn))
         total += runs[-1]
     return _timing(runs)
+
+
+def interleave(contenders: Mapping[str, Callable[[], object]], *, rounds: int = 20, warmup: int = 1) -> dict[str, Timing]:
+    """Times contenders in turn in this process, one call each per round, so that changes of the clock rate affect all equally.
+
+    Every other round runs in reverse order, so that no contender always follows the same one.
+    Raises ArgumentError if `rounds` < 1 or `warmup` < 0.
+    """
+    if rounds < 1 or warmup < 0:
+        raise ArgumentError(f"got rounds={rounds}, warmup={warmup}: rounds start at 1, warmup at 0")
+    for _ in range(warmup):
+        for fn in contenders.values():
+            fn()
+    order = list(contenders)
+    runs: dict[str, list[int]] = {name: [] for name in order}
+    for _ in range(rounds):
+        for name in order:
+            runs[name].append(_time(contenders[name]))
+        order.reverse()
+    return {name: _timing(times) for name, times in runs.items()}
 
 
 def time_text(seconds: float) -> str:
