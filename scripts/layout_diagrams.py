@@ -9,6 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -142,11 +143,14 @@ def _canonical() -> Iterator[str]:
 def _ggml() -> Iterator[str]:
     yield from ("## In GGUF files", "", "ggml stores blocks of 32 weights with their scale. One row of one block:", "")
     for name in ("q4_0", "q4_1", "q8_0"):
-        kind = ggml.TYPES[ggml.NUMBERS[name]]
-        trace = _trace(name, 1, 32, lambda codes, kind=kind: encode(kind, codes).flatten())
+        trace = _trace(name, 1, 32, partial(_encoded, ggml.TYPES[ggml.NUMBERS[name]]))
         yield from (f"**{name}**, {len(trace.fields)} bytes", "", *_sections(trace))
         first = next(at for at, field in enumerate(trace.fields) if field.kind == "codes")
         yield from _fence(_nibbles(trace, range(first, first + 6), rows=False))
+
+
+def _encoded(kind: ggml.BlockType, codes: Codes) -> Tensor:
+    return encode(kind, codes).flatten()
 
 
 def _cpu() -> Iterator[str]:
