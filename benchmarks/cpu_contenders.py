@@ -1,4 +1,5 @@
-"""The contenders of the CPU benchmark beside halfbyte and torch: other runtimes, and products from int8 codes to int8 codes."""
+"""The contenders of the CPU benchmark beside halfbyte and torch's dense products: torch's kernels for codes, other runtimes, and products
+from int8 codes to int8 codes."""
 
 from __future__ import annotations
 
@@ -8,9 +9,16 @@ import cpu_codes
 import cpu_ggml
 import cpu_onnxruntime
 import cpu_openvino
+import cpu_torch
 
-from halfbyte.bench.contenders import INT8, PEERS, Arithmetic, Contender
+from halfbyte.bench.contenders import FLOAT, INT8, PEERS, Arithmetic, Contender, step_error
 
+# max - min spans at most 2 max|x|, in 127 steps.
+_INT7 = Arithmetic(partial(step_error, 63.5), "dot_peak")
+TORCH = (
+    Contender("torch_int4", "torch int4pack g128", "int4_g128", FLOAT, partial(cpu_torch.int4pack, format="int4_g128")),
+    Contender("torch_int8", "torch dynamic int8", "int8_channel", _INT7, partial(cpu_torch.dynamic_int8, format="int8_channel")),
+)
 RUNTIMES = (
     Contender("ort_int4_g32", "ONNX Runtime int4 g32", "q4_0", INT8, partial(cpu_onnxruntime.matmul_nbits, format="q4_0")),
     Contender("ort_int4_g128", "ONNX Runtime int4 g128", "int4_g128", INT8, partial(cpu_onnxruntime.matmul_nbits, format="int4_g128")),
@@ -31,5 +39,5 @@ QLINEAR = (
         "ort_qlinear", "ONNX Runtime qlinear", "int8_channel", _SATURATED, partial(cpu_codes.onnxruntime_qlinear, format="int8_channel")
     ),
 )
-LINEAR = (*PEERS, *RUNTIMES)
+LINEAR = (*PEERS, *TORCH, *RUNTIMES)
 ALL = (*LINEAR, *QLINEAR)

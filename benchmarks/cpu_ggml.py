@@ -17,8 +17,8 @@ from torch import Tensor
 
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import UnsupportedError
-from halfbyte.formats.blocks import row_bytes, to_blocks
-from halfbyte.formats.ggml import NUMBERS
+from halfbyte.formats.ggml import NUMBERS, TYPES
+from halfbyte.formats.ggml_encoding import encode
 
 _FLOAT32 = 0  # of enum ggml_type
 _CPU = 0  # of enum ggml_backend_dev_type
@@ -108,14 +108,15 @@ def mul_mat(work: Workload, format: str) -> Built:
     slab = work.codes(format)
     if work.k % 32:
         raise UnsupportedError(f"ggml's blocks of 32 must divide K, got K={work.k}")
-    ggml, type, nbytes = _GGML(work.threads), NUMBERS[format], work.n * row_bytes(slab.format, work.k)
+    ggml, type = _GGML(work.threads), NUMBERS[format]
+    nbytes = work.n * TYPES[type].row_bytes(work.k)
     copies = work.copies(nbytes)
     context = ggml.context(copies)
     weights = [ggml.new_tensor_2d(context, type, work.k, work.n) for _ in range(copies)]
     buffer_type = next(one for one in ggml.buffer_types() if ggml.takes(one, type, work.k, work.n))
     buffer = ggml.backend_alloc_ctx_tensors_from_buft(context, buffer_type)
     for copy, weight in enumerate(weights):
-        blocks = to_blocks(work.take(slab, copy)).contiguous()
+        blocks = encode(TYPES[type], work.take(slab, copy))
         ggml.backend_tensor_set(weight, blocks.data_ptr(), 0, blocks.nbytes)
 
     def bind(x: Tensor) -> Callable[[], Iterator[Tensor]]:

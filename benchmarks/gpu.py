@@ -2,7 +2,7 @@
 
 import sys
 
-from halfbyte.bench.gpu import main
+from gpu_main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,13 +9,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from halfbyte.formats import blocks, dense
+from halfbyte.formats import dense, ggml
 from halfbyte.formats.codes import Codes
+from halfbyte.formats.ggml_encoding import encode
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 
@@ -141,10 +143,14 @@ def _canonical() -> Iterator[str]:
 def _ggml() -> Iterator[str]:
     yield from ("## In GGUF files", "", "ggml stores blocks of 32 weights with their scale. One row of one block:", "")
     for name in ("q4_0", "q4_1", "q8_0"):
-        trace = _trace(name, 1, 32, lambda codes: blocks.to_blocks(codes).flatten())
+        trace = _trace(name, 1, 32, partial(_encoded, ggml.TYPES[ggml.NUMBERS[name]]))
         yield from (f"**{name}**, {len(trace.fields)} bytes", "", *_sections(trace))
         first = next(at for at, field in enumerate(trace.fields) if field.kind == "codes")
         yield from _fence(_nibbles(trace, range(first, first + 6), rows=False))
+
+
+def _encoded(kind: ggml.BlockType, codes: Codes) -> Tensor:
+    return encode(kind, codes).flatten()
 
 
 def _cpu() -> Iterator[str]:

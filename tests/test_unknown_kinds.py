@@ -20,8 +20,8 @@ from halfbyte import env, ops
 from halfbyte.dispatch.choose import choose
 from halfbyte.dispatch.gpu import compute_of
 from halfbyte.dispatch.packed import packed_format
-from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
-from halfbyte.formats import blocks, spec
+from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.formats import spec
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels import layer_kinds, problem, reference
@@ -179,8 +179,6 @@ def test_a_project_without_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     unsupported("family 'new'", *(lambda method=method: ops.quantize(weight(), fmt, method) for method in methods))
     monkeypatch.setattr(quantize, "_FAMILIES", (*quantize._FAMILIES, NEW))  # the fast quantizer lists it, and has no rule
     unsupported("family 'new'", lambda: ops.quantize(weight(), fmt))
-    with pytest.raises(FormatError, match="has no block encoding"):
-        blocks.row_bytes(fmt, 64)
 
 
 def test_integers_of_so_many_bits_that_no_layout_has(monkeypatch: pytest.MonkeyPatch) -> None:

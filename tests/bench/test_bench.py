@@ -14,11 +14,11 @@ from xml.etree import ElementTree
 import cpu_main
 import pytest
 import torch
-from cpu_contenders import ALL, RUNTIMES
+from cpu_contenders import ALL, RUNTIMES, TORCH
 from torch import Tensor
 
-from halfbyte.bench import contenders, torch_peers, worker
-from halfbyte.bench.contenders import PEERS, Contender, halfbyte_linear, select
+from halfbyte.bench import contenders, worker
+from halfbyte.bench.contenders import PEERS, Contender, dense, halfbyte_linear, select
 from halfbyte.bench.process import Worker, WorkerError, cores
 from halfbyte.bench.report import Ceilings, Measurement, Report, Sample, plot, rank, summarize, text
 from halfbyte.bench.workload import Workload, relative_error
@@ -56,7 +56,7 @@ def prepare(name: str, work: Workload = WORK) -> dict[str, Any]:
 @pytest.mark.parametrize("cache_bytes", [10_000, 1 << 17])
 def test_rotation_passes_over_more_than_the_cache(cache_bytes: int) -> None:
     work = replace(WORK, cache_bytes=cache_bytes)
-    for built in (halfbyte_linear(work, "q4_0", "auto", torch.float32), torch_peers.dense(work, torch.float32)):
+    for built in (halfbyte_linear(work, "q4_0", "auto", torch.float32), dense(work, torch.float32)):
         assert built.copies * built.copy_bytes >= 4 * cache_bytes
 
 
@@ -87,7 +87,8 @@ def allowed(name: str, m: int, work: Workload = WORK) -> float:
     return contender(name).arithmetic.error(work.activations(m))
 
 
-CONTENDERS = [*(one.name for one in select(BENCH_FORMATS, [peer.name for peer in PEERS])), "halfbyte_qlinear", "onednn_qlinear"]
+NAMES = [peer.name for peer in (*PEERS, *TORCH)]
+CONTENDERS = [*(one.name for one in select(BENCH_FORMATS, NAMES, ALL)), "halfbyte_qlinear", "onednn_qlinear"]
 
 
 @pytest.mark.parametrize("name", CONTENDERS)
@@ -106,7 +107,7 @@ def test_a_runtime_is_right(name: str) -> None:
 
 def test_a_wrong_contender_is_caught() -> None:
     def broken(change: Callable[[int, Tensor], Tensor]) -> float:
-        right = torch_peers.dense(WORK, torch.float32)
+        right = dense(WORK, torch.float32)
 
         def bind(x: Tensor) -> Callable[[], Iterator[Tensor]]:
             return lambda: (change(copy, y.clone()) for copy, y in enumerate(right.bind(x)()))

@@ -9,10 +9,13 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from gpu_contenders import contenders, marlin
+from gpu_main import main
+from gpu_results import markdown, plot, written
 
 from halfbyte.bench import gpu
-from halfbyte.bench.gpu_contenders import GPU_PEERS, Absent, GpuWork, marlin, tinygemm
-from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, markdown, plot, text
+from halfbyte.bench.gpu_contenders import Absent, GpuWork, tinygemm
+from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, text
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.machine import GPUS
@@ -49,21 +52,21 @@ def test_table_and_json() -> None:
     assert "1.50" in found
     assert "50%" in found
     assert "not measured: d: not here" in found
-    assert json.loads(report().written()) == json.loads(json.dumps(report().to_json()))
+    assert json.loads(written(report())) == json.loads(json.dumps(report().to_json()))
 
 
 def test_what_was_measured_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, plot = tmp_path / "a.json", tmp_path / "a.svg"
-    path.write_text(report().written())
-    assert gpu.main(["--read", str(path), "--markdown"]) == 0
+    path.write_text(written(report()))
+    assert main(["--read", str(path), "--markdown"]) == 0
     shown = capsys.readouterr().out
     assert shown == markdown(report()) + "\n"
     assert "| 64 x 32 | 1 | 20.0 | 30.0 | 40.0 | 1.50 | 50% |" in shown
-    assert gpu.main(["--read", str(path), str(path), "--m", "16", "--plot", str(plot)]) == 0
+    assert main(["--read", str(path), str(path), "--m", "16", "--plot", str(plot)]) == 0
     assert "50%" in capsys.readouterr().out
     assert ElementTree.fromstring(plot.read_text()).findall(".//{http://www.w3.org/2000/svg}circle")
     path.write_text("{}")
-    assert gpu.main(["--read", str(path)]) == 2
+    assert main(["--read", str(path)]) == 2
     assert "--json wrote" in capsys.readouterr().err
 
 
@@ -90,4 +93,4 @@ def test_refusals() -> None:
         gpu.run(gpu.GpuPlan(ms=(0,)))
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="no device cuda:0"):
-            gpu.run(gpu.GpuPlan(peers=tuple(peer.name for peer in GPU_PEERS)))
+            gpu.run(gpu.GpuPlan(peers=tuple(peer.name for peer in contenders())), peers=contenders())

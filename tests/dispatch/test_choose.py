@@ -115,8 +115,6 @@ def test_convolutions_on_a_gpu_are_explained_as_they_run(
     for candidate in GPU_CONV:
         if candidate.home:
             monkeypatch.setattr(candidate.module, "launch", note(candidate.name, None if candidate.replayable else lambda *_: written))
-            if hasattr(candidate.module, "launch_integer"):
-                monkeypatch.setattr(candidate.module, "launch_integer", note(candidate.name))
     monkeypatch.setattr(cuda, "linear", note("linear", lambda *_: written))
     monkeypatch.setattr(cuda, "qlinear", note("linear", lambda *_: written))
     monkeypatch.setattr(cuda, "on", lambda tensor: nullcontext())

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from ggml_blocks import from_blocks, row_bytes, to_blocks
 from gguf import GGMLQuantizationType, quants
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -10,7 +11,6 @@ from samples import random_codes
 
 from halfbyte.errors import FormatError
 from halfbyte.formats import PRESETS, Codes, as_format
-from halfbyte.formats.blocks import from_blocks, row_bytes, to_blocks
 from halfbyte.quantizers import absmax
 
 GGUF = ("q4_0", "q4_1", "q8_0")

@@ -1,4 +1,4 @@
-"""The contenders of the CPU benchmark: halfbyte in the requested formats, and torch. Those of other runtimes are in `benchmarks/`."""
+"""The contenders of the CPU benchmark: halfbyte in the requested formats, and torch's dense products. All others are in `benchmarks/`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from halfbyte import ops
-from halfbyte.bench import torch_peers
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
@@ -33,7 +33,7 @@ class Arithmetic:
     peak: Peak | None
 
 
-def _step_error(levels: float, x: Tensor) -> float:
+def step_error(levels: float, x: Tensor) -> float:
     """Each activation is off by at most half a step of max|x| / levels, whatever block the scale spans."""
     return float(x.abs().max() / x.square().mean().sqrt()) / (2 * levels)
 
@@ -42,11 +42,9 @@ def _step_error(levels: float, x: Tensor) -> float:
 _FLOAT32 = Arithmetic(lambda x: 8 * math.sqrt(x.shape[-1]) * 2**-24, "fma_peak")
 # Weights, activations and results rounded to 8 bits of mantissa, at most 2^-9 each, which rarely point the same way.
 _BFLOAT16 = Arithmetic(lambda x: 2**-8, None)
-INT8 = Arithmetic(partial(_step_error, 127), "dot_peak")
-# max - min spans at most 2 max|x|, in 127 steps.
-_INT7 = Arithmetic(partial(_step_error, 63.5), "dot_peak")
+INT8 = Arithmetic(partial(step_error, 127), "dot_peak")
 # Activations and results in bfloat16, products in float32; halfbyte's `float` may do so where the CPU multiplies bfloat16 faster.
-_FLOAT = Arithmetic(_BFLOAT16.error, "fma_peak")
+FLOAT = Arithmetic(_BFLOAT16.error, "fma_peak")
 
 
 @dataclass(frozen=True)
@@ -74,14 +72,25 @@ def halfbyte_linear(work: Workload, format: str, compute: str, dtype: torch.dtyp
     return Built(slab.dequantize(torch.float64), copy_bytes, len(weights), bind, dtype)
 
 
+def dense(work: Workload, dtype: torch.dtype) -> Built:
+    """torch's `linear` on weights of `dtype`."""
+    slab = work.slab.to(dtype)
+    copy_bytes = work.n * work.k * dtype.itemsize
+    weights = [slab[work.rows(copy)] for copy in range(work.copies(copy_bytes))]
+
+    def bind(x: Tensor) -> Callable[[], Iterator[Tensor]]:
+        x = x.to(dtype)
+        return lambda: (functional.linear(x, weight) for weight in weights)
+
+    return Built(slab.double(), copy_bytes, len(weights), bind, dtype)
+
+
 PEERS = (
-    Contender("torch_fp32", "torch fp32", "float32", _FLOAT32, partial(torch_peers.dense, dtype=torch.float32)),
-    Contender("torch_bf16", "torch bf16", "bfloat16", _BFLOAT16, partial(torch_peers.dense, dtype=torch.bfloat16)),
-    Contender("torch_int4", "torch int4pack g128", "int4_g128", _FLOAT, partial(torch_peers.int4pack, format="int4_g128")),
-    Contender("torch_int8", "torch dynamic int8", "int8_channel", _INT7, partial(torch_peers.dynamic_int8, format="int8_channel")),
+    Contender("torch_fp32", "torch fp32", "float32", _FLOAT32, partial(dense, dtype=torch.float32)),
+    Contender("torch_bf16", "torch bf16", "bfloat16", _BFLOAT16, partial(dense, dtype=torch.bfloat16)),
 )
 # The ways in which halfbyte multiplies. The rate of bfloat16 products is not probed.
-_ARITHMETIC = {"": INT8, "float": _FLOAT, "bf16": _BFLOAT16}
+_ARITHMETIC = {"": INT8, "float": FLOAT, "bf16": _BFLOAT16}
 
 
 def contender(name: str, peers: Sequence[Contender] = PEERS) -> Contender:

@@ -7,19 +7,16 @@ product of cuBLAS reached here (int8: at twice that rate, as the units are built
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 
 import torch
 
 import halfbyte
-from halfbyte.bench.gpu_contenders import GPU_PEERS, HALFBYTE, Absent, Bind, GpuContender, GpuWork
-from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport, markdown, plot, read, select, text
+from halfbyte.bench.gpu_contenders import HALFBYTE, PEERS, Absent, Bind, GpuContender, GpuWork
+from halfbyte.bench.gpu_report import GpuMeasurement, GpuReport
 from halfbyte.dispatch.choose import choose
 from halfbyte.dispatch.gpu import compute_of
 from halfbyte.errors import ArgumentError, HalfbyteError, check_counts
@@ -39,7 +36,7 @@ MS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """What to measure. vllm: a folder with vLLM's libraries, where it is not installed."""
+    """What to measure."""
 
     shapes: tuple[tuple[int, int], ...] = SHAPES
     ms: tuple[int, ...] = MS
@@ -47,16 +44,18 @@ class GpuPlan:
     dtypes: tuple[str, ...] = ("bfloat16",)
     computes: tuple[str, ...] = ("float",)
     activation: str = "row"
-    peers: tuple[str, ...] = tuple(peer.name for peer in GPU_PEERS)
+    peers: tuple[str, ...] = tuple(peer.name for peer in PEERS)
     rounds: int = 15
-    vllm: str | None = None
 
 
 def run(
-    plan: GpuPlan, progress: Callable[[str], None] = lambda doing: None, keep: Callable[[GpuReport], None] = lambda so_far: None
+    plan: GpuPlan,
+    progress: Callable[[str], None] = lambda doing: None,
+    keep: Callable[[GpuReport], None] = lambda so_far: None,
+    peers: Sequence[GpuContender] = PEERS,
 ) -> GpuReport:
     """Measures everything in the plan on the current GPU. `keep` is given the report after each weight."""
-    names = {peer.name: peer for peer in GPU_PEERS}
+    names = {peer.name: peer for peer in peers}
     if unknown := set(plan.peers) - names.keys():
         raise ArgumentError(f"there is no peer {min(unknown)!r}: use some of {', '.join(names)}")
     check_counts("a benchmark", m=plan.ms, n=[n for n, _ in plan.shapes], k=[k for _, k in plan.shapes], rounds=(plan.rounds,))
@@ -85,7 +84,7 @@ def _shape(plan: GpuPlan, work: GpuWork, contenders: Sequence[GpuContender], rep
     binds: dict[GpuContender, Bind] = {}
     for contender in contenders:
         try:
-            binds[contender] = contender.bind(work, plan.vllm)
+            binds[contender] = contender.bind(work)
         except Absent as reason:
             _absent(report, work, contender, str(reason))
         except Exception as reason:  # whatever a peer raises
@@ -187,58 +186,3 @@ def _read_seconds(nbytes: int, here: Gpu) -> float:
 
     data = [torch.empty(nbytes, dtype=torch.uint8, device="cuda").random_() for _ in range(copies(nbytes, here.l2))]
     return min(time.median for time in graph_times(read_launches(data, here), rounds=7).values())
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    lists: list[tuple[str, Callable[[str], object], Sequence[object], str]] = [
-        ("--shapes", _shape_of, SHAPES, "NxK"),
-        ("--m", int, MS, "rows of the activations"),
-        ("--formats", str, ("int4_g128",), "of the weights"),
-        ("--dtypes", str, ("bfloat16",), "of the activations: float16, bfloat16, float32"),
-        ("--computes", str, ("float",), "float, int8"),
-        ("--peers", str, tuple(peer.name for peer in GPU_PEERS), "the contenders in addition to halfbyte"),
-    ]
-    for option, kind, usual, meaning in lists:
-        shown = " ".join(f"{one[0]}x{one[1]}" if isinstance(one, tuple) else str(one) for one in usual)
-        parser.add_argument(option, type=kind, nargs="*", help=f"{meaning} (default: {shown})")
-    parser.add_argument("--activation", default="row", help="scales of int8 activations (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="turns that each contender takes (default: %(default)s)")
-    parser.add_argument("--vllm", help="a folder with vLLM's libraries, where it is not installed")
-    parser.add_argument("--json", type=Path, help="write everything to this file")
-    parser.add_argument("--plot", type=Path, help="write the times against M to this SVG file")
-    parser.add_argument("--markdown", action="store_true", help="print tables for a document")
-    parser.add_argument(
-        "--read", type=Path, nargs="+", metavar="JSON",
-        help="measure nothing: show what --json wrote earlier, or the part of it that the lists above name",
-    )  # fmt: skip
-    args = parser.parse_args(argv)
-
-    def keep(report: GpuReport) -> None:
-        if args.json:
-            args.json.write_text(report.written(), encoding="utf-8")
-        if args.plot:
-            args.plot.write_text(plot(report), encoding="utf-8")
-
-    try:
-        if args.read:
-            fields = {"shape": args.shapes, "m": args.m, "format": args.formats, "dtype": args.dtypes, "compute": args.computes}
-            peers = None if args.peers is None else [HALFBYTE.name, *args.peers]
-            report = select(read(args.read), **fields, contender=peers)
-            keep(report)
-        else:
-            asked = [getattr(args, option[2:]) for option, *_ in lists]
-            chosen = [usual if one is None else tuple(one) for one, (_, _, usual, _) in zip(asked, lists, strict=True)]
-            names = ("shapes", "ms", "formats", "dtypes", "computes", "peers")
-            plan = GpuPlan(activation=args.activation, rounds=args.rounds, vllm=args.vllm, **dict(zip(names, chosen, strict=True)))  # type: ignore[arg-type]
-            report = run(plan, lambda doing: print(doing, file=sys.stderr), keep)
-    except HalfbyteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(markdown(report) if args.markdown else text(report))
-    return 0
-
-
-def _shape_of(text: str) -> tuple[int, int]:
-    n, k = text.split("x")
-    return int(n), int(k)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from halfbyte.errors import ArgumentError
 from halfbyte.nn.report import table
-from halfbyte.plot import line_plot
-from halfbyte.plot import panels as plot_panels
 
 SCHEMA = 1
 
@@ -58,68 +52,16 @@ class GpuReport:
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
 
-    def written(self) -> str:
-        """JSON with a line for each measurement."""
-        data = self.to_json()
-        points = ",\n".join(json.dumps(one) for one in data.pop("measurements"))
-        return f'{json.dumps(data, indent=1)[:-2]},\n "measurements": [\n{points}\n]}}\n'
-
-
-def read(paths: Sequence[Path]) -> GpuReport:
-    """What runs on one GPU wrote as JSON, as one report under the first one's heading. Raises ArgumentError for other files."""
-    reports = []
-    for path in paths:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            points = [GpuMeasurement(**{**one, "spread": tuple(one["spread"])}) for one in data["measurements"]]
-            reports.append(GpuReport(**{**{name: data[name] for name in GpuReport.__dataclass_fields__}, "measurements": points}))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ArgumentError(f"{path} is not a report of the GPU benchmark ({error!r}): give a file that --json wrote") from error
-    if len({report.gpu["name"] for report in reports}) != 1:
-        names = ", ".join(report.gpu["name"] for report in reports)
-        raise ArgumentError(f"reports of one GPU become one, got {names or 'none'}")
-    absences = dict.fromkeys(line for report in reports for line in report.absences)
-    return replace(reports[0], measurements=[one for report in reports for one in report.measurements], absences=list(absences))
-
-
-def select(report: GpuReport, **allowed: Sequence[object] | None) -> GpuReport:
-    """The measurements whose fields are among those `allowed`; None allows all. shape: (n, k)."""
-    wanted = {name: set(values) for name, values in allowed.items() if values is not None}
-
-    def fits(one: GpuMeasurement) -> bool:
-        fields = {**asdict(one), "shape": (one.n, one.k)}
-        return all(fields[name] in values for name, values in wanted.items())
-
-    return replace(report, measurements=[one for one in report.measurements if fits(one)])
-
-
-def plot(report: GpuReport) -> str:
-    """An SVG image: microseconds against M, a panel for each weight, both axes logarithmic."""
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for one in sorted(report.measurements, key=lambda one: (not one.peer, one.m)):  # halfbyte's line is drawn last, on top
-        title = f"{report.gpu['name']}: {one.n} x {one.k}, {one.format}, {one.dtype}, {one.compute}"
-        panels.setdefault(title, {}).setdefault(one.label, []).append((one.m, one.seconds * 1e6))
-    draw = partial(line_plot, x_label="M, rows of activations", y_label="microseconds", log_x=True, log_y=True)
-    return plot_panels([draw(series, title=title) for title, series in panels.items()])
-
-
-def markdown(report: GpuReport) -> str:
-    """Tables for a document, one for each format, dtype and compute."""
-    lines = [*(f"{line}  " for line in _heading(report)), ""]
-    for title, (names, *rows) in _tables(report):
-        lines += [f"{title}:", "", _piped(names), "| --- |" + " ---: |" * (len(names) - 1), *map(_piped, rows), ""]
-    return "\n".join(lines)
-
 
 def text(report: GpuReport) -> str:
-    """The same for a terminal, with errors relative to float64, and halfbyte's kernels."""
-    lines = [*_heading(report), "us: medians", ""]
-    for title, rows in _tables(report, detailed=True):
+    """Tables for a terminal, one for each format, dtype and compute, with errors relative to float64, and halfbyte's kernels."""
+    lines = [*heading(report), "us: medians", ""]
+    for title, rows in tables(report, detailed=True):
         lines += [title, *table(rows, left=1), ""]
     return "\n".join(lines + [f"not measured: {line}" for line in report.absences])
 
 
-def _tables(report: GpuReport, *, detailed: bool = False) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
+def tables(report: GpuReport, *, detailed: bool = False) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     """A title, and the lines of a table, the names of its columns first."""
     for case in dict.fromkeys((one.format, one.dtype, one.compute) for one in report.measurements):
         group = [one for one in report.measurements if (one.format, one.dtype, one.compute) == case]
@@ -134,10 +76,6 @@ def _tables(report: GpuReport, *, detailed: bool = False) -> Iterator[tuple[str,
         yield f"{case[0]} weights, {case[1]} activations, {case[2]} compute", rows
 
 
-def _piped(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 def _cells(points: Sequence[GpuMeasurement], labels: Sequence[str]) -> list[str]:
     """Microseconds of each contender, then how halfbyte compares, its error and its kernel."""
     by_label = {one.label: one for one in points}
@@ -150,7 +88,7 @@ def _cells(points: Sequence[GpuMeasurement], labels: Sequence[str]) -> list[str]
     return [*times, best, f"{halfbyte_point.floor / halfbyte_point.seconds:.0%}", error, halfbyte_point.kernel.split(" ")[0]]
 
 
-def _heading(report: GpuReport) -> list[str]:
+def heading(report: GpuReport) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     units = {"read": "TB/s"}
     ceilings = (f"{name} {value / 1e12:.2f} {units.get(name, 'TOP/s')}" for name, value in report.ceilings.items())

@@ -1,7 +1,7 @@
 """The operands of a benchmark of linear layers: weights [N, K], the same numbers for each library, and activations [M, K].
 
 A contender is halfbyte in one format or a peer, such as torch. `bench/cpu.py` defines a `Workload` for each shape; a contender's `build`
-(`contenders.py`, `torch_peers.py`) turns it into a `Built`; the contender's process (`worker.py`) checks that and times passes over it.
+(`contenders.py`) turns it into a `Built`; the contender's process (`worker.py`) checks that and times passes over it.
 
 A pass multiplies x by many copies of the weight, one after the other, so that each is read from memory and not from the cache. The copies
 share a slab of 1021 Gaussian rows, which is quantized once: row r of copy c is row (r + 379 c) mod 1021 of the slab. So copies need no

@@ -112,13 +112,13 @@ class GpuCandidate(Candidate[Problem, Gpu]):
         return replace(problem, sparse=False) if problem.sparse and not self.sparse else problem
 
     def launch(self, problem: Problem, config: object, *operands: Any) -> None:
-        """Multiply. Of a linear layer the first operands are x and the weight's sections."""
+        """Multiply. Of a linear layer the first operands are x and the weight's `Views`."""
         multiplied = self.multiplied(problem)
         if multiplied is not problem:
             from halfbyte.kernels.gpu.quantize.spread import spread
 
             geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=True)
-            operands = operands[0], *spread(gpu_tiles.Views(*operands[1:4]), geo), *operands[4:]
+            operands = operands[0], spread(operands[1], geo), *operands[2:]
         self.module.launch(multiplied, config, *operands)
 
 

@@ -15,7 +15,7 @@ import torch
 from halfbyte.dispatch.candidate import Candidate, Choice, decide
 from halfbyte.dispatch.gpu import compute_of, why_no_triton
 from halfbyte.errors import UnsupportedError
-from halfbyte.kernels.problem import Addition, ConvProblem, check_one_scale
+from halfbyte.kernels.problem import ConvProblem, check_one_scale
 from halfbyte.machine import Gpu
 
 _LEAST_WRITTEN = 4096  # patches from which on to write a weight out pays
@@ -65,7 +65,7 @@ class GpuConvCandidate(Candidate[ConvProblem, Gpu]):
         return self.module.configs(self.solved(problem), machine)[:1]  # type: ignore[no-any-return]
 
     def launch(self, problem: ConvProblem, config: object, *operands: object) -> Any:
-        """Convolve floating-point images.
+        """Convolve images.
 
         Args:
             problem: `solved`.
@@ -74,21 +74,6 @@ class GpuConvCandidate(Candidate[ConvProblem, Gpu]):
                 given a result, it returns it.
         """
         return self.module.launch(problem, config, *operands)
-
-    def launch_codes(self, problem: ConvProblem, config: object, *operands: object, addition: Addition | None = None) -> None:
-        """Convolve codes: the image, the weight, the table of requantization, the result, the code of what lies outside, a clamp."""
-        self.module.launch_integer(problem, config, *operands, *([addition] if self.adds else []))
-
-
-@dataclass(frozen=True)
-class _Dynamic(GpuConvCandidate):
-    """`dynamic.py`, which is also told how activations are quantized."""
-
-    def configs(self, problem: ConvProblem, machine: Gpu) -> Sequence[object]:
-        return self.module.configs(problem, machine, problem.activation)  # type: ignore[no-any-return]
-
-    def launch(self, problem: ConvProblem, config: object, *operands: object) -> Any:
-        return self.module.launch(problem, problem.activation, config, *operands)
 
 
 def as_read(problem: ConvProblem) -> ConvProblem:
@@ -270,7 +255,7 @@ GPU_CONV = (
         "linear", "pixels as rows of a linear layer, whose kernel is chosen as for one", "nothing but pixels is read", reads="pixels",
         against=_against_linear,
     ),
-    _Dynamic(
+    GpuConvCandidate(
         "conv_dynamic", "patches quantized to int8 as they are read, integer tensor cores",
         reads="image", against=_against_dynamic, home="conv.dynamic",
     ),

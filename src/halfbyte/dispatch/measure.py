@@ -81,7 +81,7 @@ def linear_launches(
     x = torch.randn(problem.m, problem.k, device=device, dtype=torch.float32).to(problem.dtype)
     out = torch.empty(problem.m, problem.n, dtype=problem.dtype, device=device)
     weights = [gpu_tiles.views(random_matrix(geo, device), geo) for _ in range(copies(geo.nbytes, gpu.l2))]
-    return [partial(candidate.launch, problem, config, x, *sections, out, Epilogue()) for sections in weights]
+    return [partial(candidate.launch, problem, config, x, sections, out, Epilogue()) for sections in weights]
 
 
 def grouped_launches(

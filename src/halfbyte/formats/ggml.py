@@ -5,7 +5,9 @@ a float16 scale times a 6-bit integer fits a float32. "2-bit" fields are packed 
 ggml-common.h:
 
     type     weights: bytes                                                                     w of a block      held as
-    q4_0 q4_1 q8_0   see blocks.py
+    q4_0     32: d f16 | 16 nibbles                                                             d (q - 8)         q4_0
+    q4_1     32: d f16 | m f16 | 16 nibbles                                                     d q + m           q4_1
+    q8_0     32: d f16 | 32 int8                                                                d q               q8_0
     q5_0     32: d f16 | 32 high bits | 16 low nibbles                                          d (q - 16)        int5_g32
     q5_1     32: d f16 | m f16 | 32 high bits | 16 low nibbles                                  d q + m           int5_g32_offset
     iq4_nl   32: d f16 | 16 nibbles                                                             d table[q]        iq4_nl

@@ -84,7 +84,7 @@ class Format:
         bits: 4 or 8.
         block: Elements along K that share a scale, or "channel" (one scale per row), or "tensor" (one for all).
         scale: dtype of scales and offsets.
-        family: The project whose rounding rules quantizers follow and whose byte order `blocks.py` writes: "int" (scale = amax / q_max,
+        family: The project whose rounding rules quantizers follow: "int" (scale = amax / q_max,
             nearest even), "ggml", "inferllm"; or the name of its codebook, in `CODEBOOKS`; or "int5" or "int6": "int" with codes of so many
             bits, which take 8 but in files and in CPUs' layout.
         sums: Each block also carries scale * sum(q) when written out (Q8_1).

@@ -39,7 +39,7 @@ class ActivationScaling(NamedTuple):
     with_offset: bool
 
 
-ACTIVATION_SCALINGS: dict[Activation, ActivationScaling] = {
+ACTIVATION_SCALINGS: dict[ConvActivation, ActivationScaling] = {
     "block": ActivationScaling(whole_row=False, with_offset=False),
     "row": ActivationScaling(whole_row=True, with_offset=False),
     "block_offset": ActivationScaling(whole_row=False, with_offset=True),
@@ -48,7 +48,7 @@ ACTIVATION_SCALINGS: dict[Activation, ActivationScaling] = {
 Pair = tuple[int, int]
 
 
-def scaling_of(activation: Activation) -> ActivationScaling:
+def scaling_of(activation: ConvActivation) -> ActivationScaling:
     """Raises UnsupportedError for a scaling of activations that no kernel computes."""
     return lookup(ACTIVATION_SCALINGS, activation, "the scaling of activations")
 
@@ -383,6 +383,9 @@ class Epilogue:
     residual  [m, n] in the activations' type, or None
     gates     the sum is that of two: factor * f(sum[i]) * sum[i + n / 2], so that y, bias and residual have n / 2 columns; f, as in
               `layer_kinds.py`. `skinny` and `skinny_hopper` have it
+    table     of a convolution of codes, whose sums are requantized to codes: as `ops.conv.cuda.table` has it; None: of any other product
+    outside   the code of what lies outside of an image of codes
+    addition  what happens to codes then, with the `residual` as others
     """
 
     bias: Tensor | None = None
@@ -391,7 +394,26 @@ class Epilogue:
     high: float = math.inf
     gates: GateFunction | Literal[""] = ""
     factor: float = 1.0
+    table: Tensor | None = None
+    outside: int = 0
+    addition: Addition | None = None
+
+    @classmethod
+    def of_codes(cls, table: Tensor, outside: int, clamp: tuple[int, int], addition: Addition | None = None) -> Epilogue:
+        """Requantization, and what happens to the codes then."""
+        other = None if addition is None else addition.other
+        return cls(None, other, float(clamp[0]), float(clamp[1]), table=table, outside=outside, addition=addition)
 
     @property
     def clamps(self) -> bool:
         return self.low != -math.inf or self.high != math.inf
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The clamp, and those of the addition."""
+        return self.low, self.high, *(() if self.addition is None else self.addition.numbers)
+
+    @property
+    def leads(self) -> bool:
+        """Whether codes are the first tensor of the addition."""
+        return self.addition is not None and self.addition.leads

@@ -132,7 +132,7 @@ def _run(problem: Problem, x: Tensor, weight: tuple[Tensor, gpu_tiles.Geometry],
         Context().run(tune_linear, problem, here, anew=False)  # whose launches are not recorded
     choice = choose(problem, here)
     if choice.taken is not None:
-        run_first(choice, here, (x, *gpu_tiles.views(*weight), out, epilogue))
+        run_first(choice, here, (x, gpu_tiles.views(*weight), out, epilogue))
         return
     if (recording := current_recording()) is not None:
         recording.why_not_replayed = "torch multiplies"
@@ -213,9 +213,8 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
     from halfbyte.kernels.gpu.quantize import spread
 
     with on(x):
-        codes, scale, _ = spread.sections(aligned(weight), geo)
         candidate, config = choice.options[0].candidate, choice.options[0].config
-        candidate.launch(choice.problem, config, flat, codes, scale, table, out.view(-1, n), (low, high))
+        candidate.launch(choice.problem, config, flat, spread.sections(aligned(weight), geo), table, out.view(-1, n), (low, high))
     return out
 
 

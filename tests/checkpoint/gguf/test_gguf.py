@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ggml_blocks import to_blocks
 from llama_server import LlamaCpp, needs_llama_cpp
 from samples import random_codes, same_codes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -30,7 +31,6 @@ from halfbyte.checkpoint.gguf.config import llama3_factors
 from halfbyte.checkpoint.gguf.names import of_config
 from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats import Codes, as_format, ggml
-from halfbyte.formats.blocks import to_blocks
 from halfbyte.integrations.transformers.gguf import load_gguf
 from halfbyte.io import gguf
 from halfbyte.kernels.cpu.quantize.extract import extract

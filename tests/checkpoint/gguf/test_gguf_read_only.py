@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from ggml_blocks import to_blocks
 from language_model import FloatTensors, make_tokenizer
 from torch import Tensor, nn
 
@@ -19,7 +20,6 @@ from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.errors import CheckpointError, UnsupportedError
-from halfbyte.formats.blocks import to_blocks
 from halfbyte.io import gguf
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.nn.modules.quantized import QuantLinear

@@ -174,7 +174,7 @@ def test_under_torch_compile_and_export() -> None:
 def formats(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each convolution's input: whether it is channels_last."""
     seen: list[bool] = []
-    for name in ("conv2d", "conv2d_channels_last", "qconv2d_with"):
+    for name in ("conv2d", "qconv2d_with"):
         run: Any = getattr(conv, name)
 
         def noted(x: Tensor, *others: Any, run: Any = run, **more: Any) -> Tensor:

@@ -114,7 +114,7 @@ def launch_linear(
     x, out = torch.empty(m, k, dtype=problem.dtype, device="meta"), torch.empty(m, n, dtype=problem.dtype, device="meta")
     epilogue = Epilogue(torch.empty(n, device="meta") if bias else None, torch.empty_like(out) if residual else None)
     for config in found if configs is None else (found[i] for i in configs if i < len(found)):
-        file.launch(problem, config, x, *views, out, epilogue)
+        file.launch(problem, config, x, views, out, epilogue)
 
 
 def grouped_job(arch: str, rope_interleaved: int, experts: int, n: int, k: int, format: str, dtype: str = "bfloat16") -> Job:
@@ -160,7 +160,7 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
         option = choose(problem, gpu).taken
         assert option is not None
         module, config = option.candidate.module, option.config
-        module.launch(problem, config, empty(rows, k), *views(n, k), empty(rows, n), Epilogue(None, empty(rows, n)))
+        module.launch(problem, config, empty(rows, k), views(n, k), empty(rows, n), Epilogue(None, empty(rows, n)))
 
     def normed(n: int, k: int, *, function: GateFunction | Literal[""] = "") -> None:
         product = Problem("linear", rows, n, k, as_format("int4_g128"), torch.bfloat16)
@@ -171,7 +171,7 @@ def launch_layer(gpu: Gpu, hidden: int, inner: int, heads: int, kv_heads: int, s
             norm.launch(gpu, empty(rows, k), before, empty(rows, k))
         epilogue, out = Epilogue(gates=function), empty(rows, n // 2 if function else n)
         if candidate.home:
-            candidate.launch(choice.problem, config, empty(rows, k), *views(n, k), out, epilogue, *([before] if inside else []))
+            candidate.launch(choice.problem, config, empty(rows, k), views(n, k), out, epilogue, *([before] if inside else []))
         elif function:
             gates.launch(gpu, empty(rows, n), out, function)
 

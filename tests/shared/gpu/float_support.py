@@ -65,7 +65,7 @@ def check_linear(
     ends = Epilogue(None if bias is None else bias.to(device), None if residual is None else residual.to(device), low, high)
     padded = torch.full((problem.m, problem.k + x_offset), torch.nan, dtype=dtype, device=device)
     padded[:, x_offset:] = x.to(device)
-    y = launched(lambda out: module.launch(problem, config, padded[:, x_offset:], *views, out, ends), (problem.m, problem.n), dtype, device)
+    y = launched(lambda out: module.launch(problem, config, padded[:, x_offset:], views, out, ends), (problem.m, problem.n), dtype, device)
     expected, error = reference.linear(x, codes, bias), 2 * reference.error_bound(x, codes, bias)
     if residual is not None:
         expected = expected + residual.double()

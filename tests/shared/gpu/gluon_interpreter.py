@@ -6,7 +6,7 @@ so that buffers given back too early, waits that are missing and barriers that n
 as a timeout. Pointers and boxes of TMA are checked against the tensors that they belong to. Inline PTX is interpreted.
 
     with interpreted(gemm_hopper):
-        gemm_hopper.launch(problem, config, x, *views, out, epilogue)
+        gemm_hopper.launch(problem, config, x, views, out, epilogue)
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,15 @@ from halfbyte.ops.conv import functions as conv
 from halfbyte.ops.conv.images import in_memory_format_of, is_channels_last
 
 FloatConv = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+
+
+class _How(TypedDict):
+    """Keywords of `conv2d` and `conv1d`."""
+
+    compute: str
+    activation: str
+    clamp: tuple[float, float] | None
+    channels_last: bool
 
 
 class QuantConv2d(QuantModule):
@@ -95,9 +105,8 @@ class QuantConv2d(QuantModule):
         return y if clamp is None else y.clamp(*clamp)
 
     def _convolve(self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None) -> Tensor:
-        convolve, window = conv.conv2d_channels_last if channels_last else conv.conv2d, (self.stride, self._zeros, self.dilation)
-        settings = self.bias, *window
-        return convolve(x, self.packed, *settings, residual=residual, compute=self.compute, activation=self.activation, clamp=clamp)
+        how: _How = {"compute": self.compute, "activation": self.activation, "clamp": clamp, "channels_last": channels_last}
+        return conv.conv2d(x, self.packed, self.bias, self.stride, self._zeros, self.dilation, residual=residual, **how)
 
     def _is_residual(self, added: Tensor, x: Tensor) -> bool:
         """Whether it is as large as the result and of its type, so that the convolution itself adds it."""
@@ -141,9 +150,8 @@ class QuantConv1d(QuantConv2d):
 
     def _convolve(self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None) -> Tensor:
         padding = self._zeros if isinstance(self._zeros, str) else self._zeros[0]
-        convolve, window = conv.conv1d_channels_last if channels_last else conv.conv1d, (self.stride[0], padding, self.dilation[0])
-        settings = self.bias, *window
-        return convolve(x, self.packed, *settings, residual=residual, compute=self.compute, activation=self.activation, clamp=clamp)
+        how: _How = {"compute": self.compute, "activation": self.activation, "clamp": clamp, "channels_last": channels_last}
+        return conv.conv1d(x, self.packed, self.bias, self.stride[0], padding, self.dilation[0], residual=residual, **how)
 
 
 def fold_of(module: nn.Module) -> Fold | None:

@@ -330,16 +330,17 @@ def _qconv2d(
         rows = table[0, :3, : round_up(n, TABLE_PANEL)].contiguous()
         y = cuda.qlinear(_pixels(x, plan, in_zero), weight, rows, str(plan.sizes.matrix_format), n, k, low, high)
         return _image(y, plan), None
-    clamp, settings = (low, high), ("qconv2d", in_zero, low, high, addition and addition.numbers, addition and addition.leads)
+    settings = "qconv2d", in_zero, low, high, addition and addition.numbers, addition and addition.leads
     given: _Operands = (x, weight, table, None if addition is None else addition.other)
     if addition is not None:
         addition = replace(addition, other=_rows(addition.other))
     with cuda.on(x):
         table = aligned(table)
         read = _read(x, weight, choice.problem, candidate, in_zero)
+        epilogue = Epilogue.of_codes(table, in_zero, (low, high), addition)
 
         def solve(rows: Tensor) -> None:
-            candidate.launch_codes(read.problem, config, read.image(), read.weight, table, rows, in_zero, clamp, addition=addition)
+            candidate.launch(read.problem, config, read.image(), read.weight, rows, epilogue)
 
         operands = read.x, read.weight, table, None if addition is None else addition.other
         return _launched(solve, plan, given, operands, *settings, derived=read.derived)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.layouts.folding import Fold
-from halfbyte.ops.conv.functions import conv2d_channels_last
+from halfbyte.ops.conv.functions import conv2d
 
 _Value = TypeVar("_Value")
 Sides = tuple[int, int]
@@ -101,8 +101,14 @@ class Epilogue(NamedTuple):
     residual: Tensor | None = None
 
     def convolve(self, images: Tensor, packed: PackedConv, window: _Window, residual: Tensor | None) -> Tensor:
-        settings = {"residual": residual, "compute": self.compute, "activation": self.activation, "clamp": self.clamp}
-        return conv2d_channels_last(images, packed, self.bias, *window, **settings)  # type: ignore[arg-type]
+        settings = {
+            "residual": residual,
+            "compute": self.compute,
+            "activation": self.activation,
+            "clamp": self.clamp,
+            "channels_last": True,
+        }
+        return conv2d(images, packed, self.bias, *window, **settings)  # type: ignore[arg-type]
 
 
 def out_size(size: Sequence[int], fold: Fold, move: Movement) -> tuple[int, ...]:

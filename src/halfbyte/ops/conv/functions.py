@@ -1,7 +1,7 @@
 """Convolution: the functions on Codes and PackedConv, and the custom ops `halfbyte::conv2d` and `halfbyte::qconv2d` below them.
 
 Kernels read and write images in channels_last. An image in another memory format is copied, and so is its result, which has the memory
-format that torch's own convolution gives: contiguous for a contiguous image. `conv2d_channels_last` leaves it as the kernel wrote it.
+format that torch's own convolution gives: contiguous for a contiguous image; with `channels_last` it is left as the kernel wrote it.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def conv2d(
     compute: str = "auto",
     activation: str = "block",
     clamp: tuple[float, float] | None = None,
+    channels_last: bool = False,
 ) -> Tensor:
     """Convolve images with a quantized weight, add bias and residual, and clamp. The output is channels_last where x is, else contiguous.
 
@@ -129,6 +130,7 @@ def conv2d(
             ("image"), which is then quantized once: faster, and less exact where an image's values differ much in size. This requires
             weights with one scale per channel or tensor and no zero.
         clamp: (low, high) applied to the result: (0, inf) is ReLU, (0, 6) ReLU6.
+        channels_last: Whether the result is channels_last whatever x is, which saves a copy.
 
     Returns:
         [B, Co, Ho, Wo] (or [Co, Ho, Wo]) in x's dtype.
@@ -141,41 +143,22 @@ def conv2d(
         >>> hb.conv2d(torch.randn(1, 32, 6, 6), packed, padding="same").shape
         torch.Size([1, 8, 6, 6])
     """
-    y = conv2d_channels_last(
-        x, packed, bias, stride, padding, dilation, residual=residual, compute=compute, activation=activation, clamp=clamp
-    )
-    return in_memory_format_of(y, x) if x.dim() == 4 else in_memory_format_of(y.unsqueeze(0), x.unsqueeze(0))[0]
-
-
-def conv2d_channels_last(
-    x: Tensor,
-    packed: PackedConv,
-    bias: Tensor | None = None,
-    stride: Sizes = 1,
-    padding: Padding = 0,
-    dilation: Sizes = 1,
-    *,
-    residual: Tensor | None = None,
-    compute: str = "auto",
-    activation: str = "block",
-    clamp: tuple[float, float] | None = None,
-) -> Tensor:
-    """`conv2d`, whose result is channels_last whatever x is."""
     try:
-        if x.dim() == 3:
-            image, more = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
-            return conv2d_channels_last(
-                image, packed, bias, stride, padding, dilation, residual=more, compute=compute, activation=activation, clamp=clamp
-            )[0]
+        is_batch = x.dim() != 3
+        if not is_batch:
+            x, residual = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
         low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
         window_numbers = _window_numbers(packed.sizes.kernel, stride, padding, dilation)
         settings = (packed.name, packed.numbers, window_numbers, compute, activation)
-        if plain(x, bias, residual) and not differentiated(x, bias, residual):
-            if x.is_cuda:
-                return cuda_conv.packed_conv2d(x, packed, bias, residual, window_numbers, compute, activation, low, high)
-            return cpu_conv.conv2d(x, packed.data, bias, residual, *settings, low, high)
-        run: Callable[..., Tensor] = _transformed_conv2d if transformed() else _ops.conv2d.default
-        return run(x, packed.data, bias, residual, *settings, *optional(low, high))
+        if not plain(x, bias, residual) or differentiated(x, bias, residual):
+            run: Callable[..., Tensor] = _transformed_conv2d if transformed() else _ops.conv2d.default
+            y = run(x, packed.data, bias, residual, *settings, *optional(low, high))
+        elif x.is_cuda:
+            y = cuda_conv.packed_conv2d(x, packed, bias, residual, window_numbers, compute, activation, low, high)
+        else:
+            y = cpu_conv.conv2d(x, packed.data, bias, residual, *settings, low, high)
+        y = y if channels_last else in_memory_format_of(y, x)
+        return y if is_batch else y[0]
     except Exception:
         check_operands(x, packed, PackedConv, bias, residual, clamp)
         raise
@@ -193,6 +176,7 @@ def conv1d(
     compute: str = "auto",
     activation: str = "block",
     clamp: tuple[float, float] | None = None,
+    channels_last: bool = False,
 ) -> Tensor:
     """Convolve sequences with a quantized weight: `conv2d` of images of height 1, with a kernel (1, Kw).
 
@@ -207,35 +191,16 @@ def conv1d(
         compute: As in `conv2d`.
         activation: As in `conv2d`.
         clamp: As in `conv2d`.
+        channels_last: Whether the channels of a position are adjacent in the result's memory.
 
     Returns:
-        [B, Co, Lo] (or [Co, Lo]) in x's dtype, contiguous.
+        [B, Co, Lo] (or [Co, Lo]) in x's dtype, by default contiguous.
 
     Example:
         >>> packed = hb.pack_conv(hb.quantize_conv(torch.randn(8, 32, 3), "q8_0"), (3,))
         >>> hb.conv1d(torch.randn(1, 32, 10), packed).shape
         torch.Size([1, 8, 8])
     """
-    y = conv1d_channels_last(
-        x, packed, bias, stride, padding, dilation, residual=residual, compute=compute, activation=activation, clamp=clamp
-    )
-    return in_memory_format_of(y, None)
-
-
-def conv1d_channels_last(
-    x: Tensor,
-    packed: PackedConv,
-    bias: Tensor | None = None,
-    stride: int = 1,
-    padding: Padding = 0,
-    dilation: int = 1,
-    *,
-    residual: Tensor | None = None,
-    compute: str = "auto",
-    activation: str = "block",
-    clamp: tuple[float, float] | None = None,
-) -> Tensor:
-    """`conv1d`, whose result has its channels together in memory."""
     try:
         if x.dim() not in (2, 3):
             raise ArgumentError(f"conv1d takes [B, C, L] or [C, L], got {list(x.shape)}")
@@ -245,7 +210,7 @@ def conv1d_channels_last(
                 raise ArgumentError(f'the padding of conv1d is one number, (left, right), "same" or "valid", got {padding!r}')
             padding = (0, 0), (sides[0], sides[-1])
         more = None if residual is None else residual.unsqueeze(-2)
-        return conv2d_channels_last(
+        y = conv2d(
             x.unsqueeze(-2),
             packed,
             bias,
@@ -256,7 +221,9 @@ def conv1d_channels_last(
             compute=compute,
             activation=activation,
             clamp=clamp,
+            channels_last=True,
         ).squeeze(-2)
+        return y if channels_last else in_memory_format_of(y, None)
     except Exception:
         check_operands(x, packed, PackedConv, bias, residual, clamp)
         raise

@@ -131,36 +131,55 @@ def attend(
 # normed_linear
 
 
-def _check_normed(x: Tensor, norm: Tensor | None, n: int, k: int, gates: str, *, gated: bool) -> None:
-    if norm is not None:
-        check_norm(x, norm)
-    if x.dim() == 0 or x.shape[-1] != k:
-        raise ArgumentError(f"a weight [{n}, {k}] takes x [..., {k}], got {list(x.shape)}: the last dimensions must agree")
-    if gates not in ("", *GATES):
-        raise ArgumentError(f"gates are one of {', '.join(GATES)}, got {gates!r}")
-    if gates and gated and n % 2:
-        raise ArgumentError(f"half of {n} outputs cannot be gates of the others: their number is even")
+class _Normed(NamedTuple):
+    """The arguments of the op `normed_linear`."""
+
+    x: Tensor
+    norm: Tensor | None
+    eps: float
+    unit_offset: bool
+    weight: Tensor
+    bias: Tensor | None
+    format: str
+    n: int
+    k: int
+    gates: GateFunction | Literal[""]
+    gated: bool
+    factor: float
+
+    @property
+    def rms_norm(self) -> Norm | None:
+        return None if self.norm is None else Norm(self.norm, self.eps, self.unit_offset)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return *self.x.shape[:-1], self.n // 2 if self.gates and self.gated else self.n
+
+    def check(self) -> None:
+        """Raises ArgumentError where shapes or dtypes do not fit."""
+        x, n, k = self.x, self.n, self.k
+        if self.norm is not None:
+            check_norm(x, self.norm)
+        if x.dim() == 0 or x.shape[-1] != k:
+            raise ArgumentError(f"a weight [{n}, {k}] takes x [..., {k}], got {list(x.shape)}: the last dimensions must agree")
+        if self.gates not in ("", *GATES):
+            raise ArgumentError(f"gates are one of {', '.join(GATES)}, got {self.gates!r}")
+        if self.gates and self.gated and n % 2:
+            raise ArgumentError(f"half of {n} outputs cannot be gates of the others: their number is even")
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [..., K] times the weight, with the bias."""
+        settings = self.format, self.n, self.k, "float", "block", None, None
+        return OPS.linear.default(x, self.weight, self.bias, None, *settings)  # type: ignore[no-any-return]
 
 
-def _normed(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    weight: Tensor,
-    bias: Tensor | None,
-    format: str,
-    n: int,
-    k: int,
-    gates: GateFunction | Literal[""],
-    gated: bool,
-    factor: float,
-) -> Tensor:
+def _normed(*args: *_Normed) -> Tensor:
     """In torch's operations: the norm in float32, rounded once."""
-    _check_normed(x, norm, n, k, gates, gated=gated)
-    z = x if norm is None else norm_in_torch(x, Norm(norm, eps, unit_offset))
-    y = _product(z, weight, bias, format, n, k)
-    return activated_in_torch(y, gates, factor, gated=gated) if gates else y
+    of = _Normed(*args)
+    of.check()
+    y = of.product(of.x if of.rms_norm is None else norm_in_torch(of.x, of.rms_norm))
+    return activated_in_torch(y, of.gates, of.factor, gated=of.gated) if of.gates else y
 
 
 def activated_on_gpu(y: Tensor, gates: GateFunction, factor: float, *, gated: bool, multiplier: Tensor | None = None) -> Tensor:
@@ -185,61 +204,44 @@ def activated_in_torch(y: Tensor, gates: GateFunction, factor: float, *, gated: 
     return (active * factor if up is None else active * up * factor).to(y.dtype)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int) -> Tensor:
-    y: Tensor = OPS.linear.default(x, weight, bias, None, format, n, k, "float", "block", None, None)
-    return y
-
-
-def _normed_cuda(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    weight: Tensor,
-    bias: Tensor | None,
-    format: str,
-    n: int,
-    k: int,
-    gates: GateFunction | Literal[""],
-    gated: bool,
-    factor: float,
-) -> Tensor:
-    _check_normed(x, norm, n, k, gates, gated=gated)
+def _normed_cuda(*args: *_Normed) -> Tensor:
+    of = _Normed(*args)
+    of.check()
+    x, n, k, gates, gated, factor, norm = of.x, of.n, of.k, of.gates, of.gated, of.factor, of.rms_norm
     if norm is None and not gates:
-        return _product(x, weight, bias, format, n, k)
+        return of.product(x)
     rows = x.numel() // k if k else 0
     here = gpu(x.get_device())
-    geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
-    product = Problem("linear", rows, n, k, geo.format, x.dtype, sparse=geo.sparse, paired=geo.paired)
-    choice = choose(NormedProblem(product, norm is not None, bool(gates) and gated, bias is not None), here)
+    geo = gpu_tiles.geometry_of(as_format(of.format), n, k, of.weight.numel())
+    problem = Problem("linear", rows, n, k, geo.format, x.dtype, sparse=geo.sparse, paired=geo.paired)
+    choice = choose(NormedProblem(problem, norm is not None, bool(gates) and gated, of.bias is not None), here)
     if choice.taken is None:
-        return _normed(x, norm, eps, unit_offset, weight, bias, format, n, k, gates, gated, factor)
+        return _normed(*args)
     candidate, config = choice.taken.candidate, choice.taken.config
-    check_linear(x, weight, format, n, k, "block", -float("inf"), float("inf"))
-    if bias is not None:
-        check_bias(bias, n, x.device)
-    shape = *x.shape[:-1], n // 2 if gates and gated else n
+    check_linear(x, of.weight, of.format, n, k, "block", -float("inf"), float("inf"))
+    if of.bias is not None:
+        check_bias(of.bias, n, x.device)
     within = gates if gated and candidate.home else ""  # what the product has
-    inside = None if norm is None or not candidate.takes_norm(choice.problem, config) else (norm.contiguous(), eps, unit_offset)
+    inside = None if norm is None or not candidate.takes_norm(choice.problem, config) else (norm.weight.contiguous(), *norm[1:3])
     with on(x):
-        z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, Norm(norm, eps, unit_offset))
+        z = x.contiguous() if norm is None or inside is not None else norm_on_gpu(x, norm)
         z = z.view(rows, k)
         if candidate.home:
-            weight, bias = aligned(weight), None if bias is None else bias.contiguous()
+            weight, bias = aligned(of.weight), None if of.bias is None else of.bias.contiguous()
 
             def multiply() -> Tensor:
-                out = output(x.new_empty(rows, shape[-1] if within else n))
+                out = output(x.new_empty(rows, of.shape[-1] if within else n))
                 views, epilogue = gpu_tiles.views(weight, geo), Epilogue(bias, gates=within, factor=factor)
-                candidate.launch(choice.problem, config, z, *views, out, epilogue, *([] if inside is None else [inside]))
+                candidate.launch(choice.problem, config, z, views, out, epilogue, *([] if inside is None else [inside]))
                 return out
 
             operands = z, weight, bias, inside and inside[0]
             y = replayed(multiply, operands, "normed_linear", choice.problem, config, within, factor, inside and inside[1:])
         else:
-            y = _product(z, weight, bias, format, n, k)
+            y = of.product(z)
         if gates and not within:
             y = activated_on_gpu(y, gates, factor, gated=gated)
-    return y.view(shape)
+    return y.view(of.shape)
 
 
 # attend
@@ -473,22 +475,10 @@ def _attend_fake(*args: *_Token) -> Tensor:
     return token.qkv.new_empty((token.qkv.shape[0], token.heads() * token.keys.shape[3]))
 
 
-def _normed_fake(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    weight: Tensor,
-    bias: Tensor | None,
-    format: str,
-    n: int,
-    k: int,
-    gates: GateFunction | Literal[""],
-    gated: bool,
-    factor: float,
-) -> Tensor:
-    _check_normed(x, norm, n, k, gates, gated=gated)
-    return x.new_empty((*x.shape[:-1], n // 2 if gates and gated else n))
+def _normed_fake(*args: *_Normed) -> Tensor:
+    of = _Normed(*args)
+    of.check()
+    return of.x.new_empty(of.shape)
 
 
 _library.impl("normed_linear", _normed, "CPU")

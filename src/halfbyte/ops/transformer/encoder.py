@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.checks import FLOATS
-from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm
+from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, norm_of
 from halfbyte.ops.transformer.layers import Addresses, exactly, given, why_not_packed
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class EncoderLayer:
             tensors.product(mlp.gate_up, gelu="none"),
             tensors.product(mlp.down_proj),
         )
-        first, second = (encoder.Norm(tensors.of(norm.weight), tensors.of(_shift(norm)), norm.eps) for norm in norms)
+        first, second = (norm_of(tensors, norm) for norm in norms)
         self._layer = encoder.Layer(*products, (first, second), before, heads.num_heads, heads.head_dim, heads.scale)
         self.size = *(weight.packed.shape for weight in (qkv, attention.o_proj, mlp.gate_up, mlp.down_proj)), heads.num_heads, before
 
@@ -125,10 +125,6 @@ def _norms_of(attention: Attention, mlp: MLP) -> tuple[bool, list[Norm]]:
     before = attention.pre_norm is not None
     found = [attention.pre_norm, mlp.pre_norm] if before else [attention.residual_norm, mlp.residual_norm]
     return before, [norm for norm in found if norm is not None and norm.layer_norm and not norm.unit_offset]
-
-
-def _shift(norm: Norm) -> Tensor:
-    return torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
 
 
 def _check_weights(attention: Attention, mlp: MLP) -> None:

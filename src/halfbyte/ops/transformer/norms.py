@@ -4,6 +4,7 @@ on NVIDIA GPUs that starts while the previous one is still running, and the same
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,56 +108,59 @@ def _check(x: Tensor, norm: Norm) -> None:
             check_norm(x, part)
 
 
-def _check_added(x: Tensor, residual: Tensor, weight: Tensor, then: Tensor | None, scale: Tensor | None) -> None:
-    for norm in (weight, then):
-        if norm is not None:
-            check_norm(x, norm)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        got = f"{residual.dtype} {list(residual.shape)}"
-        raise ArgumentError(f"what is added to {x.dtype} {list(x.shape)} is of its shape and type, got {got}: convert it")
-    if scale is not None and (scale.numel() != 1 or not scale.is_floating_point()):
-        raise ArgumentError(f"a sum is multiplied by one number, got {scale.dtype} {list(scale.shape)}: pass a float of shape [1]")
+class _Sum(NamedTuple):
+    """The arguments of the op `add_normed`."""
+
+    x: Tensor
+    residual: Tensor
+    weight: Tensor
+    eps: float
+    unit_offset: bool
+    then: Tensor | None
+    then_eps: float
+    scale: Tensor | None
+
+    @property
+    def norm(self) -> Norm:
+        return Norm(self.weight, self.eps, self.unit_offset)
+
+    def check(self) -> None:
+        """Raises ArgumentError where shapes or dtypes do not fit."""
+        x, residual, scale = self.x, self.residual, self.scale
+        for norm in (self.weight, self.then):
+            if norm is not None:
+                check_norm(x, norm)
+        if residual.shape != x.shape or residual.dtype != x.dtype:
+            got = f"{residual.dtype} {list(residual.shape)}"
+            raise ArgumentError(f"what is added to {x.dtype} {list(x.shape)} is of its shape and type, got {got}: convert it")
+        if scale is not None and (scale.numel() != 1 or not scale.is_floating_point()):
+            raise ArgumentError(f"a sum is multiplied by one number, got {scale.dtype} {list(scale.shape)}: pass a float of shape [1]")
 
 
-def _add_normed(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    unit_offset: bool,
-    then: Tensor | None,
-    then_eps: float,
-    scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _add_normed(*args: *_Sum) -> tuple[Tensor, Tensor]:
     """In torch's operations."""
-    _check_added(x, residual, weight, then, scale)
-    wide = wide_norm(x.float(), Norm(weight, eps, unit_offset)) + residual.float()
-    h = (wide if scale is None else wide * scale.float()).to(x.dtype)
-    return h, h.new_empty(0) if then is None else norm_in_torch(h, Norm(then, then_eps, unit_offset))
+    of = _Sum(*args)
+    of.check()
+    wide = wide_norm(of.x.float(), of.norm) + of.residual.float()
+    h = (wide if of.scale is None else wide * of.scale.float()).to(of.x.dtype)
+    return h, h.new_empty(0) if of.then is None else norm_in_torch(h, Norm(of.then, of.then_eps, of.unit_offset))
 
 
-def _add_normed_cuda(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    unit_offset: bool,
-    then: Tensor | None,
-    then_eps: float,
-    scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _add_normed_cuda(*args: *_Sum) -> tuple[Tensor, Tensor]:
     from halfbyte.machine import gpu
     from halfbyte.ops.cuda import on
     from halfbyte.ops.replay import replayed
 
-    _check_added(x, residual, weight, then, scale)
+    of = _Sum(*args)
+    of.check()
+    x, eps, unit_offset, then_eps, scale = of.x, of.eps, of.unit_offset, of.then_eps, of.scale
     here, k = gpu(x.get_device()), x.shape[-1]
     if not x.numel() or why_not_norm(k, here) is not None:
-        return _add_normed(x, residual, weight, eps, unit_offset, then, then_eps, scale)
+        return _add_normed(*args)
     from halfbyte.kernels.gpu.transformer import norm as kernel
 
-    z, added = x.contiguous().view(-1, k), residual.contiguous().view(-1, k)
-    weight, then = weight.contiguous(), None if then is None else then.contiguous()
+    z, added = x.contiguous().view(-1, k), of.residual.contiguous().view(-1, k)
+    weight, then = of.weight.contiguous(), None if of.then is None else of.then.contiguous()
 
     def steps() -> list[Tensor]:
         h, *second = (output(torch.empty_like(z)) for _ in range(1 if then is None else 2))
@@ -169,18 +173,10 @@ def _add_normed_cuda(
     return h.view(x.shape), second[0].view(x.shape) if second else h.new_empty(0)
 
 
-def _add_normed_fake(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    unit_offset: bool,
-    then: Tensor | None,
-    then_eps: float,
-    scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    _check_added(x, residual, weight, then, scale)
-    return x.new_empty(x.shape), x.new_empty(0 if then is None else x.shape)
+def _add_normed_fake(*args: *_Sum) -> tuple[Tensor, Tensor]:
+    of = _Sum(*args)
+    of.check()
+    return of.x.new_empty(of.x.shape), of.x.new_empty(0 if of.then is None else of.x.shape)
 
 
 _library.impl("normed", lambda x, *norm: norm_in_torch(x, Norm(*norm)), "CPU")

@@ -187,12 +187,12 @@ def test_integers(shape: str, format: str, in_zero: int, chosen: bool, gpu: Gpu,
     memory = cuda_conv.with_channels(in_memory(x, device), sizes, in_zero)
     out = torch.full((problem.m, outputs), 99, dtype=torch.int8, device=device)
     config = replace(conv.configs(problem, gpu)[0], chosen=chosen)
-    conv.launch_integer(problem, config, memory, weight, table, out, in_zero, (-120, 127))
+    conv.launch(problem, config, memory, weight, out, Epilogue.of_codes(table, in_zero, (-120, 127)))
     expected = conv_reference.qconv2d(x, codes, kernel, window, bias, 0.02, in_zero, out_scale, 3, groups, (-120, 127))
     wrong = ~expected.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2))
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"
     addition, both = addition_to(out, leads=chosen), torch.empty_like(out)
-    conv.launch_integer(problem, config, memory, weight, table, both, in_zero, (-120, 127), addition)
+    conv.launch(problem, config, memory, weight, both, Epilogue.of_codes(table, in_zero, (-120, 127), addition))
     assert torch.equal(both, elementwise.combine(*addition.of(out)))
 
 
@@ -219,7 +219,7 @@ def test_programs_that_share_k(format: str, split: int, gpu: Gpu, device: torch.
 def test_dynamic(format: str, shape: str, activation: str, gpu: Gpu, device: torch.device) -> None:
     batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
     codes, sizes = codes_of(format, channels, groups, outputs, kernel)
-    problem = ConvProblem(sizes, window, batch, (height, width), torch.float16)
+    problem = ConvProblem(sizes, window, batch, (height, width), torch.float16, "int8", activation)  # type: ignore[arg-type]
     assert conv_dynamic.supports(problem, gpu) is None
     x = image(batch, channels * groups, height, width, torch.float16)
     x = x * 2 + 3 if "offset" in activation else x
@@ -227,9 +227,9 @@ def test_dynamic(format: str, shape: str, activation: str, gpu: Gpu, device: tor
     bias = torch.randn(outputs)
     out = torch.full((problem.m, outputs), 7.0, dtype=torch.float16, device=device)
     weight = convolution.pack_gpu(codes, sizes).data.to(device)
-    config = conv_dynamic.configs(problem, gpu, activation)[0]  # type: ignore[arg-type]
+    config = conv_dynamic.configs(problem, gpu)[0]
     memory = cuda_conv.with_channels(in_memory(x, device), sizes, 0)
-    conv_dynamic.launch(problem, activation, config, memory, weight, out, Epilogue(bias.to(device)))  # type: ignore[arg-type]
+    conv_dynamic.launch(problem, config, memory, weight, out, Epilogue(bias.to(device)))
     y = out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2)
     settings = (x, codes, kernel, window, bias, groups, "int8", activation)
     expected, error = conv_reference.conv2d(*settings), conv_reference.error_bound(*settings)  # type: ignore[arg-type]
@@ -295,7 +295,7 @@ def test_depthwise(
     taps = taps.T.contiguous().to(device)
     if dtype == torch.int8:
         table = table_of(codes, sizes, bias, 0.02, in_zero, 0.3, 3).to(device)
-        conv_depthwise.launch_integer(problem, config, in_memory(x, device), taps, table, out, in_zero, (-120, 127))
+        conv_depthwise.launch(problem, config, in_memory(x, device), taps, out, Epilogue.of_codes(table, in_zero, (-120, 127)))
         wanted = conv_reference.qconv2d(x, codes, kernel, window, bias, 0.02, in_zero, 0.3, 3, channels, (-120, 127))
         wrong = ~wanted.agrees(out.cpu().view(2, *problem.out, channels).permute(0, 3, 1, 2))
     else:
@@ -336,7 +336,7 @@ def test_stem(shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, in
         conv_stem.write(stem, laid_out, memory, scales[1] if dtype == torch.int8 else 0)
         if dtype == torch.int8:
             table = table_of(codes, sizes, bias, *scales).to(device)
-            conv.launch_integer(stem, config, memory, weight, table, out, scales[1], (-120, 127))
+            conv.launch(stem, config, memory, weight, out, Epilogue.of_codes(table, scales[1], (-120, 127)))
             wanted = conv_reference.qconv2d(x.cpu(), codes, kernel, window, bias, *scales, 1, (-120, 127))  # type: ignore[arg-type]
             assert wanted.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2)).all()
             continue
@@ -388,12 +388,14 @@ def test_hopper(shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, 
             scales = 0.02, in_zero, 0.02 * float(codes.scale.max()) * 8 * sizes.k**0.5, 3
             table = table_of(codes, sizes, bias, *scales).to(device)
             with gluon_interpreter.interpreted(conv_hopper) if interpreted else nullcontext():
-                conv_hopper.launch_integer(problem, config, in_memory(x, device), weight, table, out, in_zero, (-120, 127))
+                conv_hopper.launch(problem, config, in_memory(x, device), weight, out, Epilogue.of_codes(table, in_zero, (-120, 127)))
             wanted = conv_reference.qconv2d(x, codes, kernel, window, bias, *scales, 1, (-120, 127))  # type: ignore[arg-type]
             assert wanted.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2)).all(), (config, in_zero)
         addition, both = addition_to(out, leads=config.sweep), torch.empty_like(out)
         with gluon_interpreter.interpreted(conv_hopper) if interpreted else nullcontext():
-            conv_hopper.launch_integer(problem, config, in_memory(x, device), weight, table, both, in_zero, (-120, 127), addition)
+            conv_hopper.launch(
+                problem, config, in_memory(x, device), weight, both, Epilogue.of_codes(table, in_zero, (-120, 127), addition)
+            )
         assert torch.equal(both, elementwise.combine(*addition.of(out)))
 
 

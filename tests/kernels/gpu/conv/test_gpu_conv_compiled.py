@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from aot import Binary, Job, compile_all
@@ -71,15 +73,15 @@ def launch(gpu: Gpu, **case: int) -> None:
     x, weight, table, out = _tensors(problem)
     config = conv.configs(problem, gpu)[0]
     if problem.dtype == torch.int8:
-        conv.launch_integer(problem, config, x, weight, table, out, -3, (-128, 127))
+        conv.launch(problem, config, x, weight, out, Epilogue.of_codes(table, -3, (-128, 127)))
     else:
         conv.launch(problem, config, x, weight, out, Epilogue(table[0, 0], out, 0.0, 6.0))
 
 
 def launch_dynamic(gpu: Gpu, activation: Activation = "block", **case: int) -> None:
-    problem = _problem(**case)  # type: ignore[arg-type]
+    problem = replace(_problem(**case), activation=activation)  # type: ignore[arg-type]
     x, weight, _, out = _tensors(problem)
-    conv_dynamic.launch(problem, activation, conv_dynamic.configs(problem, gpu, activation)[0], x, weight, out, Epilogue())
+    conv_dynamic.launch(problem, conv_dynamic.configs(problem, gpu)[0], x, weight, out, Epilogue())
 
 
 def launch_row_offset(gpu: Gpu, **case: int) -> None:
@@ -115,7 +117,7 @@ def launch_hopper(gpu: Gpu, **case: int) -> None:
     x, weight, table, out = _tensors(problem)
     config = conv_hopper.configs(problem, gpu)[0]
     if problem.dtype == torch.int8:
-        conv_hopper.launch_integer(problem, config, x, weight, table, out, -3, (-128, 127))
+        conv_hopper.launch(problem, config, x, weight, out, Epilogue.of_codes(table, -3, (-128, 127)))
     else:
         conv_hopper.launch(problem, config, x, weight, out, Epilogue(table[0, 0], out, 0.0, 6.0))
 

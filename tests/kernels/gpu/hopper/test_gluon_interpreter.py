@@ -133,7 +133,7 @@ def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopp
         if isinstance(config, int):
             found = module.configs(problem, GPU)
             config = replace(found[-1] if config == 3 else found[0], programs=config)
-        module.launch(problem, config, x, *views, out, Epilogue(bias, None, -1.0, 6.0))
+        module.launch(problem, config, x, views, out, Epilogue(bias, None, -1.0, 6.0))
     expected = reference.linear(x, codes, bias, "int8", activation, (-1.0, 6.0))
     assert reference.agrees(out, expected, reference.error_bound(x, codes, bias, "int8", activation)).all()
 

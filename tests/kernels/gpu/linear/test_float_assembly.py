@@ -114,7 +114,7 @@ def launch_hopper(gpu: Gpu, format: str, rows: int, block_m: int, stages: int) -
     views = gpu_tiles.views(torch.empty(geo.nbytes, dtype=torch.uint8, device="meta"), geo)
     x, out = (torch.empty(problem.m, size, dtype=problem.dtype, device="meta") for size in (problem.k, problem.n))
     ends = Epilogue(torch.empty(problem.n, device="meta"), torch.empty_like(out), -1.0, 2.0)
-    gemm_hopper.launch(problem, gemm_hopper.Config(rows, block_m, stages, programs=29), x, *views, out, ends)
+    gemm_hopper.launch(problem, gemm_hopper.Config(rows, block_m, stages, programs=29), x, views, out, ends)
 
 
 def test_every_tile_for_hopper_fits_in_shared_memory() -> None:
@@ -149,7 +149,7 @@ def launch_rounded(gpu: Gpu, format: str) -> None:
     views = gpu_tiles.views(torch.empty(geo.nbytes, dtype=torch.uint8, device="meta"), geo)
     x, out = (torch.empty(problem.m, size, dtype=problem.dtype, device="meta") for size in (problem.k, problem.n))
     ends = Epilogue(torch.empty(problem.n, device="meta"), torch.empty_like(out), -1.0, 2.0)
-    rounded.launch(problem, rounded.Config(64, 128, gemm_hopper.most_stages(geo, 64, 128, gpu), programs=128), x, *views, out, ends)
+    rounded.launch(problem, rounded.Config(64, 128, gemm_hopper.most_stages(geo, 64, 128, gpu), programs=128), x, views, out, ends)
 
 
 def test_products_leave_registers_for_the_pass_that_rounds_and_spill_none() -> None:

@@ -44,7 +44,7 @@ class Case:
         packed = gpu_tiles.pack(self.codes, paired=problem.paired)
         views = gpu_tiles.views(packed.data.to(device), gpu_tiles.geometry(packed.format, packed.shape, paired=problem.paired))
         out = torch.full((problem.m, problem.n), torch.nan, dtype=problem.dtype, device=device)
-        file.launch(problem, config, self.x.to(device), *views, out, epilogue or Epilogue())
+        file.launch(problem, config, self.x.to(device), views, out, epilogue or Epilogue())
         return out.cpu()
 
     def check(self, y: Tensor, bias: Tensor | None = None, clamp: tuple[float, float] | None = None) -> None:

@@ -44,7 +44,7 @@ def run(
     views = gpu_tiles.views(gpu_tiles.pack(codes, paired=paired).data.to(device), geo)
     out = torch.full((len(x), codes.shape[0]), 77, dtype=torch.int8, device=device)
     config = replace(qlinear.configs(problem, gpu)[0], split=split)
-    qlinear.launch(problem, config, x.to(device), views.codes, views.scale, table(codes, bias, **s).to(device), out, clamp)
+    qlinear.launch(problem, config, x.to(device), views, table(codes, bias, **s).to(device), out, clamp)
     return out.cpu()
 
 

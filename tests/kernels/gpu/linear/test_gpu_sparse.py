@@ -84,7 +84,7 @@ def test_products(name: str, dtype: torch.dtype, m: int, n: int, k: int, device:
         config = replace(config, programs=min(config.programs, 7 if hopper else 3), stages=config.stages if hopper else 2)
 
         def launch(out: torch.Tensor, config: skinny_hopper_config.Config = config) -> None:
-            skinny_hopper.launch(asked, config, x.to(device), *sections, out, ends)
+            skinny_hopper.launch(asked, config, x.to(device), sections, out, ends)
 
         if hopper:
             y = launched(launch, (m, n), dtype, device)

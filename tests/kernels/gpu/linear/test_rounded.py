@@ -29,10 +29,10 @@ def check(name: str, activation: Activation, dtype: torch.dtype, sizes: tuple[in
     out = torch.full((m, n), torch.nan, dtype=dtype, device=device)
     last = Epilogue(bias.to(device), None, -1.0, 6.0)
     if m > 64:
-        rounded.launch(problem, rounded.Config(64, 64, 3, programs), x.to(device), *views, out, last)
+        rounded.launch(problem, rounded.Config(64, 64, 3, programs), x.to(device), views, out, last)
     else:
         config = replace(skinny_rounded.configs(problem, GPUS["sm_90"])[0], programs=programs)
-        skinny_rounded.launch(problem, config, x.to(device), *views, out, last)
+        skinny_rounded.launch(problem, config, x.to(device), views, out, last)
     expected = reference.linear(x, codes, bias, "int8", activation, (-1.0, 6.0))
     size = x.double().abs() @ codes.dequantize(torch.float64).abs().T
     error = 2 * reference.error_bound(x, codes, bias) + 3 * UNIT[dtype] * 1.01 * size

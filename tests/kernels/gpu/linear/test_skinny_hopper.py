@@ -66,7 +66,7 @@ def test_integers(name: str, hopper: torch.device) -> None:
         error = reference.error_bound(x, codes, bias, "int8", "row")
         for config in skinny_int8_hopper.configs(asked, GPUS["sm_90"]):
             out = torch.full((m, n), torch.nan, dtype=B, device=hopper)
-            skinny_int8_hopper.launch(asked, config, x.to(hopper), *views, out, Epilogue(bias.to(hopper), None, -1.0, 6.0))
+            skinny_int8_hopper.launch(asked, config, x.to(hopper), views, out, Epilogue(bias.to(hopper), None, -1.0, 6.0))
             assert reference.agrees(out.cpu(), expected, error).all(), config
 
 

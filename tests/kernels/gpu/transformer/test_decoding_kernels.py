@@ -56,7 +56,7 @@ def check(module: Any, config: Any, problem: Problem, where: Where, rounded: boo
     x, residual = (torch.randn(m, k) / 8).to(dtype), torch.randn(m, n // 2).to(dtype)
     epilogue, there = Epilogue(None, residual.to(device), gates=kind, factor=factor), x.to(device)
     with gluon_interpreter.interpreted(module) if interpreted and module is skinny_hopper else nullcontext():
-        y = launched(lambda out: module.launch(problem, config, there, *views, out, epilogue), (m, n // 2), dtype, device)
+        y = launched(lambda out: module.launch(problem, config, there, views, out, epilogue), (m, n // 2), dtype, device)
     expected, error = reference.linear(x, codes), 2 * reference.error_bound(x, codes)
     cut = interpreted and dtype == B  # where a GPU rounds: the weight, the result
     if rounded or cut:
@@ -163,7 +163,7 @@ def test_what_gates_do_not_fit(gpu: Gpu) -> None:
     assert skinny_hopper_config.gated(replace(problem, n=28672), large, hopper) is not None
     x, out = torch.zeros(1, 256, dtype=H), torch.zeros(1, 96, dtype=H)
     with pytest.raises(KernelError, match="takes no gates"):
-        skinny.launch(problem, config, x, x, x, None, out, Epilogue(gates="silu"))
+        skinny.launch(problem, config, x, gpu_tiles.Views(x, x, None), out, Epilogue(gates="silu"))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_norm_in_the_product(
     x, factor = (torch.randn(m, k) * 3).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
     z = (x.float() * (factor.float() + unit_offset)).to(dtype)
     out = torch.full((m, n), torch.nan, dtype=dtype, device=device)
-    skinny.launch(problem, config, x.to(device), *views, out, Epilogue(), (factor.to(device), EPS, unit_offset))
+    skinny.launch(problem, config, x.to(device), views, out, Epilogue(), (factor.to(device), EPS, unit_offset))
     root = (x.double().square().mean(1, keepdim=True) + EPS).rsqrt()
     expected, error = reference.linear(z, codes), 2 * reference.error_bound(z, codes)
     if (skinny_config.mode(problem) != "sums" and dtype != F) or (interpreted and dtype == B):
@@ -231,7 +231,7 @@ def test_what_comes_before_the_kernel_before_has_ended(
     views = gpu_tiles.views(gpu_tiles.pack(codes).data.to(device), gpu_tiles.geometry(problem.format, (40, k)))
     x, factor, out = torch.randn(1, k).to(dtype), (1 + torch.randn(k) / 4).to(dtype), torch.full((1, 40), torch.nan, dtype=dtype)
     out = out.to(device)
-    skinny.launch(problem, config, x.to(device), *views, out, Epilogue(), (factor.to(device), EPS, False) if normed else None)
+    skinny.launch(problem, config, x.to(device), views, out, Epilogue(), (factor.to(device), EPS, False) if normed else None)
     z, root = x, torch.ones(1, 1, dtype=torch.float64)
     if normed:
         z, root = (x.float() * factor.float()).to(dtype), (x.double().square().mean(1, keepdim=True) + EPS).rsqrt()

@@ -134,11 +134,11 @@ def convolved(
             block = ctypes.string_at(address, size)
             depthwise = isinstance(kernel, DepthwiseKernel)
             sizes = {
-                "x": x.numel() * (kernel.inner_dtype if depthwise else kernel.dtype).itemsize,
+                "x": x.numel() * kernel.dtype.itemsize,
                 "scratch": 0 if depthwise else call.memory,
                 "weights": weights.nbytes,
                 "bias": 4 * call.out_shape[1] if bias is None else bias.nbytes,
-                "out": math.prod(call.out_shape) * (kernel.inner_dtype if depthwise else kernel.out_dtype).itemsize,
+                "out": math.prod(call.out_shape) * kernel.out_dtype.itemsize,
                 "zeros": 4 * PANEL,
                 "scales": 0 if scales is None else scales.nbytes,
                 **{name: t.nbytes for name, t in zip(_TENSORS, call.tensors, strict=False)},

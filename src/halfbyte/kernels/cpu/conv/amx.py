@@ -35,7 +35,7 @@ from halfbyte.kernels.cpu.codegen.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, R
 from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.conv.direct_call import group_fields, image_fields
-from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, convolved, tile_rows
+from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, tile_rows
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
@@ -320,10 +320,6 @@ def supports(sizes: Filter, window: Window, out: tuple[int, int, int], isa: ISA)
     return Units.of(sizes, window).number * UNIT * round_up(n, PANEL) <= _MOST_PADDED * sizes.k * n
 
 
-_SCALES = MATRIX.offset("scales")
-_pack_scales = MATRIX.struct("scales", "scales").pack_into
-
-
 class MatrixConvKernel(PlannedConv):
     """The compiled convolution of int8 images of any size.
 
@@ -333,9 +329,12 @@ class MatrixConvKernel(PlannedConv):
     out   for codes alone: what the result is made of, if it is not codes
     """
 
+    scales_at = MATRIX.offset("scales")
+
     def __init__(self, sizes: Filter, window: Window, isa: AMXTiles, out: torch.dtype = torch.int8) -> None:
         super().__init__()
-        self.sizes, self.isa, self.out_dtype = sizes, isa, out
+        self.sizes, self.isa = sizes, isa
+        self.out_dtype = self.result = out
         self.units = Units.of(sizes, window)
         self.form = f"units of {self.units}"
         self.n = sizes.out // sizes.groups
@@ -345,34 +344,16 @@ class MatrixConvKernel(PlannedConv):
         """The weights as the kernel reads them; kernels of one `form` have the same."""
         return self.units.weights(codes, self.sizes)
 
-    def __call__(
-        self,
-        x: Tensor,
-        window: Window,
-        weights: Tensor,
-        bias: Tensor | None,
-        low: float,
-        high: float,
-        *,
-        residual: Tensor | None = None,
-        outside: int = 0,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        """`ConvKernel` on matrix units."""
-        call = self.planned(x, window, outside, weights, residual is not None)
-        if scales is not None:
-            bias = self._padded(bias)
-            _pack_scales(call.buffer, _SCALES, scales.data_ptr())
-        assert bias is not None
-        return convolved(call, x, weights.data_ptr(), bias.data_ptr(), low, high, self.out_dtype, residual)
-
-    def _padded(self, bias: Tensor | None) -> Tensor:
+    def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor | None:
         """A bias with whole panels for each group."""
+        if scales is None or (bias is not None and self.n % PANEL == 0):
+            return bias
         if bias is None:
             return torch.zeros(self.sizes.groups * self.panels * PANEL, dtype=torch.float32, device="cpu")
-        if self.n % PANEL == 0:
-            return bias
         return torch.nn.functional.pad(bias.view(self.sizes.groups, self.n), (0, self.panels * PANEL - self.n))
+
+    def variant(self, residual: Tensor | None) -> tuple[bool, ...]:
+        return (residual is not None,)
 
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *more: bool) -> Plan:
         """`more`: whether there is a residual."""

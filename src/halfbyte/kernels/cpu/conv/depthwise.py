@@ -28,9 +28,8 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
-from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, convolved
+from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
-from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 
 DEPTHWISE = Block(
@@ -211,29 +210,12 @@ class DepthwiseKernel(PlannedConv):
         if dtype == torch.int8 and sizes.taps > MOST_TAPS:
             raise UnsupportedError(f"a depthwise kernel of int8 has at most {MOST_TAPS} taps, got {sizes.kernel[0]} x {sizes.kernel[1]}")
         super().__init__()
-        self.sizes, self.isa, self.dtype = sizes, current(), dtype
-        self.inner_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
+        self.sizes, self.isa, self.result = sizes, current(), dtype
+        self.dtype = self.out_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
         self.no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
 
-    def __call__(
-        self,
-        x: Tensor,
-        window: Window,
-        weights: Tensor,
-        bias: Tensor | None,
-        low: float,
-        high: float,
-        *,
-        residual: Tensor | None = None,
-        outside: int = 0,
-    ) -> Tensor:
-        """x -> [B, C, Ho, Wo] with channels_last strides; `residual` and `outside` as for `ConvKernel`."""
-        if self.inner_dtype != self.dtype:
-            x = x.to(self.inner_dtype)
-        call = self.planned(x, window, outside, weights)
-        table = (self.no_bias if bias is None else bias).data_ptr()
-        out = convolved(call, x, weights.data_ptr(), table, low, high, x.dtype, residual)
-        return out if out.dtype == self.dtype else out.to(self.dtype)
+    def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor:
+        return self.no_bias if bias is None else bias
 
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *_: bool) -> Plan:
         lanes = self.isa.lanes if geo.channels >= self.isa.lanes else 1
@@ -242,12 +224,12 @@ class DepthwiseKernel(PlannedConv):
         most = _MORE_TOGETHER if self.isa.lanes >= _MANY_REGISTERS else _TOGETHER
         shares = kw <= _WIDEST and stride <= _SHARED_STRIDE and dilation == 1
         spec = DepthwiseSpec(
-            kind_of(self.inner_dtype),
+            kind_of(self.dtype),
             lanes,
             together=-(-wo // -(-wo // most)),
             width=kw if kw <= _WIDEST else 0,
             stride=stride if shares else 0,
-            started=self.inner_dtype == torch.int8 and self.sizes.taps <= _TAPS_AND_START,
+            started=self.dtype == torch.int8 and self.sizes.taps <= _TAPS_AND_START,
         )
         lines = geo.batch * geo.out[0]
         first_inside, stop_inside = -(-left // stride), max(0, (width - 1 - (kw - 1) * dilation + left) // stride + 1)

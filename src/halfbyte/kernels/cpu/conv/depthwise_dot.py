@@ -30,7 +30,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isa_x86 import dot_of_bytes, packed_codes
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
-from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvGeometry, Plan, parts_of
+from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, parts_of
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 
@@ -176,7 +176,7 @@ def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
     return isa.mixed_dot and sizes.format.bits == 8 and small and window.dilation == (1, 1) and window.stride[1] <= _MOST_WIDE
 
 
-class DepthwiseDotKernel(CodesConv):
+class DepthwiseDotKernel(PlannedConv):
     """The compiled depthwise convolution of int8 images of any size.
 
     Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what

@@ -19,7 +19,7 @@ from halfbyte.kernels.cpu.codegen.kernel import compiled
 from halfbyte.kernels.cpu.conv import direct
 from halfbyte.kernels.cpu.conv.arrange import LANE
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, LinesSpec, Strips, power_of_two
-from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvGeometry, Plan, tile_rows
+from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, tile_rows
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import Schedule, TileSpec
 from halfbyte.kernels.problem import Window
@@ -368,7 +368,7 @@ def plan(
     return Plan(DIRECT, compiled(direct.build, spec, isa), fields, strips.items, _EDGE, memory.thread_bytes, tensors)
 
 
-class RearrangedWeightsKernel(CodesConv):
+class RearrangedWeightsKernel(PlannedConv):
     """The compiled convolution of int8 images of any size by tiles that have weights of their own.
 
     Conditions that the caller has checked: the file's `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights`

@@ -21,7 +21,7 @@ from halfbyte.kernels.cpu.conv import direct_call, elementwise, patches
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.direct import DIRECT, power_of_two
 from halfbyte.kernels.cpu.conv.patches import CONV, LEAST_UNIT, GatherSpec
-from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, convolved, parts_of
+from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, parts_of
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.problem import Activation, Combination, Window
@@ -35,9 +35,6 @@ _ROWS_BYTES = 10 << 10  # of patches as rows, which are to stay in the first-lev
 _OVERFLOWS = 2.0**128 - 2.0**103  # from here on a double becomes an infinite float32
 _PART = struct.unpack("f", struct.pack("f", 1 / 127))[0]
 
-_SCALES = DIRECT.offset("scales")
-_pack_scales = DIRECT.struct("scales", "scales").pack_into
-
 
 class ConvKernel(PlannedConv):
     """The compiled convolution of one weight, activation dtype and arithmetic, for images of any size.
@@ -49,6 +46,8 @@ class ConvKernel(PlannedConv):
     out   for codes alone: what the result is made of, if it is not codes; one block along K
     """
 
+    scales_at = DIRECT.offset("scales")
+
     def __init__(self, sizes: Filter, dtype: torch.dtype, inner: Inner, activation: Activation, *, out: torch.dtype | None = None) -> None:
         super().__init__()
         self.sizes, self.isa = sizes, current()
@@ -58,32 +57,8 @@ class ConvKernel(PlannedConv):
         self.out_dtype = torch.float32 if halves else self.result
         self.no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
 
-    def __call__(
-        self,
-        x: Tensor,
-        window: Window,
-        weights: Tensor,
-        bias: Tensor | None,
-        low: float,
-        high: float,
-        *,
-        residual: Tensor | None = None,
-        outside: int = 0,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        """x -> [B, Co, Ho, Wo] with channels_last strides.
-
-        residual   added before the clamp: of the output's shape and strides, in x's dtype
-        outside    the code of what lies outside of an int8 image
-        scales     of each image, float32 [B], where codes become floating point
-        """
-        call = self.planned(x, window, outside, weights)
-        table = 0 if bias is None else bias.data_ptr()
-        if scales is not None:
-            table = (self.no_bias if bias is None else bias).data_ptr()
-            _pack_scales(call.buffer, _SCALES, scales.data_ptr())
-        out = convolved(call, x, weights.data_ptr(), table, low, high, self.out_dtype, residual)
-        return out if out.dtype == self.result else out.to(self.result)
+    def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor | None:
+        return self.no_bias if bias is None and scales is not None else bias
 
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *_: bool) -> Plan:
         linear = self.linear.taking(math.prod(geo.outputs))

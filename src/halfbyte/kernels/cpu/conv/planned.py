@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -117,19 +118,63 @@ class RearrangedWeights(Protocol):
 
 
 _numbers = itertools.count()
+_pack_address = struct.Struct("<q").pack_into
 
 
 class PlannedConv:
     """A compiled convolution of images of any size. Each kind has a `plan`; all else is the same.
 
-    cost   of a product, in products of a matrix
+    cost       of a product, in products of a matrix
+    dtype      of the images that its code reads
+    out_dtype  of what its code writes
+    result     of what a call returns
     """
 
     sizes: Filter
     cost = 1
+    dtype = out_dtype = result = torch.int8
+    scales_at = 0  # the offset of the address of `scales` among its arguments
 
     def __init__(self) -> None:
         self._number = next(_numbers)
+
+    def __call__(
+        self,
+        x: Tensor,
+        window: Window,
+        weights: Tensor,
+        bias: Tensor | None,
+        low: float,
+        high: float,
+        *,
+        residual: Tensor | None = None,
+        outside: int = 0,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        """x -> [B, Co, Ho, Wo] with channels_last strides.
+
+        bias      or, for codes, the tables of the groups
+        residual  added before the clamp: of the output's shape and strides, in x's dtype
+        outside   the code of what lies outside of an int8 image
+        scales    of each image, float32 [B], where codes become floating point
+        """
+        if x.dtype != self.dtype:
+            x = x.to(self.dtype)
+        call = self.planned(x, window, outside, weights, *self.variant(residual))
+        if scales is not None:
+            _pack_address(call.buffer, self.scales_at, scales.data_ptr())
+        table = self.table(bias, scales)
+        at = 0 if table is None else table.data_ptr()
+        out = convolved(call, x, weights.data_ptr(), at, low, high, self.out_dtype, residual)
+        return out if out.dtype == self.result else out.to(self.result)
+
+    def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor | None:
+        """The bias or tables as its code reads them; None: it may do without."""
+        return bias
+
+    def variant(self, residual: Tensor | None) -> tuple[bool, ...]:
+        """What else `plan` is told of a call."""
+        return ()
 
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *more: bool) -> Plan:
         """How images of these sizes are convolved, on at most so many threads. Arguments as for `prepare`."""
@@ -164,14 +209,6 @@ class PlannedConv:
 def tile_rows(m: int, most: int, cost: float) -> int:
     """Rows of the tiles of m rows, at most `most`, where a tile takes its rows and `cost`, and the last one overlaps the one before."""
     return min(range(min(m, most), min(m, most) * 2 // 3, -1), key=lambda rows: -(-m // rows) * (rows + cost))
-
-
-class CodesConv(PlannedConv):
-    """One of int8 images that gives nothing but codes."""
-
-    def __call__(self, x: Tensor, window: Window, weights: Tensor, table: Tensor, low: float, high: float, *, outside: int) -> Tensor:
-        """x -> int8 [B, Co, Ho, Wo] with channels_last strides. `outside` is the code of what lies outside of the image."""
-        return convolved(self.planned(x, window, outside, weights), x, weights.data_ptr(), table.data_ptr(), low, high)
 
 
 def convolved(

@@ -35,7 +35,7 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
-from halfbyte.kernels.cpu.conv.planned import CodesConv, ConvGeometry, Plan, parts_of
+from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, parts_of
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
@@ -424,7 +424,7 @@ def pays(sizes: Filter, out: tuple[int, int, int], isa: ISA) -> bool:
     return cycles < batch * height * width * 9 * matrix / rates.direct_rate
 
 
-class WinogradKernel(CodesConv):
+class WinogradKernel(PlannedConv):
     """The compiled convolution of int8 images of any size.
 
     Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what

@@ -37,6 +37,7 @@ from halfbyte.kernels.cpu.plan_cache import PLANS, PlanCache
 from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, Product, Step, StepSequence, phase, run_lanes
 from halfbyte.kernels.cpu.transformer import attend_whole
 from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, WholeSpec
+from halfbyte.kernels.cpu.transformer.halves import Fields, Norm, of_norm, rows_step
 
 _BYTES = 1 << 23  # of what lies between the steps at a time, of threads that share it
 _LANE_BYTES = 1 << 21  # and of one that does not: what is in its core's second-level cache
@@ -47,14 +48,6 @@ _X, _OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("x", "out", "residual"))
 _NORMED, _MASK = PRODUCT.offset("normed"), WHOLE.offset("mask")
 _pack_one, _pack_two, _pack_seven = (struct.Struct(f"<{n}q").pack_into for n in (1, 2, 7))
 _Places = list[tuple[Buffer, int, int, int]]
-
-
-class Norm(NamedTuple):
-    """A layer norm: the addresses of its weight and its shift, float32 [K], and what is added to the variance."""
-
-    weight: int
-    bias: int
-    eps: float
 
 
 class _Size(NamedTuple):
@@ -124,7 +117,8 @@ class _Plan:
             before = layer
         if not layers[-1].before:
             sums = between[3]
-            last = _norm(layers[-1].norms[1], sums, self._m, first.o.n)
+            norm, k = layers[-1].norms[1], first.o.n
+            last = rows_step(norm.step("norm"), self._m, k, 4 * k, {"x": sums, **of_norm(norm)})
             self._blocks.append(last)
             self._places[-1].append((last, NORM.offset("out"), 1, 0))
         self._sequence = StepSequence(self._blocks, size.threads)
@@ -164,7 +158,7 @@ class _Plan:
         linear, _ = product.kernel.arguments(self._m, self._threads)
         pack_call(linear, CALL, 0, x, 4 * product.k, self._laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
         _pack_two(linear, 0, self._panels, 0)
-        fields: dict[str, int | tuple[float, float]] = {"linear": ctypes.addressof(linear)}
+        fields: Fields = {"linear": ctypes.addressof(linear)}
         if norm is not None:
             fields |= {"norm": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
             fields |= dict(zip(("normed", "normed_thread", "normed_row"), normed, strict=True))
@@ -181,25 +175,11 @@ class _Plan:
         return self._sequence
 
 
-def _norm(norm: Norm, x: int, rows: int, k: int) -> Buffer:
-    fields: dict[str, int | tuple[float, float]] = {
-        "x": x,
-        "x_stride": 4 * k,
-        "out_stride": 4 * k,
-        "rows": rows,
-        "k": k,
-        "weight": norm.weight,
-        "shift": norm.bias,
-        "eps": (norm.eps, 0.0),
-    }
-    return arguments(NORM, phase(Step("norm", layer_norm=True)), fields)
-
-
 def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: int, thread_bytes: int) -> Buffer:
     """memory: queries, keys and values; what is attended; memory of the threads."""
     qkv, attended, scratch = memory
     head, row = 4 * layer.dim, 4 * layer.qkv.n
-    fields: dict[str, int | tuple[float, float]] = {
+    fields: Fields = {
         "out": attended,
         "batch": size.batch,
         "heads": layer.heads,

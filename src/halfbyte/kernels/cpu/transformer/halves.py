@@ -149,7 +149,7 @@ class Laid:
 
     def norm(self, norm: Norm, x: int, out: int, stride: int, k: int) -> Buffer:
         """The step of a norm alone, of rows of k elements that lie `stride` bytes apart."""
-        return _rows(norm.step("norm"), self.m, k, stride, {"x": x, "out": out, **_of_norm(norm)})
+        return rows_step(norm.step("norm"), self.m, k, stride, {"x": x, "out": out, **of_norm(norm)})
 
 
 class Added:
@@ -164,10 +164,10 @@ class Added:
         self._steps = laid.steps(product, x, sums, stride=stride)
         self.blocks, self._block, self._place = self._steps.blocks, self._steps.linear, LINEAR.offset("out")
         if after is not None:
-            fields = _of_norm(after) | ({"shift": scale} if scale else {})
-            self._block = _rows(after.step("norm", added=True, scaled=scale != 0), laid.m, product.n, 4 * product.n, fields)
+            fields = of_norm(after) | ({"shift": scale} if scale else {})
+            self._block = rows_step(after.step("norm", added=True, scaled=scale != 0), laid.m, product.n, 4 * product.n, fields)
         elif factor != 1.0:
-            self._block = _rows(Step("scale"), laid.m, product.n, 4 * product.n, {"eps": (0.0, factor)})
+            self._block = rows_step(Step("scale"), laid.m, product.n, 4 * product.n, {"eps": (0.0, factor)})
         if self._block is not self._steps.linear:
             self.blocks, self._place = [*self.blocks, self._block], NORM.offset("out")
             struct.pack_into("<q", self._block, NORM.offset("x"), sums)
@@ -182,11 +182,13 @@ def needs_sums(after: Norm | None, factor: float) -> bool:
     return after is not None or factor != 1.0
 
 
-def _of_norm(norm: Norm) -> Fields:
+def of_norm(norm: Norm) -> Fields:
+    """The arguments of a norm's step that are its own."""
     return {"weight": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
 
 
-def _rows(step: Step, m: int, k: int, stride: int, fields: Fields) -> Buffer:
+def rows_step(step: Step, m: int, k: int, stride: int, fields: Fields) -> Buffer:
+    """A step of m rows of k elements that lie `stride` bytes apart."""
     return arguments(NORM, phase(step), {"x_stride": stride, "out_stride": stride, "rows": m, "k": k, **fields})
 
 

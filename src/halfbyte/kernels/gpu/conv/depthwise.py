@@ -74,20 +74,9 @@ def _width(problem: ConvProblem) -> int:
 
 
 def launch(problem: ConvProblem, config: Config, x: Tensor, taps: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """Launch the convolution of x [B, H, W, C] in memory and taps float32 [Kh * Kw, C]; out is [M, C]."""
-    _start(problem, config, x, taps, None, out, epilogue, 0)
-
-
-def launch_integer(
-    problem: ConvProblem, config: Config, x: Tensor, taps: Tensor, table: Tensor, out: Tensor, in_zero: int, clamp: tuple[int, int]
-) -> None:
-    """Launch the convolution of int8: taps int32 [Kh * Kw, C], table [1, 4 + taps, at least C]."""
-    _start(problem, config, x, taps, table, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), in_zero)
-
-
-def _start(
-    problem: ConvProblem, config: Config, x: Tensor, taps: Tensor, table: Tensor | None, out: Tensor, epilogue: Epilogue, in_zero: int
-) -> None:
+    """Launch the convolution of x [B, H, W, C] in memory and taps [Kh * Kw, C], float32, or int32 of codes; out is [M, C], the epilogue's
+    table, of codes, [1, 4 + taps, at least C]."""
+    table = epilogue.table
     window, channels, (ho, wo), width = problem.window, problem.sizes.out, problem.out, _width(problem)
     blocks = -(-(wo * channels // width) // config.vectors)
     strips = -(-ho // config.rows)
@@ -104,7 +93,7 @@ def _start(
         (*problem.image, ho, wo),
         (*window.stride, window.padding[0], window.padding[2], *window.dilation),
         (epilogue.low, epilogue.high),
-        in_zero,
+        epilogue.outside,
         0 if table is None else table.shape[2],
         KH=problem.sizes.kernel[0],
         KW=problem.sizes.kernel[1],
@@ -113,7 +102,7 @@ def _start(
         IN_REGISTERS=problem.sizes.taps <= _MOST_REGISTER_TAPS,
         VECTORS=config.vectors,
         WIDTH=width,
-        FILL=in_zero != 0,
+        FILL=epilogue.outside != 0,
         STAGES=config.stages,
         PTX=config.ptx,
         DOTS=config.ptx and table is not None and width >= 4,

@@ -34,7 +34,7 @@ from halfbyte.kernels.gpu.conv.tile import (
 )
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import workspace
-from halfbyte.kernels.problem import Activation, ConvProblem, Epilogue, scaling_of
+from halfbyte.kernels.problem import ConvProblem, Epilogue, scaling_of
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
 from halfbyte.machine import Gpu
@@ -52,7 +52,7 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     return None
 
 
-def configs(problem: ConvProblem, gpu: Gpu, activation: Activation) -> tuple[Config, ...]:
+def configs(problem: ConvProblem, gpu: Gpu) -> tuple[Config, ...]:
     """Return configs, the best guess first."""
     geo = convolution.gpu_geometry(problem.sizes)
     step = 128 if geo.format.bits == 4 else 64 if geo.block_rows == 1 else min(64, geo.padded)
@@ -60,20 +60,18 @@ def configs(problem: ConvProblem, gpu: Gpu, activation: Activation) -> tuple[Con
         step = 32
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
     block_m, warps = 32 if geo.format.bits == 4 else 64, 4
-    if scaling_of(activation).with_offset and geo.block_rows > 1:  # what is kept of each block takes registers
+    if scaling_of(problem.activation).with_offset and geo.block_rows > 1:  # what is kept of each block takes registers
         block_m //= 2
         if geo.format.bits == 8 and gpu.backend == "cuda":
             warps = 8
     return (Config(64, block_m, step, 1 if gpu.backend == "hip" else 3, warps, 1, ptx),)
 
 
-def launch(
-    problem: ConvProblem, activation: Activation, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue
-) -> None:
+def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
     Co]."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
-    whole_row, with_offset = scaling_of(activation)
+    whole_row, with_offset = scaling_of(problem.activation)
     blockwise = not whole_row and geo.block_rows > 1
     pixels = problem.batch * problem.image[0] * problem.image[1]
     block = geo.block if blockwise else sizes.padded

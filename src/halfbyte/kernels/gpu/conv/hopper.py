@@ -40,7 +40,7 @@ from halfbyte.kernels.gpu.hopper.ring import why_not_hopper
 from halfbyte.kernels.gpu.quantize import dequantize
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import double_buffer
-from halfbyte.kernels.problem import Addition, ConvProblem, Epilogue
+from halfbyte.kernels.problem import ConvProblem, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu
@@ -218,45 +218,16 @@ def _steps_per_tap(problem: ConvProblem) -> int:
 
 
 def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
-    Co]."""
-    geo = convolution.gpu_geometry(problem.sizes)
-    padded = round_up(problem.n, GROUP.value)
-    nbytes = padded * geo.k * x.element_size()
-    rows = double_buffer(out.device, nbytes)[:nbytes].view(x.dtype).view(padded, geo.k)
-    dequantize.write(gpu_tiles.views(weight, geo), geo, rows[: problem.n], early=True)
-    _start(problem, config, x, rows, out, epilogue, None)
-
-
-def launch_integer(
-    problem: ConvProblem,
-    config: Config,
-    x: Tensor,
-    weight: Tensor,
-    table: Tensor,
-    out: Tensor,
-    in_zero: int,
-    clamp: tuple[int, int],
-    addition: Addition | None = None,
-) -> None:
-    """Launch the convolution of int8, with the table [1, 4 + taps, at least Co] of `ops.conv.cuda`."""
-    codes = gpu_tiles.views(weight, convolution.gpu_geometry(problem.sizes)).codes
-    epilogue = Epilogue(None, None, float(clamp[0]), float(clamp[1]))
-    _start(problem, config, x, codes, out, epilogue, table if in_zero else table[:, :4], addition)
-
-
-def _start(
-    problem: ConvProblem,
-    config: Config,
-    x: Tensor,
-    rows: Tensor,
-    out: Tensor,
-    epilogue: Epilogue,
-    table: Tensor | None,
-    addition: Addition | None = None,
-) -> None:
-    """Launch the kernel."""
-    residual = epilogue.residual if addition is None else addition.other
+    """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M, Co],
+    the epilogue's table, of codes, [1, 4 + taps, at least Co]."""
+    geo, residual, table = convolution.gpu_geometry(problem.sizes), epilogue.residual, epilogue.table
+    if table is None:
+        padded = round_up(problem.n, GROUP.value)
+        nbytes = padded * geo.k * x.element_size()
+        rows = double_buffer(out.device, nbytes)[:nbytes].view(x.dtype).view(padded, geo.k)
+        dequantize.write(gpu_tiles.views(weight, geo), geo, rows[: problem.n], early=True)
+    else:
+        rows, table = gpu_tiles.views(weight, geo).codes, table if epilogue.outside else table[:, :4]
     if residual is not None and config.with_residual is not None:
         config = config.with_residual
     window, step, bits = problem.window, _step(problem), 8 * x.element_size()
@@ -277,7 +248,7 @@ def _start(
         direct=_direct(problem, config.pixels),
         bounded=table is not None and table.shape[1] > 4 and any(window.padding),
         clamp=epilogue.clamps,
-        leads=addition is not None and addition.leads,
+        leads=epilogue.leads,
         unit=16 if problem.n % 16 == 0 else 8,
         stride=window.stride[0],
         slots=config.slots,
@@ -320,7 +291,7 @@ def _start(
         (-(-problem.n // config.rows), *boxes),
         (problem.batch, *problem.image, *problem.out),
         (window.padding[0], window.padding[2], *window.dilation),
-        (epilogue.low, epilogue.high, *(() if addition is None else addition.numbers)),
+        epilogue.numbers,
         0 if table is None else table.stride(1),
         static,
         num_warps=4,

@@ -62,7 +62,7 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
     # Without fused multiply-adds: a product is rounded to float32 before it is rounded to an integer.
     grid, piece_lanes = (-(-size // _BLOCK), batch), triton.next_power_of_2(pieces)
     launcher.run(_quantize, grid, x, most, q, scales, size, pieces, BLOCK=_BLOCK, PIECES=piece_lanes, num_warps=4, enable_fp_fusion=False)
-    conv.launch_images(integers, config, q, weight, out, epilogue, scales, memory[image_bytes:])
+    conv.launch(integers, config, q, weight, out, epilogue, (scales, memory[image_bytes:]))
 
 
 @triton.jit

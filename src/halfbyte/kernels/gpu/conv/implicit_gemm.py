@@ -44,7 +44,7 @@ from halfbyte.kernels.gpu.conv.tile import (
 )
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import locks, workspace
-from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, Addition, ConvProblem, Epilogue
+from halfbyte.kernels.problem import LONGEST_INTEGER_SUM, ConvProblem, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
@@ -137,35 +137,6 @@ def _mode(geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Mode:
     return "exact" if dtype == torch.float32 or (dtype == torch.float16 and geo.format.scale != dtype) else "weights"
 
 
-def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-    """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
-    Co]."""
-    _start(problem, config, x, weight, out, epilogue, None, 0)
-
-
-def launch_integer(
-    problem: ConvProblem,
-    config: Config,
-    x: Tensor,
-    weight: Tensor,
-    table: Tensor,
-    out: Tensor,
-    in_zero: int,
-    clamp: tuple[int, int],
-    addition: Addition | None = None,
-) -> None:
-    """Launch the convolution of int8, with the table [groups, 4 + taps, at least Co/groups] of `ops.conv.cuda`."""
-    _start(problem, config, x, weight, out, Epilogue(None, None, float(clamp[0]), float(clamp[1])), table, in_zero, addition=addition)
-
-
-def launch_images(
-    problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue, scales: Tensor, memory: Tensor
-) -> None:
-    """Launch the convolution of x int8 [B, H, W, C] of images with scales float32 [B], with floating-point out and
-    `workspace_bytes(problem, config)` of memory."""
-    _start(problem, config, x, weight, out, epilogue, scales, 0, memory)
-
-
 def workspace_bytes(problem: ConvProblem, config: Config) -> int:
     """Return the bytes for partial sums of programs that share K."""
     return 4 * config.split * _tiles(problem, config) * problem.sizes.groups * config.block_n * config.block_m if config.split > 1 else 0
@@ -176,26 +147,28 @@ def _tiles(problem: ConvProblem, config: Config) -> int:
     return -(-problem.n // config.block_n) * -(-problem.m // config.block_m)
 
 
-def _start(
+def launch(
     problem: ConvProblem,
     config: Config,
     x: Tensor,
     weight: Tensor,
     out: Tensor,
     epilogue: Epilogue,
-    table: Tensor | None,
-    in_zero: int,
-    memory: Tensor | None = None,
-    addition: Addition | None = None,
+    images: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Launch the kernel. table: for int8 x, of requantization [groups, rows, outputs], or the images' scales [B]."""
+    """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M, Co],
+    the epilogue's table, of codes, [groups, 4 + taps, at least Co/groups].
+
+    images: of x int8 with floating-point out, the images' scales, float32 [B], and `workspace_bytes(problem, config)` of memory.
+    """
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     n, integer = problem.n, x.dtype == torch.int8
+    table, memory = (epilogue.table, None) if images is None else images
     tiles = _tiles(problem, config)
     mode = _mode(geo, problem.dtype)
     if integer:
-        mode = "int8" if out.dtype == torch.int8 else "image"
-    static = static_of(problem, config, x, mode, fill=in_zero != 0, clamp=epilogue.clamps, leads=addition is not None and addition.leads)
+        mode = "image" if epilogue.table is None else "int8"
+    static = static_of(problem, config, x, mode, fill=epilogue.outside != 0, clamp=epilogue.clamps, leads=epilogue.leads)
     scratch: tuple[Tensor, Tensor] | None = None
     if config.split > 1:
         memory = workspace(out.device, workspace_bytes(problem, config)) if memory is None else memory
@@ -209,14 +182,14 @@ def _start(
         tuple(gpu_tiles.views(weight[: geo.nbytes], geo)),
         table,
         out,
-        (epilogue.bias, epilogue.residual if addition is None else addition.other),
+        (epilogue.bias, epilogue.residual),
         scratch,
         problem.m,
         n,
         (geo.n_padded, geo.k_padded, geo.nbytes, -(-sizes.taps * static.channels // static.slab_k)),
         image,
         window,
-        (epilogue.low, epilogue.high, *(() if addition is None else addition.numbers)),
+        epilogue.numbers,
         (table.stride(1), table.stride(0)) if table is not None and mode == "int8" else (0, 0),
         static,
         num_warps=config.warps,

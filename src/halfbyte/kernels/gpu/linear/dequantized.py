@@ -49,22 +49,20 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     return (Config(),)
 
 
-def launch(
-    problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
-) -> None:
-    """x [M, K] times the weight whose sections are codes, scale, zero -> out [M, N], contiguous."""
+def launch(problem: Problem, config: Config, x: Tensor, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue) -> None:
+    """x [M, K] times the weight of these sections -> out [M, N], contiguous."""
     m, n, k, element = problem.m, problem.n, problem.k, problem.dtype.itemsize
     plain = epilogue.bias is None and epilogue.residual is None and not epilogue.clamps
     at = round_up(n * k * element, 256)
     memory = workspace(out.device, at + (0 if plain else 4 * m * n))
-    weight = memory[: n * k * element].view(problem.dtype).view(n, k)
+    dense = memory[: n * k * element].view(problem.dtype).view(n, k)
     geo = gpu_tiles.geometry(problem.format, (n, k), paired=problem.paired)
-    dequantize.write(gpu_tiles.Views(codes, scale, zero), geo, weight)
+    dequantize.write(weight, geo, dense)
     if plain:
-        launcher.run(_LIBRARY, (1,), x, weight, out)
+        launcher.run(_LIBRARY, (1,), x, dense, out)
         return
     sums = memory[at : at + 4 * m * n].view(torch.float32).view(m, n)
-    launcher.run(_LIBRARY, (1,), x, weight, sums)
+    launcher.run(_LIBRARY, (1,), x, dense, sums)
     grid = (-(-n // _TILE), -(-m // _TILE))
     ends = (epilogue.low, epilogue.high)
     launcher.run(_finish, grid, sums, out, (epilogue.bias, epilogue.residual), m, n, ends, CLAMP=epilogue.clamps, TILE=_TILE)

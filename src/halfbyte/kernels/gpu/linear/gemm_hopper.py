@@ -146,26 +146,6 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
     )
 
 
-def launch(
-    problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
-) -> None:
-    """Launch the product.
-
-    Args:
-        problem: What is computed.
-        config: One of `configs`.
-        x: [M, K], unit stride along K.
-        codes: A section of the weight, like `scale` and `zero`.
-        scale: See `codes`.
-        zero: See `codes`.
-        out: [M, N], contiguous.
-        epilogue: Bias, residual and bounds.
-    """
-    nbytes = workspace_bytes(problem, config)
-    memory = workspace(out.device, nbytes) if nbytes else None
-    multiply(problem, config, x, gpu_tiles.Views(codes, scale, zero), out, epilogue, memory)
-
-
 def workspace_bytes(problem: Problem, config: Config) -> int:
     """Return the bytes of memory for partial sums of tiles that programs share."""
     return 16 * config.programs * config.rows * config.block_m if _count_tiles(problem, config) % config.programs else 0
@@ -175,38 +155,44 @@ def _count_tiles(problem: Problem, config: Config) -> int:
     return -(-problem.n // (2 * config.rows)) * -(-problem.m // config.block_m)
 
 
-def multiply(
+def launch(
     problem: Problem,
     config: Config,
     x: Tensor,
-    views: gpu_tiles.Views,
+    weight: gpu_tiles.Views,
     out: Tensor,
     epilogue: Epilogue,
-    memory: Tensor | None,
+    memory: Tensor | None = None,
     registers: int | None = None,
 ) -> None:
-    """Launch the product with x of M or more rows, `workspace_bytes(problem, config)` of memory and this average of registers per
-    thread."""
-    codes, scale, zero = views
+    """Launch the product of x [M or more, K] (unit stride along K) and the weight's sections; out is [M, N], contiguous.
+
+    Args:
+        memory: `workspace_bytes(problem, config)` of it; None: that of the device.
+        registers: The average per thread.
+    """
+    codes, scale, zero = weight
+    nbytes = workspace_bytes(problem, config)
     if x.data_ptr() % 16 or x.stride(0) % 8:  # TMA needs this alignment
         x = x.clone(memory_format=torch.contiguous_format)
     geo, static = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), compiled_for(problem, config, clamp=epilogue.clamps)
     static = replace(static, tma_store=_can_tma_store(problem, static, out, epilogue), registers=registers)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     if geo.format.bits == 4:
-        weight = TensorDescriptor.from_tensor(codes.view(-1, 64), [32, 64], layout)
+        lines = TensorDescriptor.from_tensor(codes.view(-1, 64), [32, 64], layout)
     else:
         of_bytes = gl.NVMMASharedLayout(swizzle_byte_width=static.stage_k, element_bitwidth=8, rank=2)
-        weight = TensorDescriptor.from_tensor(codes, [static.block_n, static.stage_k], of_bytes)
+        lines = TensorDescriptor.from_tensor(codes, [static.block_n, static.stage_k], of_bytes)
     yd = TensorDescriptor.from_tensor(out, [config.block_m, static.rows], layout) if static.tma_store else None
     scratch: tuple[Tensor, Tensor] | None = None
-    if memory is not None and workspace_bytes(problem, config):
+    if nbytes:
+        memory = workspace(out.device, nbytes) if memory is None else memory
         scratch = memory.view(torch.float32), locks(out.device, 4 * _count_tiles(problem, config))
     launcher.run(
         _gemm,
         (config.programs,),
         TensorDescriptor.from_tensor(x, [config.block_m // (_BOXES if registers is None else 1), static.stage_k], layout),
-        weight,
+        lines,
         *scale_descriptors(scale[None], None if zero is None else zero[None], static),
         scale,
         yd,

@@ -36,9 +36,9 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
 
 
 def launch(
-    problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, table: Tensor, out: Tensor, clamp: tuple[int, int]
+    problem: Problem, config: Config, x: Tensor, weight: gpu_tiles.Views, table: Tensor, out: Tensor, clamp: tuple[int, int]
 ) -> None:
-    """x int8 [M, K], codes and scale as `gpu_tiles.views` gives them, table float32 [3, at least N], out int8 [M, N]."""
+    """x int8 [M, K], the weight's sections, table float32 [3, at least N], out int8 [M, N]."""
     plan = activations.plan(problem)
     memory = workspace(out.device, plan.nbytes + gemm_int8.workspace_bytes(problem, config))
     quantized = activations.views(plan, memory)
@@ -47,4 +47,4 @@ def launch(
     else:
         quantized = activations.Quantized(plan, x, quantized.scale, quantized.sums, None)
     epilogue = Epilogue(None, None, float(clamp[0]), float(clamp[1]))
-    gemm_int8.multiply(problem, config, quantized, gpu_tiles.Views(codes, scale, None), out, epilogue, memory[plan.nbytes :], table)
+    gemm_int8.multiply(problem, config, quantized, weight, out, epilogue, memory[plan.nbytes :], table)

@@ -50,14 +50,10 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     return gemm_hopper.configs(product(problem), gpu)
 
 
-def launch(
-    problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
-) -> None:
-    """Launch both kernels for x [M, K] (unit stride along K) and the weight of sections codes, scale and zero; out is [M, N],
-    contiguous."""
+def launch(problem: Problem, config: Config, x: Tensor, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue) -> None:
+    """Launch both kernels for x [M, K] (unit stride along K) and the weight's sections; out is [M, N], contiguous."""
     rounded_x, memory = round_first(problem, x, gemm_hopper.workspace_bytes(problem, config))
-    views = gpu_tiles.Views(codes, scale, zero)
-    gemm_hopper.multiply(product(problem), config, rounded_x, views, out, epilogue, memory, registers(problem, config))
+    gemm_hopper.launch(product(problem), config, rounded_x, weight, out, epilogue, memory, registers(problem, config))
 
 
 def registers(problem: Problem, config: Config) -> int | None:

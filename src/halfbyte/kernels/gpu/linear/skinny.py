@@ -221,15 +221,13 @@ def launch(
     problem: Problem,
     config: Config,
     x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
+    weight: gpu_tiles.Views,
     out: Tensor,
     epilogue: Epilogue,
     norm: tuple[Tensor, float, bool] | None = None,
 ) -> None:
-    """x [M, K] (unit stride along K), after a norm (as `norm.py` has it) if there is one, times the weight whose sections are codes,
-    scale, zero -> out [M, N], contiguous (gates: [M, N / 2]).
+    """x [M, K] (unit stride along K), after a norm (as `norm.py` has it) if there is one, times the weight of these sections -> out
+    [M, N], contiguous (gates: [M, N / 2]).
 
     Raises KernelError where `config` is not for gates that are asked for.
     """
@@ -253,7 +251,7 @@ def launch(
         _skinny,
         (tiles, config.split),
         x,
-        (codes, scale, zero),
+        tuple(weight),
         out,
         (epilogue.bias, epilogue.residual),
         scratch,

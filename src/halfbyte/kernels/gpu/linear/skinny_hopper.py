@@ -85,15 +85,13 @@ class Share(NamedTuple):
     programs_of_tile: Value
 
 
-def launch(
-    problem: Problem, config: Config, x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor, epilogue: Epilogue
-) -> None:
-    """Launch the product of x [M, K] (unit stride along K) and the weight of sections codes, scale and zero; out is [M, N], contiguous."""
+def launch(problem: Problem, config: Config, x: Tensor, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue) -> None:
+    """Launch the product of x [M, K] (unit stride along K) and the weight's sections; out is [M, N], contiguous."""
     if x.data_ptr() % 16 or x.stride(0) % 8:  # TMA needs this alignment
         x = x.clone(memory_format=torch.contiguous_format)
     static = compiled_for(problem, config, clamp=epilogue.clamps, gates=epilogue.gates)
     memory = workspace(out.device, 0 if epilogue.gates else workspace_bytes(problem, config))
-    multiply(problem, config, static, (x, None), (codes, scale, zero), out, epilogue, memory)
+    multiply(problem, config, static, (x, None), weight, out, epilogue, memory)
 
 
 def multiply(
@@ -101,7 +99,7 @@ def multiply(
     config: Config,
     static: Static,
     x: tuple[Tensor, Tensor | None],
-    weight: tuple[Tensor, Tensor, Tensor | None],
+    weight: gpu_tiles.Views,
     out: Tensor,
     epilogue: Epilogue,
     memory: Tensor,

@@ -41,7 +41,7 @@ def multiply(
 ) -> None:
     """Launch the product of a quantized x."""
     static = skinny_hopper_config.compiled_for(problem, config, clamp=epilogue.clamps)
-    skinny_hopper.multiply(problem, config, static, (x.q[: problem.m], x.scale), (weight.codes, weight.scale, None), out, epilogue, memory)
+    skinny_hopper.multiply(problem, config, static, (x.q[: problem.m], x.scale), weight, out, epilogue, memory)
 
 
 launch = activations.first(multiply, skinny_hopper_config.workspace_bytes, early=not triton.knobs.runtime.interpret)

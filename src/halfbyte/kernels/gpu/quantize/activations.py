@@ -232,21 +232,12 @@ def first(multiply: Callable[..., None], extra_bytes: Callable[..., int], *, ear
     """A kernel file's `launch`, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue, memory) with
     `extra_bytes(problem, config)` bytes of memory of its own; early as in `quantize_activation`."""
 
-    def launch_both(
-        problem: Problem,
-        config: Any,
-        x: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        zero: Tensor | None,
-        out: Tensor,
-        epilogue: Epilogue,
-    ) -> None:
-        """x [M, K], codes, scale and zero as `gpu_tiles.views` gives them, out [M, N]."""
+    def launch_both(problem: Problem, config: Any, x: Tensor, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue) -> None:
+        """x [M, K], the weight's sections, out [M, N]."""
         x_plan = plan(problem)
         memory = workspace(out.device, x_plan.nbytes + extra_bytes(problem, config))
         quantized = quantize_activation(x, x_plan, memory, early=early)
-        multiply(problem, config, quantized, gpu_tiles.Views(codes, scale, zero), out, epilogue, memory[x_plan.nbytes :])
+        multiply(problem, config, quantized, weight, out, epilogue, memory[x_plan.nbytes :])
 
     return launch_both
 

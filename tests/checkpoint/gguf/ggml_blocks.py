@@ -1,4 +1,4 @@
-"""The byte blocks of ggml and InferLLM: each block of 32 weights holds its scale and its codes, as in their files.
+"""The byte blocks of ggml and InferLLM, written out: each block of 32 weights holds its scale and its codes, as in their files.
 
 Blocks of a row follow one another without padding; numbers are little-endian; nibbles hold q + 8 (q4_0) or q (q4_1).
 

@@ -1,4 +1,4 @@
-"""What torch itself offers: dense weights, its int4 kernel, and dynamic int8 through oneDNN."""
+"""What torch itself offers for codes on CPUs: its int4 kernel, and dynamic int8 through oneDNN."""
 
 from __future__ import annotations
 
@@ -10,19 +10,6 @@ from torch import Tensor, nn
 
 from halfbyte.bench.workload import Built, Workload
 from halfbyte.errors import UnsupportedError
-
-
-def dense(work: Workload, dtype: torch.dtype) -> Built:
-    """`F.linear`."""
-    slab = work.slab.to(dtype)
-    copy_bytes = work.n * work.k * dtype.itemsize
-    weights = [slab[work.rows(copy)] for copy in range(work.copies(copy_bytes))]
-
-    def bind(x: Tensor) -> Callable[[], Iterator[Tensor]]:
-        x = x.to(dtype)
-        return lambda: (torch.nn.functional.linear(x, weight) for weight in weights)
-
-    return Built(slab.double(), copy_bytes, len(weights), bind, dtype)
 
 
 def int4pack(work: Workload, format: str) -> Built:
