@@ -116,7 +116,7 @@ def test_a_weight_that_is_there_twice(folders: Path, tmp_path: Path) -> None:
     weight = torch.ones(64, 32)
     for kind in ("awq", "gptq", "compressed-tensors", "saved"):
         folder = extended(folders / kind, tmp_path / kind, **{f"{MLP}.up_proj.weight": weight})
-        with pytest.raises(CheckpointError, match=rf"the files hold {MLP}.up_proj.weight twice, plain and quantized"):
+        with pytest.raises(CheckpointError, match=rf"the files hold {MLP}.up_proj.weight twice, in two ways"):
             load(folder)
     norm = load_file(folders / "float" / "model.safetensors")["model.norm.weight"]
     assert load(extended(folders / "float", tmp_path / "same", **{"norm.weight": norm}), format="q8_0")

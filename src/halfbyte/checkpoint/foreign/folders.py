@@ -316,7 +316,7 @@ def _halfbyte(reader: Reader, settings: dict[str, object], dtype: torch.dtype) -
         if module.ordered:
             parts.require(ORDER)
         if "weight" in parts and parts.spec("weight") != TensorSpec(guarded.dtype, tuple(guarded.shape)):
-            raise CheckpointError(f"the files hold {parts.module}.weight twice, plain and quantized: remove the tensors of one of them")
+            raise CheckpointError(f"the files hold {parts.module}.weight twice, in two ways: remove the tensors of one of them")
         stored = [f"weight.{part}" for part in stored_tensors(module.format, module.shape)]
 
         def read(_: torch.dtype | None) -> Codes:
