@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from halfbyte.decoder.build_layer import HeadSettings, Place, RouterSettings, build_layer, joined
+from halfbyte.decoder.build_layer import build_layer, joined
 from halfbyte.decoder.config import TextConfig
 from halfbyte.decoder.family import SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits
 from halfbyte.errors import CheckpointError, UnsupportedError
 from halfbyte.kernels.layer_kinds import GateFunction, Projections
-from halfbyte.ops.transformer.decoder import Norm
+from halfbyte.ops.transformer.decoder import Heads, Norm
 from halfbyte.ops.transformer.experts import Clamped
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.whole_model_decode import Inputs
@@ -69,9 +69,8 @@ def build_spec(values: dict[str, object], tensors: Tensors) -> DecoderSpec:
     windows, sources = _windows(family, config, types), _kv_sources(family, config)
 
     def layer(index: int) -> LayerSpec:
-        place = Place(index, rope_of[index], windows[index], sources[index])
-        source = _StoredLayer(config, tensors, place, ropes[rope_of[index]])
-        spec = build_layer(source)
+        source = _StoredLayer(config, tensors, index, ropes[rope_of[index]], sources[index])
+        spec = build_layer(source, rope_of[index], windows[index], sources[index])
         source.check(spec)
         return spec
 
@@ -219,21 +218,12 @@ def _logits(family: Family, config: TextConfig) -> Logits:
     return None
 
 
-def projections(family: Family, config: TextConfig, index: int, kv_source: int | None) -> Projections:
-    """Return which of queries, keys and values a layer has projections of, as `Heads.projections`."""
-    key = family.values_are_keys
-    if kv_source is not None:
-        return "q"
-    return "qk" if key is not None and config.layer_types[index] != SLIDING and config.truth(key) else "qkv"
-
-
 class _StoredLayer:
     """A layer of a checkpoint, as `build_layer` reads it."""
 
-    def __init__(self, config: TextConfig, tensors: Tensors, place: Place, rope: Rope) -> None:
-        self.family, self.place = config.family, place
-        self._config, self._tensors, self._rope = config, tensors, rope
-        self._prefix = f"model.layers.{place.layer}"
+    def __init__(self, config: TextConfig, tensors: Tensors, index: int, rope: Rope, kv_source: int | None) -> None:
+        self.family, self._index, self._prefix = config.family, index, f"model.layers.{index}"
+        self._config, self._tensors, self._rope, self._kv_source = config, tensors, rope, kv_source
         name = self.family.residual_multiplier
         self.residual_multiplier = 1.0 if name is None else config.number(name)
 
@@ -241,30 +231,32 @@ class _StoredLayer:
     def activation(self) -> GateFunction:
         return self._config.activation
 
-    def head_settings(self) -> HeadSettings:
-        config, family, index = self._config, self.family, self.place.layer
+    @property
+    def projections(self) -> Projections:
+        key = self.family.values_are_keys
+        if self._kv_source is not None:
+            return "q"
+        return "qk" if key is not None and self._config.layer_types[self._index] != SLIDING and self._config.truth(key) else "qkv"
+
+    def heads(self, qkv: Sequence[Weight], o_proj: Weight) -> Heads:
+        config, family, sizes = self._config, self.family, self._config.layer_sizes[self._index]
         has_cap = family.softcap is not None and config.get(family.softcap) is not None
-        return HeadSettings(
-            dim=config.layer_sizes[index].head_dim,
-            scale=config.attention_scale(index),
-            rotary_dim=self._rope.rotary_dim if config.rotates(index) else 0,
+        return Heads(
+            config.num_attention_heads,
+            sizes.num_key_value_heads,
+            sizes.head_dim,
+            config.attention_scale(self._index),
+            rotary_dim=self._rope.rotary_dim if config.rotates(self._index) else 0,
             softcap=config.positive(family.softcap) if has_cap and family.softcap is not None else None,
-            projections=projections(family, config, index, self.place.kv_source),
-            interleaved="half" if family.rope_interleaved else "",  # tables of `Rope` have rotary_dim / 2 columns
+            rope_interleaved="half" if family.rope_interleaved else "",  # tables of `Rope` have rotary_dim / 2 columns
         )
 
-    def head_counts(self, qkv: Sequence[Weight], o_proj: Weight) -> tuple[int, int]:
-        return self._config.num_attention_heads, self._config.layer_sizes[self.place.layer].num_key_value_heads
-
-    def router_settings(self, moe: MoEFamily) -> RouterSettings:
+    def router_settings(self, moe: MoEFamily) -> tuple[int, bool, float]:
         config = self._config
         if moe.groups is not None and config.get("n_group", 1) not in (None, 1):
             raise UnsupportedError("its router chooses among groups of experts")
-        return RouterSettings(
-            config.count_of(moe.top_k, self.place.layer),
-            moe.norm_topk is None or config.truth(moe.norm_topk),
-            1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor),
-        )
+        scaling_factor = 1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor)
+        return config.count_of(moe.top_k, self._index), moe.norm_topk is None or config.truth(moe.norm_topk), scaling_factor
 
     def has_experts(self) -> bool:
         moe, mlp = self.family.moe, f"{self._prefix}.{self.family.mlp}"
@@ -280,10 +272,10 @@ class _StoredLayer:
     def linear(self, names: Sequence[str]) -> Weight:
         weights, biases = self._tensors_of(names)
         if not biases and any(map(self._tensors.has, self._biases(names))):
-            raise UnsupportedError(f"in layer {self.place.layer} some of {joined(names)} have a bias, and some have none")
+            raise UnsupportedError(f"in layer {self._index} some of {joined(names)} have a bias, and some have none")
         found = self._tensors.weight(weights, biases)
         if found is None:
-            raise UnsupportedError(f"in layer {self.place.layer} {joined(names)} are not quantized, or in formats that differ")
+            raise UnsupportedError(f"in layer {self._index} {joined(names)} are not quantized, or in formats that differ")
         return found
 
     def qkv(self, names: Sequence[str]) -> tuple[Weight, ...]:
@@ -310,7 +302,7 @@ class _StoredLayer:
     def check(self, spec: LayerSpec) -> None:
         """Raise CheckpointError for an MLP of another width than the config says."""
         sharing, stated = self.family.kv_sharing, self._config.get("intermediate_size")
-        if self.place.kv_source is not None and sharing is not None and self._config.get(sharing.wide_mlp) is True:
+        if self._kv_source is not None and sharing is not None and self._config.get(sharing.wide_mlp) is True:
             stated = 2 * self._config.count("intermediate_size")
         inner = spec.mlp.down_proj.packed.shape[-1]
         if self.family.moe is None and self.family.mlp == "mlp" and stated != inner:
@@ -328,7 +320,7 @@ class _StoredLayer:
         bias = [f"{name}_bias"] if self._tensors.has(f"{name}_bias") else []
         found = self._tensors.weight([f"{name}.weight"], bias)
         if found is None:
-            raise UnsupportedError(f"in layer {self.place.layer} the experts are not quantized, or in formats that differ")
+            raise UnsupportedError(f"in layer {self._index} the experts are not quantized, or in formats that differ")
         return found
 
 

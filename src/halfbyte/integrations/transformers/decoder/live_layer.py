@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from halfbyte.decoder.build_layer import HeadSettings, Place, RouterSettings, build_layer, joined
+from halfbyte.decoder.build_layer import build_layer, joined
 from halfbyte.decoder.families import FAMILIES, family_of_layer
 from halfbyte.decoder.family import ACTIVATIONS, Family, MoEFamily
 from halfbyte.decoder.spec import LayerSpec
@@ -25,7 +25,7 @@ from halfbyte.kernels.layer_kinds import GateFunction, Projections, key_value_he
 from halfbyte.nn.modules.experts import MixtureOfExperts
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.parallel.parallelize import part_of
-from halfbyte.ops.transformer.decoder import Norm
+from halfbyte.ops.transformer.decoder import Heads, Norm
 from halfbyte.ops.transformer.experts import Clamped
 from halfbyte.ops.transformer.layers import Weight
 
@@ -116,11 +116,10 @@ def is_distributed(layer: nn.Module) -> bool:
 class LiveLayer:
     """A live layer of a known family, as `build_layer` reads it."""
 
-    def __init__(self, layer: Part, place: Place) -> None:
+    def __init__(self, layer: Part) -> None:
         family = family_of(layer)
         assert family is not None
-        self.family, self.place = family, place
-        self._layer, self._attention = layer, layer.self_attn
+        self.family, self._layer, self._attention = family, layer, layer.self_attn
         name = family.residual_multiplier
         self.residual_multiplier = 1.0 if name is None else float(getattr(layer, name))
 
@@ -131,9 +130,9 @@ class LiveLayer:
             raise UnsupportedError(f"its activation is {name}, not {' or '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
-    def head_settings(self) -> HeadSettings:
-        attention, family, projections = self._attention, self.family, self._projections
-        shared = shared_kv(self._layer)
+    def heads(self, qkv: Sequence[Weight], o_proj: Weight) -> Heads:
+        attention, family, projections = self._attention, self.family, self.projections
+        shared, dim = shared_kv(self._layer), attention.head_dim
         if shared.reuses and shared.source is None:
             raise UnsupportedError("no layer has the keys and values that it reads")
         if shared.reuses != (projections == "q"):
@@ -143,17 +142,18 @@ class LiveLayer:
             _check_norm(value_norm)
             if _eps(value_norm) != _eps(attention.q_norm):
                 raise UnsupportedError("the norm of its values has another eps than those of its heads")
-        return HeadSettings(
-            dim=attention.head_dim,
-            scale=attention.scaling,
-            rotary_dim=self._rotary_dim,
-            softcap=None if family.softcap is None else getattr(attention, family.softcap),
-            projections=projections,
-            interleaved=family.rope_interleaved,
+        query = o_proj.packed.shape[1] // dim  # counts follow from the weights: a process may have a part of the heads
+        if projections == "q":
+            key = query // attention.num_key_value_groups
+        else:
+            key = (sum([weight.packed.shape[0] for weight in qkv]) // dim - query) // key_value_heads(projections)
+        softcap = None if family.softcap is None else getattr(attention, family.softcap)
+        return Heads(
+            query, key, dim, attention.scaling, rotary_dim=self._rotary_dim, softcap=softcap, rope_interleaved=family.rope_interleaved
         )
 
     @property
-    def _projections(self) -> Projections:
+    def projections(self) -> Projections:
         """Some configs of a family leave out values, or keys and values."""
         names = self.family.qkv
         return "qkv" if len(names) == 1 else projections_of(sum(getattr(self._attention, name, None) is not None for name in names))
@@ -167,21 +167,10 @@ class LiveLayer:
         rope = getattr(attention.config, "rope_parameters", None) or {}
         return int(dim * rope.get("partial_rotary_factor", 1.0)) if self.family.partial_rotary else dim
 
-    def head_counts(self, qkv: Sequence[Weight], o_proj: Weight) -> tuple[int, int]:
-        """Counts follow from the weights: a process may have a part of the heads."""
-        dim, projections = self._attention.head_dim, self._projections
-        query = o_proj.packed.shape[1] // dim
-        if projections == "q":
-            return query, query // self._attention.num_key_value_groups
-        return query, (sum([weight.packed.shape[0] for weight in qkv]) // dim - query) // key_value_heads(projections)
-
-    def router_settings(self, moe: MoEFamily) -> RouterSettings:
+    def router_settings(self, moe: MoEFamily) -> tuple[int, bool, float]:
         router = _get(self._layer, f"{self.family.mlp}.{moe.router}")
-        return RouterSettings(
-            router.top_k,
-            moe.norm_topk is None or bool(getattr(router, moe.norm_topk)),
-            1.0 if moe.scaling_factor is None else float(getattr(router, moe.scaling_factor)),
-        )
+        scaling_factor = 1.0 if moe.scaling_factor is None else float(getattr(router, moe.scaling_factor))
+        return router.top_k, moe.norm_topk is None or bool(getattr(router, moe.norm_topk)), scaling_factor
 
     def has_experts(self) -> bool:
         return has_experts(self._layer)
@@ -266,7 +255,7 @@ def layer_spec(layer: nn.Module, rope: int = 0, window: int | None = None) -> La
 def traced_spec(layer: Part, rope: int = 0, window: int | None = None) -> LayerSpec:
     """Build the specification of a layer that has one, without checks: torch.compile traces this."""
     shared = shared_kv(layer)
-    return build_layer(LiveLayer(layer, Place(layer.self_attn.layer_idx, rope, window, shared.source if shared.reuses else None)))
+    return build_layer(LiveLayer(layer), rope, window, shared.source if shared.reuses else None)
 
 
 def _why_not_of_family(layer: Part) -> str | None:
