@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfbyte.decoder.build_layer import build_layer, joined
 from halfbyte.decoder.config import TextConfig
-from halfbyte.decoder.family import SLIDING, Family, MoEFamily
+from halfbyte.decoder.family import PER_LAYER_INPUTS, PER_LAYER_SIZE, SHARED_KV_LAYERS, SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits
 from halfbyte.errors import CheckpointError, UnsupportedError
@@ -111,29 +111,28 @@ def _head(tensors: Tensors) -> tuple[Weight | Tensor, Tensor | None]:
 
 def _per_layer_inputs(family: Family, config: TextConfig, tensors: Tensors) -> Inputs | None:
     """Read what per-layer inputs are computed from; None where layers have none."""
-    names, size = family.per_layer_embedding, per_layer_size(family, config)
-    if names is None or size == 0:
+    size, (table_name, projection_name, norm_name) = per_layer_size(family, config), PER_LAYER_INPUTS
+    if size == 0:
         return None
-    table = tensors.table(f"model.{names.table}.weight")
-    projection = tensors.weight([f"model.{names.projection}.weight"])
+    table = tensors.table(f"model.{table_name}.weight")
+    projection = tensors.weight([f"model.{projection_name}.weight"])
     if projection is None:
-        raise UnsupportedError(f"its {names.projection} is not quantized")
+        raise UnsupportedError(f"its {projection_name} is not quantized")
     rows = table.packed if isinstance(table, Weight) else table
     wide = size * config.num_hidden_layers
     for name, found, shape in (
-        (names.table, tuple(rows.shape), (max(rows.shape[0], config.count("vocab_size")), wide)),
-        (names.projection, tuple(projection.packed.shape), (wide, config.hidden_size)),
+        (table_name, tuple(rows.shape), (max(rows.shape[0], config.count("vocab_size")), wide)),
+        (projection_name, tuple(projection.packed.shape), (wide, config.hidden_size)),
     ):
         if found != shape:
             raise CheckpointError(f"{name} is {list(found)} in the files, but config.json makes it {list(shape)}: it is of another model")
-    of_each = norm(family, config, tensors, f"model.{names.norm}", size)
+    of_each = norm(family, config, tensors, f"model.{norm_name}", size)
     return Inputs(rows, size**0.5, projection, config.hidden_size**-0.5, of_each, 0.5**0.5)
 
 
 def per_layer_size(family: Family, config: TextConfig) -> int:
     """Return the elements of each layer's own input; 0 where layers have none."""
-    names = family.per_layer_embedding
-    return 0 if names is None or not config.get(names.size) else config.count(names.size, _MOST_PER_LAYER)
+    return config.count(PER_LAYER_SIZE, _MOST_PER_LAYER) if family.per_layer_input and config.get(PER_LAYER_SIZE) else 0
 
 
 def norm(family: Family, config: TextConfig, tensors: Tensors, name: str, size: int) -> Norm:
@@ -182,15 +181,14 @@ def _ropes(family: Family, config: TextConfig, max_positions: int | None) -> tup
 
 def _kv_sources(family: Family, config: TextConfig) -> list[int | None]:
     """Find the layer whose keys and values each layer reuses; None: it has its own."""
-    sharing, types = family.kv_sharing, config.layer_types
-    count = 0 if sharing is None else config.get(sharing.layers) or 0
+    types, count = config.layer_types, config.get(SHARED_KV_LAYERS) or 0
     first_shared = len(types) - count if type(count) is int else 0
-    if sharing is None or first_shared == len(types):
+    if not family.kv_sharing or first_shared == len(types):
         return [None] * len(types)
     if not 0 < first_shared < len(types) or not set(types[first_shared:]) <= set(types[:first_shared]):
         raise CheckpointError(
-            f"config.json says {sharing.layers}: {count!r:.99}, of {len(types)} layers the last ones that reuse keys and values of earlier "
-            "layers of their type: the file is damaged, or of a model that is a part of another"
+            f"config.json says {SHARED_KV_LAYERS}: {count!r:.99}, of {len(types)} layers the last ones that reuse keys and values of "
+            "earlier layers of their type: the file is damaged, or of a model that is a part of another"
         )
     return [None] * first_shared + [max(i for i in range(first_shared) if types[i] == kind) for kind in types[first_shared:]]
 
@@ -218,6 +216,14 @@ def _logits(family: Family, config: TextConfig) -> Logits:
     return None
 
 
+def projections(family: Family, config: TextConfig, index: int, kv_source: int | None) -> Projections:
+    """Return which of queries, keys and values a layer has projections of, as `Heads.projections`."""
+    key = family.values_are_keys
+    if kv_source is not None:
+        return "q"
+    return "qk" if key is not None and config.layer_types[index] != SLIDING and config.truth(key) else "qkv"
+
+
 class _StoredLayer:
     """A layer of a checkpoint, as `build_layer` reads it."""
 
@@ -233,10 +239,7 @@ class _StoredLayer:
 
     @property
     def projections(self) -> Projections:
-        key = self.family.values_are_keys
-        if self._kv_source is not None:
-            return "q"
-        return "qk" if key is not None and self._config.layer_types[self._index] != SLIDING and self._config.truth(key) else "qkv"
+        return projections(self.family, self._config, self._index, self._kv_source)
 
     def heads(self, qkv: Sequence[Weight], o_proj: Weight) -> Heads:
         config, family, sizes = self._config, self.family, self._config.layer_sizes[self._index]
@@ -301,8 +304,8 @@ class _StoredLayer:
 
     def check(self, spec: LayerSpec) -> None:
         """Raise CheckpointError for an MLP of another width than the config says."""
-        sharing, stated = self.family.kv_sharing, self._config.get("intermediate_size")
-        if self._kv_source is not None and sharing is not None and self._config.get(sharing.wide_mlp) is True:
+        stated = self._config.get("intermediate_size")
+        if self._kv_source is not None and self._config.get("use_double_wide_mlp") is True:
             stated = 2 * self._config.count("intermediate_size")
         inner = spec.mlp.down_proj.packed.shape[-1]
         if self.family.moe is None and self.family.mlp == "mlp" and stated != inner:

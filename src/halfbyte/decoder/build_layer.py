@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from halfbyte.decoder.family import Family, MoEFamily
+from halfbyte.decoder.family import PER_LAYER_MODULES, Family, MoEFamily
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.layer_kinds import GateFunction, Projections
@@ -138,9 +138,9 @@ def _qk_norm(source: LayerSource, heads: Heads) -> tuple[Norm, Norm] | None:
 
 def _per_layer_input(source: LayerSource, scale: Tensor | None) -> PerLayerInput | None:
     """What a layer does with its per-layer input, with the factor of its output; None where it has none."""
-    names = source.family.per_layer_input
-    if names is None or not source.has_per_layer_input():
+    if not source.family.per_layer_input or not source.has_per_layer_input():
         return None
+    names = PER_LAYER_MODULES
     gate, projection = source.linear([names[0]]), source.linear([names[1]])
     return PerLayerInput(gate, projection, source.norm(names[2]), source.activation, scale)
 

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from halfbyte.decoder.build_layer import build_layer, joined
 from halfbyte.decoder.families import FAMILIES, family_of_layer
-from halfbyte.decoder.family import ACTIVATIONS, Family, MoEFamily
+from halfbyte.decoder.family import ACTIVATIONS, PER_LAYER_MODULES, SHARED_KV_LAYERS, Family, MoEFamily
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Understood, any_value, is_true, unset, why_unknown
@@ -71,17 +71,17 @@ class SharedKV(NamedTuple):
 def shared_kv(layer: Part) -> SharedKV:
     """Return how a layer of a known family shares keys and values."""
     family, attention = family_of(layer), layer.self_attn
-    if family is None or (sharing := family.kv_sharing) is None:
+    if family is None or not family.kv_sharing:
         return SharedKV()
-    kind = getattr(attention, sharing.kind)
-    kinds, modes = attention.config.layer_types, getattr(attention.config, sharing.modes, None)
-    if modes is None:
-        count = len(kinds) - getattr(attention.config, sharing.layers)
+    kind: str = attention.layer_type
+    kinds, modes = attention.config.layer_types, getattr(attention.config, "kv_sharing_modes", None)
+    if modes is None:  # the last layers reuse
+        count = len(kinds) - getattr(attention.config, SHARED_KV_LAYERS)
         candidates = [i for i in range(count) if kinds[i] == kind][-1:]
     else:
         candidates = [i for i in range(len(kinds)) if kinds[i] == kind and modes[i] == "store"]
     source = candidates[0] if candidates else None
-    return SharedKV(bool(getattr(attention, sharing.reuses)), bool(getattr(attention, sharing.provides)), kind, source)
+    return SharedKV(bool(attention.is_kv_shared_layer), bool(attention.store_full_length_kv), kind, source)
 
 
 def query_scale_from(layer: Part) -> int | None:
@@ -176,8 +176,7 @@ class LiveLayer:
         return has_experts(self._layer)
 
     def has_per_layer_input(self) -> bool:
-        names = self.family.per_layer_input
-        return names is not None and hasattr(self._layer, names[0])
+        return hasattr(self._layer, PER_LAYER_MODULES[0])
 
     def has(self, name: str) -> bool:
         owner, _, last = name.rpartition(".")
