@@ -1,7 +1,7 @@
 """Computes a decoder specification on a CPU: native calls of a layer for prompts, and of the whole model for one token of each sequence.
 
 A layer is one call of `ops.transformer.decoder` (norms, projections, rope, attention, MLP); a mixture of experts with more rows than that
-call takes is one for the attention half and `halfbyte::add_experts` for the rest. A decode step is one call of
+call takes is one for attention and `halfbyte::add_experts` for the rest. A decode step is one call of
 `ops.transformer.whole_model_decode`.
 """
 
@@ -102,7 +102,7 @@ class CpuModel:
     def _stepped(self, ids: Sequence[int], where: Sequence[int], cache: Cache, mask: Tensor | None, *, in_a_row: bool = False) -> Tensor:
         """The logits [M, N] after tokens at these positions, one of each sequence, or several of one `in_a_row`."""
         rows = [self.rope_row(position, position + 1) for position in where]
-        y = self.step(ids, [address for _, address in rows], cache.place, cache.entries, cache.length, mask, in_a_row=in_a_row)
+        y = self.step(ids, [address for _, address in rows], cache.buffer_version, cache.entries, cache.length, mask, in_a_row=in_a_row)
         cache.append(len(ids) if in_a_row else 1)
         if isinstance(self.spec.lm_head, Weight):
             return y[:, 0]
@@ -189,7 +189,7 @@ class CpuModel:
             if self._fits(first, tokens):
                 x = run_layers(self._layers[first:last], x, rotary[spec.rope], entries, mask, per_layer_input)[-1]
             else:
-                x = self._by_halves(first, spec, x, rotary[spec.rope], entries, mask)
+                x = self._by_sublayers(first, spec, x, rotary[spec.rope], entries, mask)
         cache.append(len(ids))
         return x
 
@@ -221,13 +221,13 @@ class CpuModel:
             yield first, last
             first = last
 
-    def _by_halves(
+    def _by_sublayers(
         self,
         index: int,
         spec: LayerSpec,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
-        place: Sequence[tuple[Tensor, Tensor, int]],
+        entries: Sequence[tuple[Tensor, Tensor, int]],
         mask: Tensor | None,
     ) -> Tensor:
         attention = self._attention[index]
@@ -235,7 +235,7 @@ class CpuModel:
         assert isinstance(spec.mlp, Experts)
         from halfbyte.ops.transformer.routing import add_experts
 
-        (h,) = run_layers((attention,), x, rotary, place, mask)
+        (h,) = run_layers((attention,), x, rotary, entries, mask)
         return add_experts(h, spec.mlp)
 
     def _per_layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:

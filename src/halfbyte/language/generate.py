@@ -424,8 +424,8 @@ class Batch:
             logits = self._model.decode(waiting, cache)
             return most_likely(logits) if are_plain else (sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True))
         chooser = None if are_plain else _batch_sampler(samplers)
-        goes_on = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
-        tokens = cast("GpuModel", self._model).decode_tokens(waiting, cache, choose=chooser, goes_on=goes_on)
+        launch_ahead = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
+        tokens = cast("GpuModel", self._model).decode_tokens(waiting, cache, choose=chooser, launch_ahead=launch_ahead)
         return tokens if chooser is None else chooser.accept(tokens)
 
     def _check_guesses(self, running: _Running, guesser: Guesser, cache: Cache, guesses: list[int]) -> str:
@@ -460,8 +460,8 @@ class Batch:
     def _decode_slots(self) -> list[tuple[Generation, str]]:
         slots, switch = self._slots, self._model.spec.rope_switch
         assert slots is not None
-        places = zip(self._active, slots.positions(), strict=True)
-        if short := [one for one, position in places if position == switch and not one.long_rope]:
+        positions = zip(self._active, slots.positions(), strict=True)
+        if short := [one for one, position in positions if position == switch and not one.long_rope]:
             for running in short:  # from here on all of their tokens have other frequencies
                 self._free_slot(running)
                 self._preempted.append(running)

@@ -77,7 +77,7 @@ def test_logits_are_those_of_one_device(kind: str, specs: Models) -> None:
         assert_close(found, expected, TOLERANCE[False])
         for token in ids[:3]:
             assert_close(split.decode([token], caches[1]), one.decode([token], caches[0]), TOLERANCE[False])
-        assert split.decode_tokens([5], caches[1], goes_on=True) == one.decode_tokens([5], caches[0])
+        assert split.decode_tokens([5], caches[1], launch_ahead=True) == one.decode_tokens([5], caches[0])
         assert len(split._host) == sum(isinstance(layer.mlp, Experts) for layer in spec.layers[:experts])
 
 
@@ -171,7 +171,7 @@ def test_a_captured_step_is_in_pieces(specs: Models, monkeypatch: pytest.MonkeyP
     tokens = [5]
     for _ in range(5):
         expected = one.decode_tokens(tokens, other)
-        found = split.decode_tokens(tokens, cache, goes_on=True)
+        found = split.decode_tokens(tokens, cache, launch_ahead=True)
         assert found == expected
         assert split._ahead is None
         tokens = found
@@ -219,9 +219,9 @@ def test_interrupted_between_pieces(specs: Models, monkeypatch: pytest.MonkeyPat
 
             monkeypatch.setattr(HostExperts, "_compute", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                split.decode_tokens(tokens, cache, goes_on=True)
+                split.decode_tokens(tokens, cache, launch_ahead=True)
             monkeypatch.setattr(HostExperts, "_compute", compute)
-        assert split.decode_tokens(tokens, cache, goes_on=True) == expected
+        assert split.decode_tokens(tokens, cache, launch_ahead=True) == expected
         tokens = expected
 
 

@@ -75,7 +75,7 @@ def test_logits_are_those_of_a_cpu(kind: str, specs: Models) -> None:
         assert_close(model.prefill(ids, cache, every=True), expected, TOLERANCE[False])
         for token, logits in zip(ids[:4], tokens, strict=True):
             assert_close(model.decode([token], cache), logits, TOLERANCE[False])
-        assert model.decode_tokens([5], cache, goes_on=True) == [int(one.decode([5], read(one, ids + ids[:4]))[0].argmax())]
+        assert model.decode_tokens([5], cache, launch_ahead=True) == [int(one.decode([5], read(one, ids + ids[:4]))[0].argmax())]
         assert model._ahead is None
 
 

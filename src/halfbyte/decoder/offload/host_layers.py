@@ -97,14 +97,14 @@ class HostLayers:
         step, self.step = self.step, None
         assert step is not None
         if step.total is None:
-            tables = [[rope.tables(place, place + 1, place + 1) for place in step.positions] for rope in self._ropes]
+            tables = [[rope.tables(position, position + 1, position + 1) for position in step.positions] for rope in self._ropes]
             rotary = [(torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])) for rows in tables]
             return self._through(x, rotary, step, 0)
         parts = []
         for start in range(0, x.shape[1], _CHUNK):
             some = x[:, start : start + _CHUNK]
-            places = step.positions[start], step.positions[start] + some.shape[1]
-            parts.append(self._through(some, [rope.tables(*places, step.total) for rope in self._ropes], step, start))
+            bounds = step.positions[start], step.positions[start] + some.shape[1]
+            parts.append(self._through(some, [rope.tables(*bounds, step.total) for rope in self._ropes], step, start))
         return torch.cat(parts, 1)
 
     def _through(self, x: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], step: HostStep, done: int) -> Tensor:
@@ -112,15 +112,15 @@ class HostLayers:
         batch, tokens = x.shape[:2]
         for index, (spec, layer) in enumerate(zip(self._specs, self._layers, strict=True)):
             entry, before = step.cache.by_layer[index], step.cache.by_layer[index].length + done
-            place = (entry.keys[:batch], entry.values[:batch], before)
+            cached = (entry.keys[:batch], entry.values[:batch], before)
             mask = _mask(spec, entry, before, tokens, step)
             attention = self._attention[index]
             if attention is not None and batch * tokens > (layer.most_rows or 0):
-                (h,) = run_layers((attention,), x, rotary[spec.rope], [place], mask)
+                (h,) = run_layers((attention,), x, rotary[spec.rope], [cached], mask)
                 assert isinstance(spec.mlp, Experts)
                 x = add_experts(h, spec.mlp)
             else:
-                (x,) = run_layers((layer,), x, rotary[spec.rope], [place], mask)
+                (x,) = run_layers((layer,), x, rotary[spec.rope], [cached], mask)
         return x
 
 

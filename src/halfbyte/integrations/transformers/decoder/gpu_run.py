@@ -26,7 +26,7 @@ from halfbyte.ops.library import in_mode, plain
 from halfbyte.ops.transformer.prefill_ops import why_not_many
 
 DEVICES = ("cuda",)
-_Place = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
+_Entry = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
@@ -124,10 +124,10 @@ class GpuRun(Run):
         cos, sin = call.rotary[index]
         rope_cache = None if heads.rotary_dim == 0 else (_in_rows(cos), _in_rows(sin))
         if shared.reuses:
-            place = self._reused(layer, shared, x, call.masks[index])
-            if place is None:
+            entry = self._reused(layer, shared, x, call.masks[index])
+            if entry is None:
                 return None
-            return prefill(lowered.layer, x, rope_cache, KeyValues(*place), mask, per_layer_input, name="others")
+            return prefill(lowered.layer, x, rope_cache, KeyValues(*entry), mask, per_layer_input, name="others")
         number: int = layer.self_attn.layer_idx
         cache: Any = None if call.past is None or number >= len(call.past.layers) else call.past.layers[number]
         if isinstance(cache, StaticLayer) and not cache.is_initialized:
@@ -142,7 +142,7 @@ class GpuRun(Run):
             call.shared[shared.kind] = kept
         return y if lowered.layer.mlp is not None else add_mlp(layer, lowered.spec, y)
 
-    def _reused(self, layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None) -> _Place | None:
+    def _reused(self, layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None) -> _Entry | None:
         """Keys and values that an earlier layer has left, and before which of them the tokens x are; None where that is not known."""
         past, index, shared = self._call.past, sharing.source, self._call.shared
         if index is None or sharing.kind not in shared or (past is not None and index >= len(past.layers)):

@@ -51,13 +51,13 @@ class GraphStep(Step):
         self._last = self.first
         self._following: Tensor | None = self.first  # the next tokens, where they are on their way already
 
-    def next(self, ids: Tensor, *, goes_on: bool) -> Tensor:
+    def next(self, ids: Tensor, *, launch_ahead: bool) -> Tensor:
         """`Step.next`. The step after these tokens is started before the host has read them, where it is a graph."""
         tokens = self._after(self._seen.ids, self._last) if self._following is None else self._following
         self._last = tokens
         self._reader.ask(tokens)
         self._seen.append(tokens)
-        is_ahead = goes_on and self._graph is not None and self._left > 0
+        is_ahead = launch_ahead and self._graph is not None and self._left > 0
         self._following = self._after(self._seen.ids, tokens) if is_ahead else None
         return self._reader.answer()
 
