@@ -242,11 +242,11 @@ def test_rows_from_which_experts_cross_are_measured(specs: Models, monkeypatch: 
     monkeypatch.setattr(HostExperts, "_routed", lambda *args: (used.append(args[3]), routed(*args))[1])
     assert split._host._measured_rows(0.0) == rates.FEWEST_ROWS
     assert len(used[0]) == rates.FEWEST_ROWS
-    assert used[0].unique().tolist() == list(range(len(next(iter(split._host._halves.values())).router)))
+    assert used[0].unique().tolist() == list(range(len(next(iter(split._host._mixtures.values())).router)))
     measured: list[float] = []
     monkeypatch.setattr(HostExperts, "_measured_rows", lambda host, crossing: (measured.append(crossing), 40)[1])
     monkeypatch.setattr(host_experts, "link_bandwidth", lambda device: 1e9)
-    host = HostExperts(split._host._halves, torch.device("cpu"))
+    host = HostExperts(split._host._mixtures, torch.device("cpu"))
     monkeypatch.setattr(host, "_device", torch.device("cuda", 0))
     assert not host.streams(rates.FEWEST_ROWS - 1)
     assert not measured
