@@ -90,7 +90,7 @@ class _Window(Growing):  # type: ignore[no-untyped-call]
     """The length is transformers' `cumulative_length`."""
 
     sliding_window: int
-    record_past: bool = False  # older versions of transformers do not have it
+    record_past: bool
     cumulative_length: int
 
     @property

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import StaticCache, cache_utils
-from transformers.cache_utils import StaticSlidingWindowLayer
+from transformers import StaticCache
+from transformers.cache_utils import DummyLayer, StaticSlidingWindowLayer
 
 from halfbyte.decoder.gpu_step import HostReader
 from halfbyte.integrations.transformers.generate.steps import TOKEN, Choice, Step, Text
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _CACHE_STEP = 64  # tokens
 _NO_END = 1 << 62  # replays
-_EMPTY = getattr(cache_utils, "DummyLayer", None)  # older versions of transformers do not have it
 
 
 class GraphStep(Step):
@@ -159,7 +158,7 @@ def capturable(cache: StaticCache) -> StaticCache:
 
 def keeping(cache: Cache) -> list[Any]:
     """Layers of a cache but for those that keep nothing, of layers that read keys and values of others."""
-    return [layer for layer in cache.layers if type(layer) is not _EMPTY]
+    return [layer for layer in cache.layers if type(layer) is not DummyLayer]
 
 
 def _windows(cache: StaticCache) -> list[Window]:
