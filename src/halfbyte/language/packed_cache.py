@@ -86,6 +86,7 @@ class PackedCache:
         """Map what is stored in the folder of a model, whose files have these states."""
         self._folder, self._states, self._opened = folder, states, time.time_ns()
         self._stored: dict[str, tuple[PackedFile, Stored]] = {}
+        self._read: dict[str, tuple[PackedFile, Stored, Tensor]] = {}
         self._new: dict[str, tuple[Stored, Tensor]] = {}
         self._lock = threading.Lock()
         with suppress(OSError):
@@ -141,13 +142,22 @@ class PackedCache:
         if file is None or stored is None or stored.format != fmt or shape not in (None, stored.shape):
             return None
         try:
-            return stored, file.tensor(stored)
+            data = file.tensor(stored)
         except DamagedError:
-            with suppress(OSError):
-                file.path.unlink()  # what it had is packed and stored again the next time, too
-            with self._lock:
-                self._stored = {name: each for name, each in self._stored.items() if each[0] is not file}
+            self._drop(file)
             return None
+        self._read[stored.name] = file, stored, data
+        return stored, data
+
+    def _drop(self, file: PackedFile) -> None:
+        """Delete a file of which a weight is damaged; what was read of it before is stored again."""
+        with suppress(OSError):
+            file.path.unlink()
+        with self._lock:
+            for name in [name for name, (other, _) in self._stored.items() if other is file]:
+                del self._stored[name]
+                if name in self._read:
+                    self._new[name] = self._read[name][1:]
 
     def add(self, names: Sequence[str], packed: Packed | Tensor) -> None:
         """Remember what was packed, for `store`."""

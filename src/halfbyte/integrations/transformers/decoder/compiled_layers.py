@@ -121,6 +121,7 @@ class Run:
         self._modules, self._call = stack.layers, call
         self._shared = [shared_kv(layer) for layer in stack.layers]
         self._shares = any(shared.kind is not None for shared in self._shared)
+        self._visible: dict[int, Tensor | None] = {}  # by the ids of masks, which several layers have in common
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the hidden states [B, t, K] after the last layer."""
@@ -149,6 +150,14 @@ class Run:
         y: Tensor = module(x, attention_mask=call.masks[index], **positions, **more)
         return y
 
+    def _shown(self, mask: Tensor | None) -> Tensor | None:
+        """`visible` of a mask of the call."""
+        if mask is None:
+            return None
+        if id(mask) not in self._visible:
+            self._visible[id(mask)] = visible(mask)
+        return self._visible[id(mask)]
+
     def _may_cut(self, first: int, x: Tensor, keep: int) -> bool:
         """Whether the layers from one on need the last tokens alone, as they add no keys and values (Gemma 4)."""
         if not 0 < keep < x.shape[1] or not all(shared.reuses for shared in self._shared[first:]):
@@ -174,7 +183,6 @@ class CpuRun(Run):
         super().__init__(stack, call)
         self._compiled = layers
         self._eager: bool = stack.config._attn_implementation == "eager"
-        self._visible: dict[int, Tensor | None] = {}  # by the ids of masks
         self._later: dict[tuple[int, int, int], bool] = {}
 
     def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
@@ -252,13 +260,6 @@ class CpuRun(Run):
         entry.enter(cache, x.shape[1])
         if layer.shared.provides:
             call.shared[layer.shared.kind] = entry.all_states(cache, x, layer.whole.heads.head_dim)
-
-    def _shown(self, mask: Tensor | None) -> Tensor | None:
-        if mask is None:
-            return None
-        if id(mask) not in self._visible:
-            self._visible[id(mask)] = visible(mask)
-        return self._visible[id(mask)]
 
     def _is_mask(self, layer: CompiledLayer, mask: Tensor | None, seen: Tensor | None) -> bool:
         """Whether `mask`, of which `seen` was made, is one for the layer's formula. Eager attention adds its mask, without which it is not

@@ -10,7 +10,7 @@ from halfbyte.nn.modules.quantized import has_hooks
 
 def is_capturing() -> bool:
     """Whether transformers is collecting hidden states or attentions in this thread."""
-    return bool(output_capturing._active_collector.get())
+    return bool(output_capturing._active_collector.get())  # type: ignore[no-untyped-call]
 
 
 def watched(module: nn.Module) -> bool:
