@@ -153,7 +153,7 @@ def test_prompts_leave_no_buffers(specs: Models) -> None:
 
 
 def test_layers_without_a_kernel(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfbyte.decoder.offload.host_layers.why_not", lambda *parts: "its heads are odd")
+    monkeypatch.setattr("halfbyte.decoder.lower_cpu.why_not", lambda *parts: "its heads are odd")
     with pytest.raises(UnsupportedError, match="layer 0 has no kernel on a CPU: its heads are odd"):
         HostLayers(specs("LlamaDecoderLayer").layers, (), torch.device("cpu"))
     model = split(specs("LlamaDecoderLayer"), 0)
