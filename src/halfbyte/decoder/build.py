@@ -149,13 +149,8 @@ def _vector(tensors: Tensors, name: str, size: int) -> Tensor:
 
 
 def _check_supported(family: Family, config: TextConfig) -> None:
-    for name in family.unsupported:
-        value = config.get(name)
-        if value is not None and value is not False and value != 0:
-            raise UnsupportedError(f"its config has {name} = {value!r}")
-    for name, wanted in family.required:
-        if getattr(config, name) != wanted:
-            raise UnsupportedError(f"its config has {name} = {getattr(config, name)!r}, not {wanted!r}")
+    if (setting := family.other_setting(config.get)) is not None:
+        raise UnsupportedError(f"its config has {setting}")
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision": tokens of images alone
         raise UnsupportedError(f"its config has use_bidirectional_attention = {config.get('use_bidirectional_attention')!r:.99}")
     if other := set(config.layer_types) - {"full_attention", "attention", SLIDING}:
@@ -207,12 +202,9 @@ def _windows(family: Family, config: TextConfig, types: Sequence[str]) -> list[i
 
 
 def _logits(family: Family, config: TextConfig) -> Logits:
-    if family.logits_divisor is not None:
-        return "over", config.positive(family.logits_divisor)
-    if family.logits_multiplier is not None:
-        return "times", config.number(family.logits_multiplier)
-    if family.logits_softcap is not None and config.get(family.logits_softcap) is not None:
-        return "cap", config.positive(family.logits_softcap)
+    for function, name in family.logits:
+        if function != "cap" or config.get(name) is not None:
+            return function, config.number(name) if function == "times" else config.positive(name)
     return None
 
 

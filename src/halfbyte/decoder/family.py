@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from halfbyte.io.gguf import Value
     from halfbyte.io.gguf_metadata import Metadata
 
-from halfbyte.kernels.layer_kinds import GateFunction, RouterScores
+from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction, RouterScores
 
 # Activation functions of configs, by the names that kernels use.
 ACTIVATIONS: dict[str, GateFunction] = {
@@ -299,3 +299,17 @@ class Family:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_class", self.layer_class or f"{self.name}DecoderLayer")
         object.__setattr__(self, "model_class", f"{self.name}ForCausalLM" if self.model_class == "" else self.model_class)
+
+    @property
+    def logits(self) -> list[tuple[LogitsFunction, str]]:
+        """Functions of the logits, with the keys of the config of their constants."""
+        keys: tuple[tuple[LogitsFunction, str | None], ...]
+        keys = ("over", self.logits_divisor), ("times", self.logits_multiplier), ("cap", self.logits_softcap)
+        return [(function, key) for function, key in keys if key is not None]
+
+    def other_setting(self, get: Callable[[str], object]) -> str | None:
+        """The setting, and its value, with which layers compute something else; None: there is none. get: Of a config by its key."""
+        values = {name: get(name) for name in self.unsupported}
+        others = {name: value for name, value in values.items() if value is not None and value is not False and value != 0}
+        others |= {name: get(name) for name, wanted in self.required if get(name) != wanted}
+        return next((f"{name} = {value!r:.99}" for name, value in others.items()), None)

@@ -7,6 +7,7 @@ reason why it is none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -266,7 +267,7 @@ def _why_not_of_family(layer: Part) -> str | None:
         return reason
     if getattr(layer, "self_attn", None) is None:
         return "it has no self_attn"
-    if (setting := other_setting(layer)) is not None:
+    if (setting := family.other_setting(partial(getattr, layer.self_attn.config))) is not None:
         return f"its config has {setting}"
     if has_experts(layer) and family.moe is not None:
         return _why_not_routed(getattr(layer, family.mlp), family.moe)
@@ -282,19 +283,6 @@ def _why_other_activation(layer: Part, family: Family) -> str | None:
     if name in ACTIVATIONS and any(type(module) is not type(ACT2FN[name]) for module in found):
         return f"its activation was replaced by a {type(found[0]).__name__}"
     return None
-
-
-def other_setting(layer: Part) -> str | None:
-    """The setting of the config, and its value, with which a layer of a known family computes something else; None: there is none."""
-    config, family = layer.self_attn.config, family_of(layer)
-    assert family is not None
-    names = [name for name in family.unsupported if not _is_off(getattr(config, name))]
-    names += [name for name, value in family.required if getattr(config, name) != value]
-    return f"{names[0]} = {getattr(config, names[0])!r}" if names else None
-
-
-def _is_off(value: object) -> bool:
-    return value is None or value is False or (type(value) is int and value == 0)
 
 
 def _why_not_routed(mlp: Part, moe: MoEFamily) -> str | None:

@@ -30,7 +30,7 @@ from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, cache_name, is_true, unset
 from halfbyte.integrations.transformers.optimize.hooked import why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers, original
-from halfbyte.kernels.layer_kinds import LogitsFunction, logits_in_torch
+from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.layers import Weight
@@ -255,13 +255,8 @@ def compiled_decoder(model: Part) -> tuple[CompiledStack, Logits] | None:
 def _logits(model: Part, family: Family, config: Config) -> Logits:
     """The function of a model's logits. Models of images may lack that of their family's text models: their forward does not read it."""
     read = None if model.config is config else inspect.unwrap(original(model).forward).__code__.co_names  # type: ignore[attr-defined]
-    settings: list[tuple[LogitsFunction, str | None]] = [
-        ("over", family.logits_divisor),
-        ("times", family.logits_multiplier),
-        ("cap", family.logits_softcap),
-    ]
-    for function, name in settings:
-        if name is not None and (read is None or name in read) and (constant := getattr(config, name)) is not None:
+    for function, name in family.logits:
+        if (read is None or name in read) and (constant := getattr(config, name)) is not None:
             return function, constant
     return None
 
