@@ -481,7 +481,7 @@ class Model:
 
     def next(self, tokens: list[int], cache: Any) -> list[int]:
         if self.on_gpu:
-            found: list[int] = self.model.decode_tokens(tokens, cache, goes_on=True)
+            found: list[int] = self.model.decode_tokens(tokens, cache, launch_ahead=True)
             return found
         return [int(row.argmax()) for row in self.model.decode(tokens, cache)]
 

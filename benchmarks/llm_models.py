@@ -282,7 +282,7 @@ def make_spec(config: Any, device: str, format: str) -> Any:
     return build_spec(weights.values, tensors), tensors.dtype
 
 
-def _in_order(weights: _Synthetic, where: Any) -> Any:
+def _in_order(weights: Any, where: Any) -> Any:
     """The weights packed one after the other, as memory for what lies in between is that of one."""
     from halfbyte.language.checkpoint_tensors import PackedTensors
 

@@ -174,7 +174,7 @@ def test_slots_hold_what_sequences_hold_alone(kind: str, int8: bool, models: Any
             if step % 3 or int8:
                 assert_close(gpu.decode(newest, slots, positions)[chosen], expected, TOLERANCE[int8])
             else:
-                assert gpu.decode_tokens(newest, slots, positions, goes_on=True)[chosen] == int(expected.argmax())
+                assert gpu.decode_tokens(newest, slots, positions, launch_ahead=True)[chosen] == int(expected.argmax())
     assert sum(graphs) > 5
 
 
@@ -192,8 +192,8 @@ def test_steps_are_for_batches_of_few_sizes(models: Any, graphs: list[int]) -> N
         else:
             texts.pop()
             slots.leave(count)
-        for goes_on in (True, True, False):
-            tokens = gpu.decode_tokens([text[-1] for text in texts], slots, goes_on=goes_on)
+        for launch_ahead in (True, True, False):
+            tokens = gpu.decode_tokens([text[-1] for text in texts], slots, launch_ahead=launch_ahead)
             assert len(tokens) == count
             for text, token in zip(texts, tokens, strict=True):
                 text.append(token)
@@ -280,7 +280,7 @@ def test_a_choice_within_a_step_and_after_it(captured: bool, models: Any, graphs
     expected, found = [5], [5]
     for _ in range(20):
         expected.append(int(cpu.decode(expected[-1:], here)[0].topk(2).indices[1]))
-        found += gpu.decode_tokens(found[-1:], cache, choose=second, captured=captured, goes_on=True)
+        found += gpu.decode_tokens(found[-1:], cache, choose=second, captured=captured, launch_ahead=True)
     assert found == expected
     assert all(float(logits.abs().max()) <= 1.5 for logits in seen)
     gpu.close_steps_of(cache)
@@ -295,7 +295,7 @@ def test_steps_that_are_launched_ahead(kind: str, models: Any, graphs: list[int]
     cache = Cache(gpu.spec, where=gpu.where)
     found = [int(gpu.prefill(ids, cache).argmax())]
     while len(found) < count:
-        found += gpu.decode_tokens(found[-1:], cache, goes_on=True)
+        found += gpu.decode_tokens(found[-1:], cache, launch_ahead=True)
     assert found == expected
     assert cache.length == len(ids) + count - 1
     assert sum(graphs) == count - 1, "one step alone was not a graph, and one was launched that nobody asked for"
@@ -310,11 +310,11 @@ def test_a_step_ahead_that_nobody_asks_for(models: Any, graphs: list[int]) -> No
     gpu.prefill(ids, cache)
     gpu.prefill(ids[:4], other)
     for step in range(24):
-        token = 3 + 7 * step % 80 if step % 3 else gpu.decode_tokens([5], cache, goes_on=True)[0]
+        token = 3 + 7 * step % 80 if step % 3 else gpu.decode_tokens([5], cache, launch_ahead=True)[0]
         if not step % 3:
             assert token == int(cpu.decode([5], here)[0].argmax())
         if step % 4 == 1:
-            gpu.decode_tokens([9], other, goes_on=True)
+            gpu.decode_tokens([9], other, launch_ahead=True)
         if step % 5 == 2:
             assert cache.cut(cache.length - 1) == here.cut(here.length - 1)
         if step % 7 == 3:

@@ -150,7 +150,7 @@ def test_steps_that_are_launched_ahead(kind: str, tmp_path: Path, captures: list
         text = [int(model.prefill(ids, cache).argmax())]
         while len(text) < count:
             if isinstance(model, GpuModel):
-                text += model.decode_tokens(text[-1:], cache, goes_on=True)
+                text += model.decode_tokens(text[-1:], cache, launch_ahead=True)
             else:
                 text.append(int(model.decode(text[-1:], cache)[0].argmax()))
         texts.append(text)

@@ -129,8 +129,11 @@ def test_columns_in_another_order_are_refused(folders: Path, tmp_path: Path) -> 
     name = "model.layers.1.self_attn.o_proj.g_idx"
     tensors[name] = torch.arange(64, dtype=torch.int32) % 2  # of which group each column is
     save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedError, match=r"columns of .*layers\.1\.self_attn\.o_proj.* desc_act"):
-        LanguageModel.open(tmp_path / "m")
+    hb.save(load(tmp_path / "m"), tmp_path / "saved")
+    make_tokenizer().save_pretrained(tmp_path / "saved")
+    for folder in ("m", "saved"):
+        with pytest.raises(UnsupportedError, match=r"columns of .*layers\.1\.self_attn\.o_proj.* desc_act"):
+            LanguageModel.open(tmp_path / folder)
 
 
 def test_prompts_of_other_types(folders: Path) -> None:

@@ -98,7 +98,7 @@ def expected(actual: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> tupl
 @given(data=st.data())
 def test_the_pieces_are_the_whole(kind: str, data: st.DataObject) -> None:
     actual = tokenizer(kind)
-    ids = data.draw(st.lists(st.integers(0, actual.vocabulary_size + 1), max_size=40))  # and ids that have no token
+    ids = data.draw(st.lists(st.integers(0, actual.backend.get_vocab_size() + 1), max_size=40))  # and ids that have no token
     assert "".join(streamed(actual, ids)[0]) == actual.decode(ids)
 
 
@@ -133,7 +133,7 @@ def test_stop_strings(kind: str, data: st.DataObject) -> None:
     if kind.endswith("cleaned up") or "the whole" in kind:
         size = 5
     else:
-        size = min(actual.vocabulary_size, 300)
+        size = min(actual.backend.get_vocab_size(), 300)
     ids = data.draw(st.lists(st.integers(0, size - 1), max_size=16))
     whole = actual.decode(ids)
     inside = st.integers(0, max(len(whole) - 1, 0)).flatmap(lambda at: st.integers(1, 5).map(lambda n: whole[at : at + n] or "x"))

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from halfbyte.decoder.build_layer import HeadSettings, Place, RouterSettings, build_layer, joined
+from halfbyte.decoder.build_layer import build_layer, joined
 from halfbyte.decoder.config import TextConfig
-from halfbyte.decoder.family import SLIDING, Family, MoEFamily
+from halfbyte.decoder.family import PER_LAYER_INPUTS, PER_LAYER_SIZE, SHARED_KV_LAYERS, SLIDING, Family, MoEFamily
 from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits
 from halfbyte.errors import CheckpointError, UnsupportedError
 from halfbyte.kernels.layer_kinds import GateFunction, Projections
-from halfbyte.ops.transformer.decoder import Norm
+from halfbyte.ops.transformer.decoder import Heads, Norm
 from halfbyte.ops.transformer.experts import Clamped
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.whole_model_decode import Inputs
@@ -69,9 +69,8 @@ def build_spec(values: dict[str, object], tensors: Tensors) -> DecoderSpec:
     windows, sources = _windows(family, config, types), _kv_sources(family, config)
 
     def layer(index: int) -> LayerSpec:
-        place = Place(index, rope_of[index], windows[index], sources[index])
-        source = _StoredLayer(config, tensors, place, ropes[rope_of[index]])
-        spec = build_layer(source)
+        source = _StoredLayer(config, tensors, index, ropes[rope_of[index]], sources[index])
+        spec = build_layer(source, rope_of[index], windows[index], sources[index])
         source.check(spec)
         return spec
 
@@ -112,29 +111,28 @@ def _head(tensors: Tensors) -> tuple[Weight | Tensor, Tensor | None]:
 
 def _per_layer_inputs(family: Family, config: TextConfig, tensors: Tensors) -> Inputs | None:
     """Read what per-layer inputs are computed from; None where layers have none."""
-    names, size = family.per_layer_embedding, per_layer_size(family, config)
-    if names is None or size == 0:
+    size, (table_name, projection_name, norm_name) = per_layer_size(family, config), PER_LAYER_INPUTS
+    if size == 0:
         return None
-    table = tensors.table(f"model.{names.table}.weight")
-    projection = tensors.weight([f"model.{names.projection}.weight"])
+    table = tensors.table(f"model.{table_name}.weight")
+    projection = tensors.weight([f"model.{projection_name}.weight"])
     if projection is None:
-        raise UnsupportedError(f"its {names.projection} is not quantized")
+        raise UnsupportedError(f"its {projection_name} is not quantized")
     rows = table.packed if isinstance(table, Weight) else table
     wide = size * config.num_hidden_layers
     for name, found, shape in (
-        (names.table, tuple(rows.shape), (max(rows.shape[0], config.count("vocab_size")), wide)),
-        (names.projection, tuple(projection.packed.shape), (wide, config.hidden_size)),
+        (table_name, tuple(rows.shape), (max(rows.shape[0], config.count("vocab_size")), wide)),
+        (projection_name, tuple(projection.packed.shape), (wide, config.hidden_size)),
     ):
         if found != shape:
             raise CheckpointError(f"{name} is {list(found)} in the files, but config.json makes it {list(shape)}: it is of another model")
-    of_each = norm(family, config, tensors, f"model.{names.norm}", size)
+    of_each = norm(family, config, tensors, f"model.{norm_name}", size)
     return Inputs(rows, size**0.5, projection, config.hidden_size**-0.5, of_each, 0.5**0.5)
 
 
 def per_layer_size(family: Family, config: TextConfig) -> int:
     """Return the elements of each layer's own input; 0 where layers have none."""
-    names = family.per_layer_embedding
-    return 0 if names is None or not config.get(names.size) else config.count(names.size, _MOST_PER_LAYER)
+    return config.count(PER_LAYER_SIZE, _MOST_PER_LAYER) if family.per_layer_input and config.get(PER_LAYER_SIZE) else 0
 
 
 def norm(family: Family, config: TextConfig, tensors: Tensors, name: str, size: int) -> Norm:
@@ -151,13 +149,8 @@ def _vector(tensors: Tensors, name: str, size: int) -> Tensor:
 
 
 def _check_supported(family: Family, config: TextConfig) -> None:
-    for name in family.unsupported:
-        value = config.get(name)
-        if value is not None and value is not False and value != 0:
-            raise UnsupportedError(f"its config has {name} = {value!r}")
-    for name, wanted in family.required:
-        if getattr(config, name) != wanted:
-            raise UnsupportedError(f"its config has {name} = {getattr(config, name)!r}, not {wanted!r}")
+    if (setting := family.other_setting(config.get)) is not None:
+        raise UnsupportedError(f"its config has {setting}")
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # "vision": tokens of images alone
         raise UnsupportedError(f"its config has use_bidirectional_attention = {config.get('use_bidirectional_attention')!r:.99}")
     if other := set(config.layer_types) - {"full_attention", "attention", SLIDING}:
@@ -183,15 +176,14 @@ def _ropes(family: Family, config: TextConfig, max_positions: int | None) -> tup
 
 def _kv_sources(family: Family, config: TextConfig) -> list[int | None]:
     """Find the layer whose keys and values each layer reuses; None: it has its own."""
-    sharing, types = family.kv_sharing, config.layer_types
-    count = 0 if sharing is None else config.get(sharing.layers) or 0
+    types, count = config.layer_types, config.get(SHARED_KV_LAYERS) or 0
     first_shared = len(types) - count if type(count) is int else 0
-    if sharing is None or first_shared == len(types):
+    if not family.kv_sharing or first_shared == len(types):
         return [None] * len(types)
     if not 0 < first_shared < len(types) or not set(types[first_shared:]) <= set(types[:first_shared]):
         raise CheckpointError(
-            f"config.json says {sharing.layers}: {count!r:.99}, of {len(types)} layers the last ones that reuse keys and values of earlier "
-            "layers of their type: the file is damaged, or of a model that is a part of another"
+            f"config.json says {SHARED_KV_LAYERS}: {count!r:.99}, of {len(types)} layers the last ones that reuse keys and values of "
+            "earlier layers of their type: the file is damaged, or of a model that is a part of another"
         )
     return [None] * first_shared + [max(i for i in range(first_shared) if types[i] == kind) for kind in types[first_shared:]]
 
@@ -210,12 +202,9 @@ def _windows(family: Family, config: TextConfig, types: Sequence[str]) -> list[i
 
 
 def _logits(family: Family, config: TextConfig) -> Logits:
-    if family.logits_divisor is not None:
-        return "over", config.positive(family.logits_divisor)
-    if family.logits_multiplier is not None:
-        return "times", config.number(family.logits_multiplier)
-    if family.logits_softcap is not None and config.get(family.logits_softcap) is not None:
-        return "cap", config.positive(family.logits_softcap)
+    for function, name in family.logits:
+        if function != "cap" or config.get(name) is not None:
+            return function, config.number(name) if function == "times" else config.positive(name)
     return None
 
 
@@ -230,10 +219,9 @@ def projections(family: Family, config: TextConfig, index: int, kv_source: int |
 class _StoredLayer:
     """A layer of a checkpoint, as `build_layer` reads it."""
 
-    def __init__(self, config: TextConfig, tensors: Tensors, place: Place, rope: Rope) -> None:
-        self.family, self.place = config.family, place
-        self._config, self._tensors, self._rope = config, tensors, rope
-        self._prefix = f"model.layers.{place.layer}"
+    def __init__(self, config: TextConfig, tensors: Tensors, index: int, rope: Rope, kv_source: int | None) -> None:
+        self.family, self._index, self._prefix = config.family, index, f"model.layers.{index}"
+        self._config, self._tensors, self._rope, self._kv_source = config, tensors, rope, kv_source
         name = self.family.residual_multiplier
         self.residual_multiplier = 1.0 if name is None else config.number(name)
 
@@ -241,30 +229,29 @@ class _StoredLayer:
     def activation(self) -> GateFunction:
         return self._config.activation
 
-    def head_settings(self) -> HeadSettings:
-        config, family, index = self._config, self.family, self.place.layer
+    @property
+    def projections(self) -> Projections:
+        return projections(self.family, self._config, self._index, self._kv_source)
+
+    def heads(self, qkv: Sequence[Weight], o_proj: Weight) -> Heads:
+        config, family, sizes = self._config, self.family, self._config.layer_sizes[self._index]
         has_cap = family.softcap is not None and config.get(family.softcap) is not None
-        return HeadSettings(
-            dim=config.layer_sizes[index].head_dim,
-            scale=config.attention_scale(index),
-            rotary_dim=self._rope.rotary_dim if config.rotates(index) else 0,
+        return Heads(
+            config.num_attention_heads,
+            sizes.num_key_value_heads,
+            sizes.head_dim,
+            config.attention_scale(self._index),
+            rotary_dim=self._rope.rotary_dim if config.rotates(self._index) else 0,
             softcap=config.positive(family.softcap) if has_cap and family.softcap is not None else None,
-            projections=projections(family, config, index, self.place.kv_source),
-            interleaved="half" if family.rope_interleaved else "",  # tables of `Rope` have rotary_dim / 2 columns
+            rope_interleaved="half" if family.rope_interleaved else "",  # tables of `Rope` have rotary_dim / 2 columns
         )
 
-    def head_counts(self, qkv: Sequence[Weight], o_proj: Weight) -> tuple[int, int]:
-        return self._config.num_attention_heads, self._config.layer_sizes[self.place.layer].num_key_value_heads
-
-    def router_settings(self, moe: MoEFamily) -> RouterSettings:
+    def router_settings(self, moe: MoEFamily) -> tuple[int, bool, float]:
         config = self._config
         if moe.groups is not None and config.get("n_group", 1) not in (None, 1):
             raise UnsupportedError("its router chooses among groups of experts")
-        return RouterSettings(
-            config.count_of(moe.top_k, self.place.layer),
-            moe.norm_topk is None or config.truth(moe.norm_topk),
-            1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor),
-        )
+        scaling_factor = 1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor)
+        return config.count_of(moe.top_k, self._index), moe.norm_topk is None or config.truth(moe.norm_topk), scaling_factor
 
     def has_experts(self) -> bool:
         moe, mlp = self.family.moe, f"{self._prefix}.{self.family.mlp}"
@@ -280,10 +267,10 @@ class _StoredLayer:
     def linear(self, names: Sequence[str]) -> Weight:
         weights, biases = self._tensors_of(names)
         if not biases and any(map(self._tensors.has, self._biases(names))):
-            raise UnsupportedError(f"in layer {self.place.layer} some of {joined(names)} have a bias, and some have none")
+            raise UnsupportedError(f"in layer {self._index} some of {joined(names)} have a bias, and some have none")
         found = self._tensors.weight(weights, biases)
         if found is None:
-            raise UnsupportedError(f"in layer {self.place.layer} {joined(names)} are not quantized, or in formats that differ")
+            raise UnsupportedError(f"in layer {self._index} {joined(names)} are not quantized, or in formats that differ")
         return found
 
     def qkv(self, names: Sequence[str]) -> tuple[Weight, ...]:
@@ -309,8 +296,8 @@ class _StoredLayer:
 
     def check(self, spec: LayerSpec) -> None:
         """Raise CheckpointError for an MLP of another width than the config says."""
-        sharing, stated = self.family.kv_sharing, self._config.get("intermediate_size")
-        if self.place.kv_source is not None and sharing is not None and self._config.get(sharing.wide_mlp) is True:
+        stated = self._config.get("intermediate_size")
+        if self._kv_source is not None and self._config.get("use_double_wide_mlp") is True:
             stated = 2 * self._config.count("intermediate_size")
         inner = spec.mlp.down_proj.packed.shape[-1]
         if self.family.moe is None and self.family.mlp == "mlp" and stated != inner:
@@ -328,7 +315,7 @@ class _StoredLayer:
         bias = [f"{name}_bias"] if self._tensors.has(f"{name}_bias") else []
         found = self._tensors.weight([f"{name}.weight"], bias)
         if found is None:
-            raise UnsupportedError(f"in layer {self.place.layer} the experts are not quantized, or in formats that differ")
+            raise UnsupportedError(f"in layer {self._index} the experts are not quantized, or in formats that differ")
         return found
 
 

@@ -7,67 +7,17 @@ Both are a `LayerSource`: tensors by the names that the family has for them, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from halfbyte.decoder.family import Family, MoEFamily
+from halfbyte.decoder.family import PER_LAYER_MODULES, Family, MoEFamily
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.errors import UnsupportedError
-from halfbyte.kernels.layer_kinds import GateFunction, Projections, RopeInterleaved
+from halfbyte.kernels.layer_kinds import GateFunction, Projections
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, PerLayerInput
 from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.transformer.layers import Weight
-
-
-class Place(NamedTuple):
-    """Where a layer stands in its model, as `LayerSpec` has it.
-
-    Attributes:
-        layer: Index of the layer.
-        rope: Index of its rotary embedding.
-        window: Its sliding window.
-        kv_source: Index of the layer whose keys and values it reuses.
-    """
-
-    layer: int
-    rope: int
-    window: int | None
-    kv_source: int | None
-
-
-class HeadSettings(NamedTuple):
-    """Settings of a layer's attention.
-
-    Attributes:
-        dim: Elements of a head.
-        scale: Factor of attention scores.
-        rotary_dim: Elements of a head that rope rotates; 0: none.
-        softcap: Soft cap of attention scores.
-        projections: "qkv"; "qk": values are what the keys' projection gives; "q": keys and values are those of another layer.
-        interleaved: As `Heads.rope_interleaved`.
-    """
-
-    dim: int
-    scale: float
-    rotary_dim: int
-    softcap: float | None
-    projections: Projections
-    interleaved: RopeInterleaved
-
-
-class RouterSettings(NamedTuple):
-    """Settings of a mixture of experts.
-
-    Attributes:
-        top_k: Number of experts of a token.
-        normalized: Whether their weights are normalized to a sum of 1.
-        scaling_factor: Factor of their weights.
-    """
-
-    top_k: int
-    normalized: bool
-    scaling_factor: float
 
 
 class LayerSource(Protocol):
@@ -77,21 +27,21 @@ class LayerSource(Protocol):
     """
 
     family: Family
-    place: Place
     residual_multiplier: float
 
     @property
     def activation(self) -> GateFunction:
         """The activation function of its MLP, as kernels name it."""
 
-    def head_settings(self) -> HeadSettings:
-        """Return the settings of attention."""
+    @property
+    def projections(self) -> Projections:
+        """Which of queries, keys and values it has projections of, as `Heads.projections`."""
 
-    def head_counts(self, qkv: Sequence[Weight], o_proj: Weight) -> tuple[int, int]:
-        """Return the numbers of query heads and of key-value heads that the layer computes with these projections."""
+    def heads(self, qkv: Sequence[Weight], o_proj: Weight) -> Heads:
+        """Return the heads that the layer computes with these projections: their numbers and sizes, scale, softcap and rope."""
 
-    def router_settings(self, moe: MoEFamily) -> RouterSettings:
-        """Return the settings of the mixture of experts."""
+    def router_settings(self, moe: MoEFamily) -> tuple[int, bool, float]:
+        """Return `top_k`, `norm_topk` and the scaling factor of the mixture of experts."""
 
     def has_experts(self) -> bool:
         """Whether its MLP is a mixture of experts."""
@@ -123,19 +73,23 @@ def joined(names: Sequence[str]) -> str:
     return "+".join([name.rpartition(".")[2] for name in names])
 
 
-def build_layer(source: LayerSource) -> LayerSpec:
+def build_layer(source: LayerSource, rope: int, sliding_window: int | None, kv_source: int | None) -> LayerSpec:
     """Build the specification of a layer.
+
+    Args:
+        source: The layer.
+        rope, sliding_window, kv_source: As in `LayerSpec`.
 
     Raises:
         UnsupportedError: The layer is not what its family says, or not quantized.
     """
-    family, (_, rope, window, kv_source) = source.family, source.place
+    family = source.family
     pre_attention, post_attention, pre_mlp, post_mlp = [None if name is None else source.norm(name) for name in family.norms]
     attention = _attention(source, pre_attention, post_attention)
     if family.moe is not None and source.has_experts():
         if pre_mlp is None or post_mlp is not None:
             raise UnsupportedError("its experts have a norm after them, or none before")
-        return LayerSpec(attention, _experts(source, family.moe, pre_mlp), rope, window, kv_source)
+        return LayerSpec(attention, _experts(source, family.moe, pre_mlp), rope, sliding_window, kv_source)
     gate_up = source.linear([f"{family.mlp}.{name}" for name in family.gate_up])
     down = source.linear([f"{family.mlp}.{family.down_proj}"])
     scale = None if family.layer_scalar is None else source.tensor(family.layer_scalar, 1)
@@ -151,56 +105,48 @@ def build_layer(source: LayerSource) -> LayerSpec:
         parallel_residual=family.parallel_residual,
         layer_scale=scale if per_layer is None else None,
     )
-    return LayerSpec(attention, mlp, rope, window, kv_source, per_layer)
+    return LayerSpec(attention, mlp, rope, sliding_window, kv_source, per_layer)
 
 
 def _attention(source: LayerSource, before: Norm | None, after: Norm | None) -> Attention:
-    family, settings = source.family, source.head_settings()
-    names = family.qkv[: len(settings.projections)]
+    family, projections = source.family, source.projections
+    names = family.qkv[: len(projections)]
     qkv = source.qkv([f"self_attn.{name}" for name in names])
     o_proj = source.linear([f"self_attn.{family.o_proj}"])
-    query, key = source.head_counts(qkv, o_proj)
-    heads = Heads(
-        num_heads=query,
-        num_kv_heads=key,
-        head_dim=settings.dim,
-        scale=settings.scale,
-        qk_norm=_qk_norm(source, settings, query, key),
+    heads = source.heads(qkv, o_proj)._replace(projections=projections)
+    heads = heads._replace(
+        qk_norm=_qk_norm(source, heads),
         qk_norm_whole=family.qk_norm_whole,
-        rotary_dim=settings.rotary_dim,
-        softcap=settings.softcap,
-        sinks=None if family.sinks is None else source.tensor(f"self_attn.{family.sinks}", query),
-        rope_interleaved=settings.interleaved,
+        sinks=None if family.sinks is None else source.tensor(f"self_attn.{family.sinks}", heads.num_heads),
         norm_after_rope=family.norm_after_rope,
-        projections=settings.projections,
-        v_norm=family.v_norm is not None and settings.projections != "q",
+        v_norm=family.v_norm is not None and projections != "q",
     )
     return Attention(qkv, o_proj, before, heads, after, source.residual_multiplier)
 
 
-def _qk_norm(source: LayerSource, settings: HeadSettings, query: int, key: int) -> tuple[Norm, Norm] | None:
+def _qk_norm(source: LayerSource, heads: Heads) -> tuple[Norm, Norm] | None:
     """The norms of queries and of keys, which some configs of a family leave out."""
     names = source.family.qk_norm
     if names is None or not source.has(f"self_attn.{names[0]}"):
         return None
-    whole = source.family.qk_norm_whole
-    of_queries = source.norm(f"self_attn.{names[0]}", settings.dim * (query if whole else 1))
-    if settings.projections == "q":
+    query, key = (heads.num_heads, heads.num_kv_heads) if source.family.qk_norm_whole else (1, 1)
+    of_queries = source.norm(f"self_attn.{names[0]}", heads.head_dim * query)
+    if heads.projections == "q":
         return of_queries, of_queries
-    return of_queries, source.norm(f"self_attn.{names[1]}", settings.dim * (key if whole else 1))
+    return of_queries, source.norm(f"self_attn.{names[1]}", heads.head_dim * key)
 
 
 def _per_layer_input(source: LayerSource, scale: Tensor | None) -> PerLayerInput | None:
     """What a layer does with its per-layer input, with the factor of its output; None where it has none."""
-    names = source.family.per_layer_input
-    if names is None or not source.has_per_layer_input():
+    if not source.family.per_layer_input or not source.has_per_layer_input():
         return None
+    names = PER_LAYER_MODULES
     gate, projection = source.linear([names[0]]), source.linear([names[1]])
     return PerLayerInput(gate, projection, source.norm(names[2]), source.activation, scale)
 
 
 def _experts(source: LayerSource, moe: MoEFamily, before: Norm) -> Experts:
-    mlp, settings = source.family.mlp, source.router_settings(moe)
+    mlp, (top_k, norm_topk, scaling_factor) = source.family.mlp, source.router_settings(moe)
     gate_up_stack, down_stack, clamped = source.experts(f"{mlp}.experts")
     router = source.tensor(f"{mlp}.{moe.router}.{moe.router_weight}")
     shared = None
@@ -213,13 +159,13 @@ def _experts(source: LayerSource, moe: MoEFamily, before: Norm) -> Experts:
         gate_up_stack,
         down_stack,
         router=router,
-        top_k=settings.top_k,
-        norm_topk=settings.normalized,
+        top_k=top_k,
+        norm_topk=norm_topk,
         pre_norm=before,
         shared_expert=shared,
         router_bias=source.tensor(f"{mlp}.{moe.router}.bias") if moe.router_bias else None,
         clamped=clamped,
         scores=moe.scores,
         correction_bias=None if moe.correction is None else source.tensor(f"{mlp}.{moe.correction}").flatten(),
-        scaling_factor=source.residual_multiplier * settings.scaling_factor,
+        scaling_factor=source.residual_multiplier * scaling_factor,
     )

@@ -23,7 +23,7 @@ from halfbyte.layouts.records import record_bytes, scales_of
 
 _STEP = 64  # tokens by which buffers grow at least
 _STEP_ON_GPU = 512  # there a larger buffer needs another CUDA graph, and one of another size other recorded launches
-_stamps = itertools.count(1)
+_versions = itertools.count(1)
 
 
 class OnGpu(NamedTuple):
@@ -77,13 +77,13 @@ class LayerCache:
             codes of keys, of values, scales of keys, of values.
         first: Index in the sequence of the token at 0 of the buffers.
         length: Tokens in the buffers.
-        memory: Unique number of the buffers' memory: another one after they have been replaced.
+        buffer_id: Unique number of the buffers; others have another one.
     """
 
     def __init__(self, spec: LayerSpec, batch: int, *, int8: bool = False, where: OnGpu | None = None) -> None:
         """Make an empty cache for `batch` sequences, on a CPU or where a GPU's kernels want it."""
         heads = spec.attention.heads
-        self._window, self.first, self.length, self.memory = spec.sliding_window, 0, 0, next(_stamps)
+        self._window, self.first, self.length, self.buffer_id = spec.sliding_window, 0, 0, next(_versions)
         self._step, self._share = (_STEP, 1) if where is None else (_STEP_ON_GPU, 4)
         # Tokens of a sliding window's buffer beyond the window: a GPU's kernels read these, too.
         self._slack = 0 if self._window is None else _STEP + (self._window if where is None else self._window // 4)
@@ -146,7 +146,7 @@ class LayerCache:
     def _move(self, start: int, stop: int, size: int, to: int = 0) -> None:
         """Move the tokens start … stop - 1 to `to`, with zeros before, in buffers of `size` tokens: other ones if that is another size."""
         if size != self.size:
-            self.memory = next(_stamps)
+            self.buffer_id = next(_versions)
         with torch.inference_mode(False), torch.no_grad():
             self.buffers = [_moved(buffer, start, stop, size, to) for buffer in self.buffers]
 
@@ -182,7 +182,7 @@ class LayerCache:
         are attended to."""
         count = states[0].shape[2]
         size = round_up(count + self._step, _STEP if self._window is not None else self._step)
-        self.memory, self.first, self.length = next(_stamps), length - count, count
+        self.buffer_id, self.first, self.length = next(_versions), length - count, count
         with torch.inference_mode(False), torch.no_grad():
             self.buffers = [_allocated(old, tokens.shape, size) for old, tokens in zip(self.buffers, states, strict=True)]
             for buffer, tokens in zip(self.buffers, states, strict=True):
@@ -228,8 +228,8 @@ class Cache:
         layers: One for each layer that has keys and values of its own.
         by_layer: For each layer of the model, that whose keys and values it attends to.
         length: Tokens of each sequence so far.
-        stamp: Unique number of its contents but for tokens that are appended: another one after tokens were cut off or have moved.
-        place: Unique number of where the contents lie: another one after buffers, or tokens in them, have moved.
+        version: Changes when tokens are cut off or move, not when tokens are appended; unique among all caches.
+        buffer_version: Changes when buffers, or tokens in them, move; unique among all caches.
         most: Tokens that each sequence will have at most; None: not known.
         empty: Function that makes an empty cache of one sequence, otherwise like this one.
     """
@@ -258,10 +258,10 @@ class Cache:
         self.by_layer = [caches[i if layer.kv_source is None else layer.kv_source] for i, layer in enumerate(spec.layers)]
         self.batch, self.length, self.most = batch, 0, most
         self.empty = partial(Cache, spec, int8=int8, most=most, where=where)
-        self._moved()
+        self._invalidate()
 
-    def _moved(self) -> None:
-        self.stamp = self.place = next(_stamps)
+    def _invalidate(self) -> None:
+        self.version = self.buffer_version = next(_versions)
 
     def positions(self) -> list[int]:
         """Return the position of the next token of each sequence."""
@@ -275,7 +275,7 @@ class Cache:
         """Make room for so many more tokens of each sequence."""
         moved = [layer.reserve(tokens, self.most) for layer in self.layers]
         if any(moved):
-            self._moved()
+            self._invalidate()
 
     def append(self, tokens: int) -> None:
         """Count tokens that layers have written."""
@@ -312,8 +312,8 @@ class Cache:
             for layer in self.layers:
                 layer.first = layer.length = 0
             self.length = 0
-            self._moved()
-        self.stamp = next(_stamps)
+            self._invalidate()
+        self.version = next(_versions)
         return possible
 
     def entries(self) -> list[tuple[Tensor, Tensor, int]]:
@@ -368,7 +368,7 @@ class Slots(Cache):
         self.starts.append(self.length - sequence.length)
         for slot, other in zip(self.layers, sequence.layers, strict=True):
             slot.put(self.batch - 1, other, self.length)
-        self._moved()
+        self._invalidate()
 
     def join_all(self, sequences: Cache, lengths: Sequence[int]) -> None:
         """Copy several sequences into the next free slots.
@@ -386,7 +386,7 @@ class Slots(Cache):
         counts = torch.tensor(lengths, dtype=torch.int64, device="cpu").to(self.layers[0].keys.device)
         for slot, other in zip(self.layers, sequences.layers, strict=True):
             slot.put_all(slots, other, counts, self.length)
-        self._moved()
+        self._invalidate()
 
     def _take(self, count: int, length: int) -> None:
         """Take the next free slots for sequences of at most `length` tokens."""
@@ -417,7 +417,7 @@ class Slots(Cache):
         unused = min(self.starts, default=0)
         if unused > max(_STEP, self.length // 2):
             self._shift(-unused)
-        self._moved()
+        self._invalidate()
 
     def _clear(self) -> None:
         self.length = 0

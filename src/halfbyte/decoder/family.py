@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from halfbyte.io.gguf import Value
     from halfbyte.io.gguf_metadata import Metadata
 
-from halfbyte.kernels.layer_kinds import GateFunction, RouterScores
+from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction, RouterScores
 
 # Activation functions of configs, by the names that kernels use.
 ACTIVATIONS: dict[str, GateFunction] = {
@@ -22,6 +22,12 @@ ACTIVATIONS: dict[str, GateFunction] = {
 }
 Config: TypeAlias = Mapping[str, Any]  # the values of a config.json, which are those of JSON: its family says which it has
 SLIDING = "sliding_attention"  # of a config's `layer_types`
+# Per-layer inputs (Gemma 4): key of the config with the elements of each, 0 where layers have none; names within the model of the
+# embedding, the projection and its norm that they are computed from; names within the layer of the gate, projection and norm.
+PER_LAYER_SIZE = "hidden_size_per_layer_input"
+PER_LAYER_INPUTS = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
+PER_LAYER_MODULES = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
+SHARED_KV_LAYERS = "num_kv_shared_layers"  # key of the config: how many layers, the last ones, reuse keys and values of earlier ones
 
 
 class ModelConfig(Protocol):
@@ -64,43 +70,6 @@ class MoEFamily:
     inputs_first: bool = False
     clamped: tuple[float, float] | None = None
     names_in_files: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class KVSharing:
-    """Layers that reuse keys and values of an earlier layer (Gemma 4): attributes of self_attn and keys of the config.
-
-    Attributes:
-        reuses: Attribute: whether the layer reads keys and values of an earlier one.
-        provides: Attribute: whether others may read its keys and values.
-        kind: Attribute with the layer type that both have in common, the key in `shared_kv_states`.
-        modes: Key of the config: "store" or "reuse" for each layer.
-        layers: Key of the config: how many layers, the last ones, reuse, where transformers has no `modes`.
-        wide_mlp: Key of the config: whether the MLPs of layers that reuse have twice the width.
-    """
-
-    reuses: str = "is_kv_shared_layer"
-    provides: str = "store_full_length_kv"
-    kind: str = "layer_type"
-    modes: str = "kv_sharing_modes"
-    layers: str = "num_kv_shared_layers"
-    wide_mlp: str = "use_double_wide_mlp"
-
-
-class PerLayerEmbedding(NamedTuple):
-    """What per-layer inputs are computed from (Gemma 4).
-
-    Attributes:
-        size: Key of the config: elements of each layer's input; 0 where layers have none.
-        table: Name within the model of the embedding, whose rows hold a part for each layer.
-        projection: Name within the model of the projection of the embedded tokens.
-        norm: Name within the model of the norm of each layer's part of the projection.
-    """
-
-    size: str = "hidden_size_per_layer_input"
-    table: str = "embed_tokens_per_layer"
-    projection: str = "per_layer_model_projection"
-    norm: str = "per_layer_projection_norm"
 
 
 class FullAttentionSize(NamedTuple):
@@ -234,8 +203,7 @@ class Family:
         qk_norm: Names within self_attn of the norms of queries and keys.
         v_norm: Name within self_attn of the norm of values, which has no weight.
         sinks: Name within self_attn of the attention sinks.
-        per_layer_input: Names within the layer of the gate, projection and norm of its own input (Gemma 4).
-        per_layer_embedding: What these inputs are computed from.
+        per_layer_input: Whether layers may have inputs of their own (Gemma 4).
         layer_scalar: Name of the layer's buffer with the factor of its output.
 
         parallel_residual: Whether the MLP reads what attention reads.
@@ -250,7 +218,7 @@ class Family:
         rope_per_type: Whether each of the config's `layer_types` has a rope of its own.
         mrope: Whether positions have three axes, for images and videos (Qwen2-VL).
         sliding_window: Which layers have the config's sliding window: "none", "all" or those of `layer_types`.
-        kv_sharing: How layers reuse keys and values of earlier ones.
+        kv_sharing: Whether layers may reuse keys and values of earlier ones (Gemma 4).
         values_are_keys: Key of the config: whether layers of full attention have no v_proj, as values are what k_proj gives.
         full_attention_sizes: Sizes that layers of full attention have in place of those of the whole config.
         full_attention_last: Whether the last layer has full attention, whatever `layer_types` says.
@@ -289,8 +257,7 @@ class Family:
     qk_norm: tuple[str, str] | None = None
     v_norm: str | None = None
     sinks: str | None = None
-    per_layer_input: tuple[str, str, str] | None = None
-    per_layer_embedding: PerLayerEmbedding | None = None
+    per_layer_input: bool = False
     layer_scalar: str | None = None
 
     parallel_residual: bool = False
@@ -304,7 +271,7 @@ class Family:
     rope_per_type: bool = False
     mrope: bool = False
     sliding_window: Literal["none", "all", "layer_types"] = "none"
-    kv_sharing: KVSharing | None = None
+    kv_sharing: bool = False
     values_are_keys: str | None = None
     full_attention_sizes: tuple[FullAttentionSize, ...] = ()
     full_attention_last: bool = False
@@ -332,3 +299,17 @@ class Family:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_class", self.layer_class or f"{self.name}DecoderLayer")
         object.__setattr__(self, "model_class", f"{self.name}ForCausalLM" if self.model_class == "" else self.model_class)
+
+    @property
+    def logits(self) -> list[tuple[LogitsFunction, str]]:
+        """Functions of the logits, with the keys of the config of their constants."""
+        keys: tuple[tuple[LogitsFunction, str | None], ...]
+        keys = ("over", self.logits_divisor), ("times", self.logits_multiplier), ("cap", self.logits_softcap)
+        return [(function, key) for function, key in keys if key is not None]
+
+    def other_setting(self, get: Callable[[str], object]) -> str | None:
+        """The setting, and its value, with which layers compute something else; None: there is none. get: Of a config by its key."""
+        values = {name: get(name) for name in self.unsupported}
+        others = {name: value for name, value in values.items() if value is not None and value is not False and value != 0}
+        others |= {name: get(name) for name, wanted in self.required if get(name) != wanted}
+        return next((f"{name} = {value!r:.99}" for name, value in others.items()), None)

@@ -232,9 +232,9 @@ def _decoded(layer: GpuLayer, x: Tensor, rotary: Rotary, cache: KeyValues, mask:
     return added(second, layer.down_proj, inner, h)[0]
 
 
-def _is_parallel(half: MLP | Experts | None) -> TypeGuard[MLP]:
+def _is_parallel(sublayer: MLP | Experts | None) -> TypeGuard[MLP]:
     """Whether it reads what attention reads."""
-    return isinstance(half, MLP) and half.parallel_residual
+    return isinstance(sublayer, MLP) and sublayer.parallel_residual
 
 
 def _product(
@@ -278,7 +278,7 @@ def prefill(
         name: The name of the recorded launches.
 
     Returns:
-        The output, or that of the attention half where `layer.mlp` is None.
+        The output, or that of the attention where `layer.mlp` is None.
     """
 
     def steps() -> list[Tensor]:
@@ -330,18 +330,18 @@ def prefill_with(
     return y, (keys, values)
 
 
-def _before(half: Attention, x: Tensor, rotary: Rotary, cache: KeyValues) -> tuple[Tensor, Tensor]:
+def _before(sublayer: Attention, x: Tensor, rotary: Rotary, cache: KeyValues) -> tuple[Tensor, Tensor]:
     """The input of the products, and queries; keys and values are written to the cache."""
-    z = x if half.pre_norm is None else normed(x, half.pre_norm)
-    products = [linear(z, weight.packed, weight.bias, **_how(weight)) for weight in half.qkv]
+    z = x if sublayer.pre_norm is None else normed(x, sublayer.pre_norm)
+    products = [linear(z, weight.packed, weight.bias, **_how(weight)) for weight in sublayer.qkv]
     joined = torch.cat(products, -1) if len(products) > 1 else products[0]
-    return z, apply_rope(joined, rotary, cache.keys, cache.values, cache.length, half.heads)
+    return z, apply_rope(joined, rotary, cache.keys, cache.values, cache.length, sublayer.heads)
 
 
 def _after(
     layer: GpuLayer, x: Tensor, z: Tensor, queries: Tensor, cache: KeyValues, mask: Tensor | None, per_layer_input: Tensor | None
 ) -> Tensor:
-    """The layer's output, or that of its attention half."""
+    """The layer's output, or that of its attention sublayer."""
     first, second, heads = layer.attention, layer.mlp, layer.attention.heads
     how: dict[str, Any] = {"factor": first.residual_multiplier, "sinks": heads.sinks, "cap": heads.softcap}
     read = attend_many(queries, cache.keys, cache.values, cache.length, mask, heads.scale, **how)
@@ -361,16 +361,16 @@ def _after(
 
 
 def added(
-    half: Attention | MLP | PerLayerInput, projection: Projection, x: Tensor, residual: Tensor, then: Norm | None = None
+    sublayer: Attention | MLP | PerLayerInput, projection: Projection, x: Tensor, residual: Tensor, then: Norm | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """h = residual + norm(projection(x)), or times the factor of the output, and then(h) where that takes no further kernel."""
-    if half.post_norm is None:
+    if sublayer.post_norm is None:
         return projection.added(x, residual), None
-    scale = None if isinstance(half, Attention) else half.layer_scale
-    if not half.post_norm.layer_norm:
+    scale = None if isinstance(sublayer, Attention) else sublayer.layer_scale
+    if not sublayer.post_norm.layer_norm:
         then = None if then is not None and then.layer_norm else then
-        return add_normed(projection(x), residual, half.post_norm, then, scale)
-    h = residual + normed(projection(x), half.post_norm)
+        return add_normed(projection(x), residual, sublayer.post_norm, then, scale)
+    h = residual + normed(projection(x), sublayer.post_norm)
     return h if scale is None else h * scale, None
 
 

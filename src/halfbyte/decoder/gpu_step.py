@@ -156,9 +156,9 @@ class DecodeStep:
     def __init__(self, shape: StepShape, device: torch.device, choose: Choose = finite_likeliest) -> None:
         """Make a step. choose: Finds the next tokens, as a part of the step."""
         self._shape, self._device, self._choose = shape, device, choose
-        self._rows, places = _GROUP * len(shape.groups), round_up(shape.batch, 2)
-        self._ids, self._starts = self._rows + places, self._rows + 2 * places
-        self._state = torch.zeros(self._rows + 3 * places, dtype=torch.int64, device=device)
+        self._rows, width = _GROUP * len(shape.groups), round_up(shape.batch, 2)
+        self._ids, self._starts = self._rows + width, self._rows + 2 * width
+        self._state = torch.zeros(self._rows + 3 * width, dtype=torch.int64, device=device)
         advance = torch.zeros(len(self._state), dtype=torch.int64, device="cpu")
         advance[: self._rows : _GROUP] = advance[self._rows : self._rows + shape.batch] = 1
         self._advance = advance.to(device)
@@ -228,8 +228,8 @@ class DecodeStep:
             numbers[self._starts : self._starts + self._shape.batch] = [sum(state.groups[0])] * self._shape.batch
         for index, both in enumerate(state.groups):
             numbers[_GROUP * index : _GROUP * index + 2] = both
-        for place, values in ((self._rows, state.rows), (self._ids, state.ids), (self._starts, state.starts)):
-            numbers[place : place + len(values)] = values
+        for start, values in ((self._rows, state.rows), (self._ids, state.ids), (self._starts, state.starts)):
+            numbers[start : start + len(values)] = values
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def _capture(self, compute: Compute) -> None:

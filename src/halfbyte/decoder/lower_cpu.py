@@ -1,7 +1,7 @@
 """Computes a decoder specification on a CPU: native calls of a layer for prompts, and of the whole model for one token of each sequence.
 
 A layer is one call of `ops.transformer.decoder` (norms, projections, rope, attention, MLP); a mixture of experts with more rows than that
-call takes is one for the attention half and `halfbyte::add_experts` for the rest. A decode step is one call of
+call takes is one for attention and `halfbyte::add_experts` for the rest. A decode step is one call of
 `ops.transformer.whole_model_decode`.
 """
 
@@ -38,6 +38,34 @@ _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and inter
 # Kernels of a few rows sum in another order than those of more, whose results do not depend on the number of rows. So a prompt has the same
 # logits, bit by bit, in whatever parts it is read, if each has at least so many tokens; not where experts get rows of their own.
 LEAST_PREFILL = MOST_IN_A_ROW + 1
+Rotary = tuple[Tensor, Tensor]  # cosines and sines
+Entry = tuple[Tensor, Tensor, int]  # keys and values in a cache, and their number
+
+
+class CpuLayer:
+    """A layer, ready to compute on a CPU.
+
+    Attributes:
+        whole: The native call.
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
+        """Lower a layer for which `ops.transformer.decoder.why_not` has no reason."""
+        self.whole, self._spec = DecoderLayer(spec.attention, spec.mlp, spec.per_layer_input), spec
+        self._attention = DecoderLayer(spec.attention, None) if isinstance(spec.mlp, Experts) else None
+
+    def fits(self, rows: int) -> bool:
+        """Whether `whole` computes so many rows."""
+        return self.whole.most_rows is None or rows <= self.whole.most_rows
+
+    def __call__(self, x: Tensor, rotary: Rotary, entry: Entry, mask: Tensor | None, per_layer_input: Tensor | None = None) -> Tensor:
+        """Compute the output for x [B, t, K]: by one native call, or by one for attention and experts apart, where `whole` does not fit."""
+        if self._attention is None or self.fits(x.shape[0] * x.shape[1]):
+            return run_layers((self.whole,), x, rotary, [entry], mask, per_layer_input)[-1]
+        from halfbyte.ops.transformer.routing import add_experts
+
+        assert isinstance(self._spec.mlp, Experts)
+        return add_experts(run_layers((self._attention,), x, rotary, [entry], mask)[-1], self._spec.mlp)
 
 
 class CpuModel:
@@ -62,10 +90,10 @@ class CpuModel:
         self.spec = spec
         check_supported(spec)
         head = spec.lm_head if isinstance(spec.lm_head, Weight) else None
-        self._layers = [DecoderLayer(layer.attention, layer.mlp, layer.per_layer_input) for layer in spec.layers]
-        self._attention = [DecoderLayer(layer.attention, None) if isinstance(layer.mlp, Experts) else None for layer in spec.layers]
+        self._layers = [CpuLayer(layer) for layer in spec.layers]
+        whole = [layer.whole for layer in self._layers]
         self.step = DecodingStep(
-            self._layers,
+            whole,
             spec.embedding,
             spec.norm,
             head,
@@ -77,7 +105,7 @@ class CpuModel:
         )
         # Layers from here on add no keys and values: only tokens whose outputs are wanted take them.
         self._first_reusing = first_reusing(spec)
-        self._rotary_dim = max((layer.rotary for layer in self._layers), default=0)
+        self._rotary_dim = max((layer.rotary for layer in whole), default=0)
         self._rows: dict[tuple[int, bool], Tensor] = {}
         self.most_decode = most_decode(spec)
         self.most_verify = min(MOST_IN_A_ROW, self.most_decode)
@@ -102,7 +130,7 @@ class CpuModel:
     def _stepped(self, ids: Sequence[int], where: Sequence[int], cache: Cache, mask: Tensor | None, *, in_a_row: bool = False) -> Tensor:
         """The logits [M, N] after tokens at these positions, one of each sequence, or several of one `in_a_row`."""
         rows = [self.rope_row(position, position + 1) for position in where]
-        y = self.step(ids, [address for _, address in rows], cache.place, cache.entries, cache.length, mask, in_a_row=in_a_row)
+        y = self.step(ids, [address for _, address in rows], cache.buffer_version, cache.entries, cache.length, mask, in_a_row=in_a_row)
         cache.append(len(ids) if in_a_row else 1)
         if isinstance(self.spec.lm_head, Weight):
             return y[:, 0]
@@ -184,24 +212,15 @@ class CpuModel:
                 break
             spec, skipped = self.spec.layers[first], len(ids) - tokens
             entries = [(keys, values, length + skipped) for keys, values, length in cache.entries()[first:last]]
-            mask = self._mask(first, tokens, entries[0][2])
+            mask = window_mask(spec.sliding_window, tokens, entries[0][2])
             per_layer_input = None if inputs is None else inputs[:, skipped:, first]
-            if self._fits(first, tokens):
-                x = run_layers(self._layers[first:last], x, rotary[spec.rope], entries, mask, per_layer_input)[-1]
+            if last - first > 1:
+                whole = [layer.whole for layer in self._layers[first:last]]
+                x = run_layers(whole, x, rotary[spec.rope], entries, mask, per_layer_input)[-1]
             else:
-                x = self._by_halves(first, spec, x, rotary[spec.rope], entries, mask)
+                x = self._layers[first](x, rotary[spec.rope], entries[0], mask, per_layer_input)
         cache.append(len(ids))
         return x
-
-    def _mask(self, index: int, tokens: int, before: int) -> Tensor | None:
-        """The mask of a layer for new tokens with so many before them in its cache."""
-        window = self.spec.layers[index].sliding_window
-        return None if window is None else _window_mask(window, tokens, before)
-
-    def _fits(self, index: int, tokens: int) -> bool:
-        """Whether one call of `run_layers` computes a layer for so many tokens."""
-        most = self._layers[index].most_rows
-        return most is None or tokens <= most
 
     def _runs(self, tokens: int, cache: Cache) -> Iterator[tuple[int, int]]:
         """Ranges of layers that are computed by one call: of few tokens, those with the same rope and mask."""
@@ -212,31 +231,15 @@ class CpuModel:
                 and tokens <= _FEW
                 and last != self._first_reusing
                 and self.spec.per_layer_inputs is None  # a layer with one is computed alone
-                and self._fits(first, tokens)
-                and self._fits(last, tokens)
+                and self._layers[first].fits(tokens)
+                and self._layers[last].fits(tokens)
                 and layers[first].rope == layers[last].rope
-                and self._mask(first, tokens, lengths[first]) is self._mask(last, tokens, lengths[last])
+                and window_mask(layers[first].sliding_window, tokens, lengths[first])
+                is window_mask(layers[last].sliding_window, tokens, lengths[last])
             ):
                 continue
             yield first, last
             first = last
-
-    def _by_halves(
-        self,
-        index: int,
-        spec: LayerSpec,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        place: Sequence[tuple[Tensor, Tensor, int]],
-        mask: Tensor | None,
-    ) -> Tensor:
-        attention = self._attention[index]
-        assert attention is not None
-        assert isinstance(spec.mlp, Experts)
-        from halfbyte.ops.transformer.routing import add_experts
-
-        (h,) = run_layers((attention,), x, rotary, place, mask)
-        return add_experts(h, spec.mlp)
 
     def _per_layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:
         """The layers' own inputs [1, t, layers, P] of tokens ids [1, t] that are embedded as x; None where they have none."""
@@ -293,13 +296,18 @@ def _linear(x: Tensor, weight: Weight) -> Tensor:
     return linear(x, weight.packed, weight.bias, compute=weight.compute, activation=weight.activation)
 
 
-def check_supported(spec: DecoderSpec) -> None:
-    """Raise UnsupportedError where a part of a specification has no kernel on a CPU."""
-    for index, layer in enumerate(spec.layers):
+def check_layers(layers: Sequence[LayerSpec]) -> None:
+    """Raise UnsupportedError where one of a model's first layers has no kernel on a CPU."""
+    for index, layer in enumerate(layers):
         if (reason := why_not(layer.attention, layer.mlp, layer.per_layer_input)) is not None:
             raise UnsupportedError(f"layer {index} has no kernel on a CPU: {reason}")
         if layer.sliding_window is not None and layer.sliding_window < 2:
             raise UnsupportedError(f"layer {index} has a sliding window of {layer.sliding_window} token: at least 2 are supported")
+
+
+def check_supported(spec: DecoderSpec) -> None:
+    """Raise UnsupportedError where a part of a specification has no kernel on a CPU."""
+    check_layers(spec.layers)
     head = spec.lm_head.packed if isinstance(spec.lm_head, Weight) else None
     inputs = () if spec.per_layer_inputs is None else (spec.per_layer_inputs.table, spec.per_layer_inputs.projection.packed)
     packed = [part for part in (spec.embedding, head, *inputs) if isinstance(part, Packed)]
@@ -367,9 +375,9 @@ def _fused_into(op: Op, readers: Sequence[Op], by_name: Mapping[str, Op]) -> str
 
 
 @functools.lru_cache(maxsize=8)
-def _window_mask(window: int, tokens: int, before: int) -> Tensor | None:
+def window_mask(window: int | None, tokens: int, before: int) -> Tensor | None:
     """bool [1, 1, t, before + t]: which tokens of a buffer each new one may attend to; None: all before it."""
-    if before + tokens <= window:
+    if window is None or before + tokens <= window:
         return None
     columns = torch.arange(before + tokens, device="cpu")
     rows = torch.arange(before, before + tokens, device="cpu")[:, None]

@@ -82,19 +82,19 @@ class GpuModel:
         """
         if dtype not in DTYPES:
             raise ArgumentError(f"activations on a GPU are {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got {dtype}")
-        place, self.plan, self.placement = spec.embedding.device, plan, ON_GPU if plan is None else plan.placement
+        home, self.plan, self.placement = spec.embedding.device, plan, ON_GPU if plan is None else plan.placement
         sequences = MOST_SEQUENCES if plan is None else min(MOST_SEQUENCES, plan.request.sequences)
         self.spec, self.dtype, self.most_decode, self.most_verify, self.least_prefill = spec, dtype, sequences, _MOST_VERIFY, 1
-        if place.type != torch.device(device).type or torch.device(device).index not in (None, place.index):
-            raise ArgumentError(f"the weights of this model are on {place}, got device={str(device)!r}: pack them for that device")
+        if home.type != torch.device(device).type or torch.device(device).index not in (None, home.index):
+            raise ArgumentError(f"the weights of this model are on {home}, got device={str(device)!r}: pack them for that device")
         self._cpu_layers = self.placement.layers
-        self.device, self.where = place, OnGpu(place, dtype, self._cpu_layers)
+        self.device, self.where = home, OnGpu(home, dtype, self._cpu_layers)
         for index, layer in enumerate(spec.layers[self._cpu_layers :], self._cpu_layers):
             if (reason := why_not_layer(layer)) is not None:
                 raise UnsupportedError(f"layer {index} is not computed on a GPU: {reason}")
         memory = None if plan is None or plan.request.memory is None else plan.request.memory - plan.gpu_bytes + plan.stream_bytes
-        self._host = HostExperts(self._host_experts(), place, memory)
-        self._first = HostLayers(spec.layers[: self._cpu_layers], spec.ropes, place)
+        self._host = HostExperts(self._host_experts(), home, memory)
+        self._first = HostLayers(spec.layers[: self._cpu_layers], spec.ropes, home)
         self.most_prompts = 1 if self._has_host_parts else _MOST_PROMPTS
         if plan is not None:  # whose caches of few tokens fit into that of one sequence, which is planned for
             self.most_prompts = max(1, min(self.most_prompts, plan.request.context // 64))
@@ -114,8 +114,8 @@ class GpuModel:
         self._chunk = _FEW if in_torch else CHUNK
         self.prefill_chunk = _FEW if in_torch or (self._has_host_parts and not self.streams_experts) else _READ
         mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
-        self._compiles = place.type == "cuda" and not mixed and not self._first and why_no_triton() is None and not env.tune()
-        self.notes = (*(torch_ops(spec, dtype, gpu(place.index or 0)) if place.type == "cuda" else ()), *self._host.notes)
+        self._compiles = home.type == "cuda" and not mixed and not self._first and why_no_triton() is None and not env.tune()
+        self.notes = (*(torch_ops(spec, dtype, gpu(home.index or 0)) if home.type == "cuda" else ()), *self._host.notes)
 
     @property
     def _on_gpu(self) -> list[tuple[int, LayerSpec]]:
@@ -141,19 +141,19 @@ class GpuModel:
     def _lowered(self, index: int, layer: LayerSpec) -> GpuLayer:
         layer.check()
         mlp = None if index in self._host else layer.mlp
-        return packed_layer(*(self._cast(half) for half in (layer.attention, mlp, layer.per_layer_input))).linked()
+        return packed_layer(*(self._cast(part) for part in (layer.attention, mlp, layer.per_layer_input))).linked()
 
     def _host_experts(self) -> dict[int, Experts]:
         """The mixtures whose routed experts are on the CPU, by the index of their layer."""
-        halves = {index: layer.mlp for index, layer in enumerate(self.spec.layers) if isinstance(layer.mlp, Experts)}
-        for index, half in halves.items():
+        mixtures = {index: layer.mlp for index, layer in enumerate(self.spec.layers) if isinstance(layer.mlp, Experts)}
+        for index, mixture in mixtures.items():
             wanted = torch.device("cpu") if self.placement.on_cpu(index, experts=True) else self.device
-            if (found := half.gate_up.packed.device) != wanted:
+            if (found := mixture.gate_up.packed.device) != wanted:
                 raise ArgumentError(
                     f"the experts of layer {index} are on {found}, and {self.placement} needs them on {wanted}: pack them there"
                 )
         on_cpu = range(self.placement.layers, self.placement.experts)
-        return {index: self._cast(half) for index, half in halves.items() if index in on_cpu}
+        return {index: self._cast(mixture) for index, mixture in mixtures.items() if index in on_cpu}
 
     def _cast(self, part: Any) -> Any:
         """A part of a layer with norms, routers and factors of outputs in the type of activations."""
@@ -204,7 +204,7 @@ class GpuModel:
         *,
         choose: Choose | None = None,
         captured: bool = False,
-        goes_on: bool = False,
+        launch_ahead: bool = False,
     ) -> list[int]:
         """Choose the token after one new token of each sequence, which enters the cache.
 
@@ -213,8 +213,8 @@ class GpuModel:
             choose: Logits [B, N], float32, which it may keep, to tokens int64 [B] on the same device, negative where it could not choose;
                 None: the likeliest tokens.
             captured: Whether `choose` depends on the logits alone, so that it becomes a part of the step, and of its CUDA graph.
-            goes_on: Whether the next call is likely to be for the tokens that this one returns: their step is launched before the host
-                has read them. What it computes is dropped if the next call is another one.
+            launch_ahead: Launch the step of the tokens that this call returns before the host has read them, as the next call is likely to
+                be for these. What it computes is dropped if the next call is another one.
 
         Raises:
             CheckpointError: Without `choose`, the logits are NaN or infinite.
@@ -228,20 +228,22 @@ class GpuModel:
                 chosen = choose(self._scaled(logits))
                 step.put_ids(chosen)
             self._reader.ask(chosen)
-            launches_ahead = goes_on and step.is_captured and not self._has_host_parts  # a step with functions of the host waits for them
+            launches_ahead = (
+                launch_ahead and step.is_captured and not self._has_host_parts
+            )  # a step with functions of the host waits for them
             launched = step.again(len(ids)) if launches_ahead and self._has_room(cache, state) else None
             tokens: list[int] = self._reader.answer().tolist()
             if choose is None and min(tokens) < 0:
                 raise non_finite_logits(is_float16=self.dtype == torch.float16)
             if launched is not None:
-                self._ahead = step, cache.stamp, state.after(tokens), launched
+                self._ahead = step, cache.version, state.after(tokens), launched
             else:
                 step.has_advanced(state.after(tokens))
             return tokens
 
     def _result(self, step: DecodeStep, state: State, cache: Cache) -> tuple[Tensor, Tensor]:
         """Logits and the likeliest tokens of a step, which may have been launched already."""
-        if self._ahead is not None and self._ahead[0] is step and self._ahead[1:3] == (cache.stamp, state):
+        if self._ahead is not None and self._ahead[0] is step and self._ahead[1:3] == (cache.version, state):
             return self._ahead[3]
         found = step(state, partial(self._compute, cache))
         if step.refused is not None and step.refused not in self.notes:
@@ -264,21 +266,21 @@ class GpuModel:
                 f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
             )
         self._check_ids(ids)
-        places = cache.positions() if positions is None else list(positions)
+        positions = cache.positions() if positions is None else list(positions)
         cache.reserve(1)
-        self._compute_positions(max(places) + 1)
+        self._compute_positions(max(positions) + 1)
         starts = tuple(cache.starts) if isinstance(cache, Slots) else (0,) * len(ids)
         groups = self._groups(cache)
         switch, count = self.spec.rope_switch, self._positions
-        rows = tuple(place if switch is None or place < switch else place + count for place in places)
+        rows = tuple(position if switch is None or position < switch else position + count for position in positions)
         state = State(tuple((layer.length, layer.first) for layer in groups), rows, tuple(ids), starts)
         if self._first:
-            self._first.step = HostStep(cache, places, starts=starts)
+            self._first.step = HostStep(cache, positions, starts=starts)
         batch = len(ids)
         if isinstance(cache, Slots) and not self._has_host_parts:  # rows without a sequence would cost the CPU as much as others
             batch = min(batch_of_step(batch), cache.capacity)
         padded = any(starts) or batch > len(ids)
-        key = batch, padded, count, tuple(cache.by_layer[index].memory for index, _ in self._on_gpu), choose
+        key = batch, padded, count, tuple(cache.by_layer[index].buffer_id for index, _ in self._on_gpu), choose
         step = self._steps.pop(key, None)
         if step is None:
             self._close_steps()

@@ -171,15 +171,15 @@ def _per_layer_input(last: PerLayerInput) -> Iterator[Op]:
     yield from _added(last, "per_layer_projection", "per_layer", "mlp_residual")
 
 
-def _attention(half: Attention, layer: LayerSpec, ropes: Sequence[Rope]) -> Iterator[Op]:
-    heads, read = half.heads, INPUT
-    if half.pre_norm is not None:
-        yield _norm("attn_norm", half.pre_norm, INPUT)
+def _attention(attention: Attention, layer: LayerSpec, ropes: Sequence[Rope]) -> Iterator[Op]:
+    heads, read = attention.heads, INPUT
+    if attention.pre_norm is not None:
+        yield _norm("attn_norm", attention.pre_norm, INPUT)
         read = "attn_norm"
     names = [f"{part}_proj" for part in heads.projections]
-    if len(half.qkv) == 1 and len(names) > 1:
+    if len(attention.qkv) == 1 and len(names) > 1:
         names = [heads.projections]
-    for name, weight in zip(names, half.qkv, strict=True):
+    for name, weight in zip(names, attention.qkv, strict=True):
         yield linear_op(name, weight, read)
     reads: tuple[str, ...] = tuple(names)
     for op in _positions(heads, layer, ropes, reads):
@@ -198,8 +198,8 @@ def _attention(half: Attention, layer: LayerSpec, ropes: Sequence[Rope]) -> Iter
         sinks=heads.sinks is not None,
     )
     yield Op("attention", "attention", None, reads, settings=settings, part=heads)
-    yield linear_op("o_proj", half.o_proj, "attention")
-    yield from _added(half, "o_proj", "attn", INPUT)
+    yield linear_op("o_proj", attention.o_proj, "attention")
+    yield from _added(attention, "o_proj", "attn", INPUT)
 
 
 def _positions(heads: Heads, layer: LayerSpec, ropes: Sequence[Rope], reads: tuple[str, ...]) -> Iterator[Op]:
@@ -225,46 +225,46 @@ def _positions(heads: Heads, layer: LayerSpec, ropes: Sequence[Rope], reads: tup
         reads = (op.name,)
 
 
-def _mlp(half: MLP, read: str, *, normed: str | None = None) -> Iterator[Op]:
+def _mlp(mlp: MLP, read: str, *, normed: str | None = None) -> Iterator[Op]:
     """The MLP. normed: the op that has computed the norm of what it reads."""
-    residual = "attn_residual" if half.parallel_residual else read
+    residual = "attn_residual" if mlp.parallel_residual else read
     if normed is not None:
         read = normed
-    elif half.pre_norm is not None:
-        yield _norm("mlp_norm", half.pre_norm, read)
+    elif mlp.pre_norm is not None:
+        yield _norm("mlp_norm", mlp.pre_norm, read)
         read = "mlp_norm"
-    name = "gate_up" if half.gated else "up_proj"
-    yield linear_op(name, half.gate_up, read)
-    yield _gate("gate" if half.gated else "activation", half.activation, name, gated=half.gated)
-    yield linear_op("down_proj", half.down_proj, "gate" if half.gated else "activation")
-    yield from _added(half, "down_proj", "mlp", residual)
-    if half.residual_norm is not None:
-        yield _norm("mlp_residual_norm", half.residual_norm, "mlp_residual")
+    name = "gate_up" if mlp.gated else "up_proj"
+    yield linear_op(name, mlp.gate_up, read)
+    yield _gate("gate" if mlp.gated else "activation", mlp.activation, name, gated=mlp.gated)
+    yield linear_op("down_proj", mlp.down_proj, "gate" if mlp.gated else "activation")
+    yield from _added(mlp, "down_proj", "mlp", residual)
+    if mlp.residual_norm is not None:
+        yield _norm("mlp_residual_norm", mlp.residual_norm, "mlp_residual")
 
 
-def _experts(half: Experts) -> Iterator[Op]:
-    yield _norm("mlp_norm", half.pre_norm, "attn_residual")
+def _experts(mlp: Experts) -> Iterator[Op]:
+    yield _norm("mlp_norm", mlp.pre_norm, "attn_residual")
     weights = _settings(
-        top_k=half.top_k,
-        scores=half.scores or "softmax",
-        normalized=half.norm_topk,
-        bias=half.router_bias is not None,
-        correction=half.correction_bias is not None,
-        factor=None if half.scaling_factor == 1 else half.scaling_factor,
+        top_k=mlp.top_k,
+        scores=mlp.scores or "softmax",
+        normalized=mlp.norm_topk,
+        bias=mlp.router_bias is not None,
+        correction=mlp.correction_bias is not None,
+        factor=None if mlp.scaling_factor == 1 else mlp.scaling_factor,
     )
-    yield Op("router", "router", None, ("mlp_norm",), *_form(half.router), weights, part=half)
-    yield linear_op("experts.gate_up", half.gate_up, "mlp_norm", "router", kind="experts")
-    clamped = half.clamped
+    yield Op("router", "router", None, ("mlp_norm",), *_form(mlp.router), weights, part=mlp)
+    yield linear_op("experts.gate_up", mlp.gate_up, "mlp_norm", "router", kind="experts")
+    clamped = mlp.clamped
     if clamped is None:
         yield _gate("experts.gate", "silu", "experts.gate_up")
     else:
         settings = (("function", CLAMPED), ("alpha", clamped.alpha), ("limit", clamped.limit))
         yield Op("gate", "experts.gate", None, ("experts.gate_up",), settings=settings)
-    yield linear_op("experts.down_proj", half.down_proj, "experts.gate", "router", kind="experts")
+    yield linear_op("experts.down_proj", mlp.down_proj, "experts.gate", "router", kind="experts")
     added = ["experts.down_proj", "router"]
-    if half.shared_expert is not None:
-        yield from _shared_expert(half.shared_expert)
-        added.append("shared_expert.down_proj" if half.shared_expert.gate is None else "shared_expert_gate")
+    if mlp.shared_expert is not None:
+        yield from _shared_expert(mlp.shared_expert)
+        added.append("shared_expert.down_proj" if mlp.shared_expert.gate is None else "shared_expert_gate")
     yield Op("residual", "mlp_residual", None, ("attn_residual", *added))
 
 
@@ -299,13 +299,13 @@ def _end(spec: DecoderSpec) -> Iterator[Op]:
                 raise unreachable(function, "the function of logits")
 
 
-def _added(half: Attention | MLP | PerLayerInput, read: str, name: str, residual: str) -> Iterator[Op]:
-    """What follows a half's last linear layer."""
-    if half.post_norm is not None:
-        yield _norm(f"{name}_post_norm", half.post_norm, read)
+def _added(sublayer: Attention | MLP | PerLayerInput, read: str, name: str, residual: str) -> Iterator[Op]:
+    """What follows a sublayer's last linear layer."""
+    if sublayer.post_norm is not None:
+        yield _norm(f"{name}_post_norm", sublayer.post_norm, read)
         read = f"{name}_post_norm"
-    scale = None if isinstance(half, Attention) else half.layer_scale
-    factor = 1.0 if isinstance(half, PerLayerInput) else half.residual_multiplier
+    scale = None if isinstance(sublayer, Attention) else sublayer.layer_scale
+    factor = 1.0 if isinstance(sublayer, PerLayerInput) else sublayer.residual_multiplier
     settings = _settings(multiplier=None if factor == 1 else factor, layer_scale=scale is not None)
     yield Op("residual", f"{name}_residual", None, (residual, read), settings=settings, part=scale)
 
@@ -371,15 +371,15 @@ def grouped(items: Iterable[tuple[int | None, T]]) -> list[tuple[tuple[int, ...]
         The indices of equal layers, none of what is in no layer, and the first of them; in the order of the first ones.
     """
     groups: list[tuple[tuple[int, ...], T]] = []
-    places: dict[T, int] = {}
+    indices: dict[T, int] = {}
     for index, item in items:
         if index is None:
             groups.append(((), item))
-        elif item in places:
-            layers, first = groups[places[item]]
-            groups[places[item]] = (*layers, index), first
+        elif item in indices:
+            layers, first = groups[indices[item]]
+            groups[indices[item]] = (*layers, index), first
         else:
-            places[item] = len(groups)
+            indices[item] = len(groups)
             groups.append(((index,), item))
     return groups
 

@@ -55,7 +55,7 @@ class LayerSpec:
         self.attention.check()
         self.mlp.check()
         if self.mlp.k != (k := self.attention.o_proj.packed.shape[0]):
-            raise ArgumentError(f"the halves of a decoder layer have one width, got {k} and {self.mlp.k}")
+            raise ArgumentError(f"attention and MLP of a layer have one width, got {k} and {self.mlp.k}")
         if self.per_layer_input is not None:
             self.per_layer_input.check(k)
 

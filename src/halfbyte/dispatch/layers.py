@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.dispatch.candidate import Candidate, Choice, Option, decide
-from halfbyte.kernels.problem import AttentionProblem, ExpertsProblem, NormedProblem, Problem
+from halfbyte.kernels.problem import AttentionKind, AttentionProblem, ExpertsProblem, NormedProblem, Problem
 from halfbyte.layouts import cpu_tiles
 from halfbyte.machine import Gpu
 
@@ -79,34 +80,18 @@ class AttentionCandidate(Candidate[AttentionProblem, "Gpu | ISA"]):
         return import_module(f"halfbyte.kernels.{self.home}").launch(*operands)
 
 
-def _against_attend(problem: AttentionProblem, gpu: Gpu) -> str | None:
-    if problem.kind != "decode":
-        return "it is for one new token of each sequence"
+def _against_gpu(problem: AttentionProblem, gpu: Gpu, *, kind: AttentionKind, otherwise: str, module: str) -> str | None:
+    """Why the kernel of a module of `kernels/gpu/transformer`, which is for a kind of attention, does not compute a problem; or None."""
+    if problem.kind != kind:
+        return otherwise
     if problem.softcap:
         return SOFTCAP
     if (reason := why_no_early_start(gpu)) is not None:
         return reason
-    from halfbyte.kernels.gpu.transformer import attend
-
-    sizes = problem.heads, problem.kv_heads, problem.head_dim, problem.dtype
-    return attend.supports(*sizes, codes=problem.cache == "int8") or _why_not_norm_of_heads(problem, gpu)
-
-
-def _against_attend_many(problem: AttentionProblem, gpu: Gpu) -> str | None:
-    if problem.kind != "prefill":
-        return "it is for tokens of prompts"
-    if problem.softcap:
-        return SOFTCAP
-    if (reason := why_no_early_start(gpu)) is not None:
-        return reason
-    from halfbyte.kernels.gpu.transformer import attend_many
-
-    sizes = problem.heads, problem.kv_heads, problem.head_dim, problem.dtype
-    return attend_many.supports(*sizes) or _why_not_norm_of_heads(problem, gpu)
-
-
-def _why_not_norm_of_heads(problem: AttentionProblem, gpu: Gpu) -> str | None:
-    return None if problem.norm_width is None else why_not_norm(problem.norm_width, gpu)
+    kernel: Any = import_module(f"halfbyte.kernels.gpu.transformer.{module}")
+    codes = {"codes": True} if kind == "decode" and problem.cache == "int8" else {}  # a prefill reads them dequantized
+    reason = kernel.supports(problem.heads, problem.kv_heads, problem.head_dim, problem.dtype, **codes)
+    return reason or (None if problem.norm_width is None else why_not_norm(problem.norm_width, gpu))
 
 
 def _against_cpu_attend(problem: AttentionProblem, isa: ISA) -> str | None:
@@ -137,11 +122,13 @@ def _against_other_floats(problem: AttentionProblem) -> str | None:
 GPU_ATTENTION = (
     AttentionCandidate(
         "attend", "a block for each head of keys and part of the cache, with norms, positions and the new token's entry",
-        home="gpu.transformer.attend", against=_against_attend,
+        home="gpu.transformer.attend",
+        against=partial(_against_gpu, kind="decode", otherwise="it is for one new token of each sequence", module="attend"),
     ),
     AttentionCandidate(
         "attend_many", "tiles of queries pass over keys and values, with online softmax; norms and positions by a kernel before",
-        home="gpu.transformer.attend_many", against=_against_attend_many,
+        home="gpu.transformer.attend_many",
+        against=partial(_against_gpu, kind="prefill", otherwise="it is for tokens of prompts", module="attend_many"),
     ),
 )  # fmt: skip
 CPU_ATTENTION = (

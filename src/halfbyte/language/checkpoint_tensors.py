@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.checkpoint.entries import Entries
+from halfbyte.checkpoint.entries import Entries, Entry, Quantized
 from halfbyte.checkpoint.native.quantization_config import dtype_named
-from halfbyte.checkpoint.stored_model import checked_finite
+from halfbyte.checkpoint.stored_model import checked_finite, order_name
 from halfbyte.decoder.cache import OnGpu
 from halfbyte.decoder.config import find_family
 from halfbyte.decoder.family import MoEFamily
@@ -29,6 +29,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.io.files import is_file, paths_in
 from halfbyte.io.gguf import File, is_gguf, read_header
+from halfbyte.io.tensors import TensorSpec
 from halfbyte.language.packed_cache import PackedCache, open_cache
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import PANEL
@@ -57,60 +58,35 @@ class Form(NamedTuple):
     activation: str
 
 
-class Source(Protocol):
-    """The tensors of one kind of checkpoint."""
-
-    def names(self) -> set[str]:
-        """All names, of tied tensors too."""
-
-    def form(self, name: str) -> Form | None:
-        """How a weight is quantized; None where it is not."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight's codes, or of a tensor in floating point."""
-
-    def codes(self, name: str) -> Codes:
-        """Read a quantized weight."""
-
-    def floats(self, name: str) -> Tensor:
-        """Read a tensor as float32, dequantized if need be."""
-
-
-class CheckpointSource:
-    """A halfbyte folder."""
-
-    def __init__(self, model: Checkpoint) -> None:
-        if model.static is not None:
-            raise UnsupportedError("it is a network on int8 codes")
-        self._model = model
-
-    def names(self) -> set[str]:
-        return {name for name, _ in self._model.names()}
-
-    def _stored(self, name: str) -> str:
-        return self._model.tied.get(name, name)
-
-    def form(self, name: str) -> Form | None:
-        weight = self._model.weights.get(self._stored(name))
-        return None if weight is None else Form(weight.format, weight.compute, weight.activation)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        stored = self._stored(name)
-        return self._model.weights[stored].shape if stored in self._model.weights else tuple(self._model.plain[stored].shape)
-
-    def codes(self, name: str) -> Codes:
-        return self._model.codes(self._stored(name))
-
-    def floats(self, name: str) -> Tensor:
-        stored = self._stored(name)
-        if stored not in self._model.weights:
-            return self._model.tensor(stored, parameter=True).float()
-        weight = self._model.codes(stored).dequantize(torch.float32)
-        return weight.mT if self._model.weights[stored].transposed else weight
+def _native_entries(model: Checkpoint) -> Entries:
+    """The tensors of a halfbyte folder, tied ones too."""
+    if model.static is not None:
+        raise UnsupportedError("it is a network on int8 codes")
+    entries: dict[str, Entry] = {}
+    for name, stored in model.names():
+        weight = model.weights.get(stored)
+        if weight is None:
+            spec = model.plain[stored]
+            entries[name] = Entry(spec, spec.nbytes, partial(_plain_tensor, model, stored))
+            continue
+        *stack, n, k = weight.shape
+        order = partial(model.tensor, order_name(stored)) if order_name(stored) in model.plain else None
+        spec = TensorSpec(torch.float32, (*stack, k, n) if weight.transposed else weight.shape)
+        how = Quantized(weight.format, str(weight.format), order, weight.compute, weight.activation, weight.transposed)
+        entries[name] = Entry(spec, weight.stored_bytes, partial(_stored_codes, model, stored), how)
+    return Entries(entries)
 
 
-class EntriesSource:
-    """A GGUF file, a folder that another project quantized, or one in floating point, which is quantized as it is read."""
+def _plain_tensor(model: Checkpoint, name: str, dtype: torch.dtype | None) -> Tensor:
+    return model.tensor(name).to(dtype)
+
+
+def _stored_codes(model: Checkpoint, name: str, dtype: torch.dtype | None) -> Codes:
+    return model.codes(name)
+
+
+class Source:
+    """The tensors of a checkpoint, by their names in transformers' modules. One in floating point is quantized as it is read."""
 
     def __init__(
         self,
@@ -149,9 +125,11 @@ class EntriesSource:
         return f"{name}.weight" if f"{name}.weight".endswith(_STACKS) else name
 
     def names(self) -> set[str]:
+        """All names, of tied tensors too."""
         return {*self._names, *self._stacks}
 
     def form(self, name: str) -> Form | None:
+        """How a weight is quantized; None where it is not."""
         if name in self._stacks and self._quantize is None:
             forms = {self.form(part) for expert in self._stacks[name] for part in expert}
             return forms.pop() if len(forms) == 1 else None
@@ -168,6 +146,7 @@ class EntriesSource:
         return Form(quantized.format, quantized.compute, quantized.activation)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight's codes, or of a tensor in floating point."""
         if name in self._stacks:
             first = self._stacks[name][0]
             return len(self._stacks[name]), sum(self.shape(part)[0] for part in first), self.shape(first[0])[-1]
@@ -177,6 +156,7 @@ class EntriesSource:
         return (*rest, k, n) if swapped else (*rest, n, k)
 
     def codes(self, name: str) -> Codes:
+        """Read a quantized weight."""
         if self._quantize is None and name in self._stacks:
             return _joined([_joined([self.codes(part) for part in expert], _ROWS) for expert in self._stacks[name]], _EXPERTS)
         if self._quantize is None:
@@ -194,6 +174,7 @@ class EntriesSource:
             return ops.quantize(weight.to(self._device), fmt, self._quantize.method, name=name)
 
     def floats(self, name: str) -> Tensor:
+        """Read a tensor as float32, dequantized if need be."""
         if name in self._stacks:
             return torch.stack([torch.cat([self.floats(part) for part in expert]) for expert in self._stacks[name]])
         stored = self._entries.spec(self._names[name])
@@ -416,18 +397,18 @@ def _opened(path: Path, quantize: Config | None, header: File | None, device: to
         from halfbyte.checkpoint.sources import open_floats
 
         config, entries = open_floats(path, torch.float32)
-        return config, EntriesSource(path, config, entries, quantize, device)
+        return config, Source(path, config, entries, quantize, device)
     if header is not None:
         from halfbyte.checkpoint.gguf.model import read_file
 
         config, entries = read_file(header, torch.float32, half=True)
-        return config, EntriesSource(path, config, entries)
+        return config, Source(path, config, entries)
     from halfbyte.checkpoint.sources import open_source
 
     opened = open_source(path)
     if opened is not None:
-        return opened[0], EntriesSource(path, *opened)
+        return opened[0], Source(path, *opened)
     from halfbyte.checkpoint.native.checkpoint_model import Checkpoint
 
     model = Checkpoint(path)
-    return model.config, CheckpointSource(model)
+    return model.config, Source(path, model.config, _native_entries(model))

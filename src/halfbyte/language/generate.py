@@ -79,14 +79,6 @@ class Generation:
 
 
 @dataclass(eq=False)
-class _Prefill:
-    """A prompt of which a part has been read into its cache."""
-
-    generation: Generation
-    cache: Cache
-
-
-@dataclass(eq=False)
 class _Running:
     """What belongs to a sequence that runs."""
 
@@ -155,7 +147,7 @@ class Batch:
         self._waiting: deque[Generation] = deque()
         self._active: list[_Running] = []
         self._preempted: list[_Running] = []  # without a cache, after an exception in a step or where rope switches: prefilled again
-        self._prefill: _Prefill | None = None
+        self._prefill: tuple[Generation, Cache] | None = None  # a prompt of which a part has been read into its cache
         self.failed: Sequence[Generation] = ()
         self._prefilling: Sequence[Generation] = ()  # whose prompts are being read
         self._prefilled = 0  # tokens of prompts since the last decode step
@@ -177,7 +169,7 @@ class Batch:
     @property
     def prefilling(self) -> Generation | None:
         """The sequence whose prompt has been read in part."""
-        return None if self._prefill is None else self._prefill.generation
+        return None if self._prefill is None else self._prefill[0]
 
     def submit(self, prompt_ids: Sequence[int], sampling: Sampling, processors: Sequence[LogitsProcessor] = ()) -> Generation:
         """Add a sequence, which starts with one of the next steps.
@@ -214,8 +206,8 @@ class Batch:
         if generation in self._waiting:
             self._waiting.remove(generation)
             generation.finish_reason = "cancelled"
-        if self._prefill is not None and self._prefill.generation is generation:
-            self._end_prefill(self._prefill)
+        if self._prefill is not None and self._prefill[0] is generation:
+            self._end_prefill(*self._prefill)
         for running in [one for one in self._preempted if one.generation is generation]:
             self._preempted.remove(running)
             generation.finish_reason = "cancelled"
@@ -304,8 +296,8 @@ class Batch:
             for one in self._active if self._prefixes.limit else ():  # so that its cache may be copied
                 self._take_slot(one)
             cache, generation.cached_tokens = self._cache_for(generation.prompt_ids)
-            self._prefill = _Prefill(generation, cache)
-        generation, cache = self._prefill.generation, self._prefill.cache
+            self._prefill = generation, cache
+        generation, cache = self._prefill
         self._prefilling = [generation]
         prompt, start = generation.prompt_ids, cache.length
         crosses = self._model.streams_experts and not self._active  # all experts, for each chunk
@@ -357,11 +349,11 @@ class Batch:
         slots.join_all(cache, lengths)
         return self._start([self._running_of(generation, None) for generation in generations], logits)
 
-    def _end_prefill(self, prefill: _Prefill) -> None:
+    def _end_prefill(self, generation: Generation, cache: Cache) -> None:
         """Keep what has been read of the prompt of a sequence that is cancelled."""
-        prompt, switch = prefill.generation.prompt_ids, self._model.spec.rope_switch
-        if switch is None or (prefill.cache.length > switch) == (len(prompt) > switch):  # else its frequencies are those of longer ones
-            self._prefixes.put(prompt, prefill.cache)
+        prompt, switch = generation.prompt_ids, self._model.spec.rope_switch
+        if switch is None or (cache.length > switch) == (len(prompt) > switch):  # else its frequencies are those of longer ones
+            self._prefixes.put(prompt, cache)
         self._prefill = None
 
     def _running_of(self, generation: Generation, cache: Cache | None) -> _Running:
@@ -424,8 +416,8 @@ class Batch:
             logits = self._model.decode(waiting, cache)
             return most_likely(logits) if are_plain else (sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True))
         chooser = None if are_plain else _batch_sampler(samplers)
-        goes_on = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
-        tokens = cast("GpuModel", self._model).decode_tokens(waiting, cache, choose=chooser, goes_on=goes_on)
+        launch_ahead = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
+        tokens = cast("GpuModel", self._model).decode_tokens(waiting, cache, choose=chooser, launch_ahead=launch_ahead)
         return tokens if chooser is None else chooser.accept(tokens)
 
     def _check_guesses(self, running: _Running, guesser: Guesser, cache: Cache, guesses: list[int]) -> str:
@@ -460,8 +452,8 @@ class Batch:
     def _decode_slots(self) -> list[tuple[Generation, str]]:
         slots, switch = self._slots, self._model.spec.rope_switch
         assert slots is not None
-        places = zip(self._active, slots.positions(), strict=True)
-        if short := [one for one, position in places if position == switch and not one.long_rope]:
+        positions = zip(self._active, slots.positions(), strict=True)
+        if short := [one for one, position in positions if position == switch and not one.long_rope]:
             for running in short:  # from here on all of their tokens have other frequencies
                 self._free_slot(running)
                 self._preempted.append(running)

@@ -126,21 +126,21 @@ class LanguageModel:
         if cache not in (None, "int8"):
             raise ArgumentError(f"the KV cache is 'int8' or None, for the type of activations, got cache={cache!r}")
         _check_speculation(speculate, draft)
-        place, request = _request(device, memory, context, sequences, int8=cache == "int8", prefix_bytes=prefix_bytes)
+        target, request = _request(device, memory, context, sequences, int8=cache == "int8", prefix_bytes=prefix_bytes)
         if request is not None and draft is not None:
             raise ArgumentError("a draft model takes GPU memory that is not planned for: leave out draft, or memory and what is on the CPU")
 
         def build() -> LanguageModel:
-            opened = open_spec(source, format=format, sparse=sparse, device=place, dtype=dtype, request=request)
+            opened = open_spec(source, format=format, sparse=sparse, device=target, dtype=dtype, request=request)
             tokenizer = Tokenizer.open(source, opened.header)
             try:
                 return cls(opened.spec, tokenizer, source, int8_cache=cache == "int8", dtype=opened.dtype, plan=opened.plan)
             except ArgumentError as e:
                 raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
 
-        model = fitting(build, find_device(place), partial(_does_not_fit, source, place, is_planned=request is not None))
+        model = fitting(build, find_device(target), partial(_does_not_fit, source, target, is_planned=request is not None))
         if draft is not None and not isinstance(draft, LanguageModel):
-            draft = cls.open(draft, format=format, cache=cache, sparse=sparse, device=place, dtype=dtype)
+            draft = cls.open(draft, format=format, cache=cache, sparse=sparse, device=target, dtype=dtype)
         model._set_speculation(speculate, draft)
         return model
 
@@ -358,12 +358,12 @@ def open_spec(
         CheckpointError: It is damaged or incomplete.
         ArgumentError: The device does not have this dtype.
     """
-    source, place = model_path(path), find_device(device)
+    source, device = model_path(path), find_device(device)
     if request is None and dtype not in (
-        (None, torch.float32) if place.type == "cpu" else (None, torch.float16, torch.bfloat16, torch.float32)
+        (None, torch.float32) if device.type == "cpu" else (None, torch.float16, torch.bfloat16, torch.float32)
     ):
-        allowed = "float32" if place.type == "cpu" else "float16, bfloat16 or float32"
-        raise ArgumentError(f"activations on {place} are {allowed}, got dtype={dtype}: leave it out")
+        allowed = "float32" if device.type == "cpu" else "float16, bfloat16 or float32"
+        raise ArgumentError(f"activations on {device} are {allowed}, got dtype={dtype}: leave it out")
     if not is_there(source):
         raise not_there(source, "a Hugging Face folder, a halfbyte folder or a .gguf file")
     if has_adapter(source):
@@ -375,7 +375,7 @@ def open_spec(
         quantize = as_config(format)
     header = read_header(source) if is_file(source) and is_gguf(source) else None
     offloads, plan = request is not None, None
-    config, tensors = open_checkpoint(source, quantize, header, sparse=sparse, device=place, dtype=dtype, offloads=offloads)
+    config, tensors = open_checkpoint(source, quantize, header, sparse=sparse, device=device, dtype=dtype, offloads=offloads)
     if request is not None:
         plan = plan_of(build_spec(config, tensors.sized()), request, tensors.dtype)
         tensors.placement = plan.placement
@@ -390,9 +390,9 @@ def open_spec(
     return Opened(spec, tensors.dtype, header, plan)
 
 
-def _does_not_fit(source: Path, place: torch.device | str, free: str, *, is_planned: bool) -> ArgumentError:
+def _does_not_fit(source: Path, device: torch.device | str, free: str, *, is_planned: bool) -> ArgumentError:
     remedy = "give it less memory" if is_planned else "give memory='auto', which leaves a part of it on the CPU"
-    return ArgumentError(f"{source} does not fit into the {free} that is free on {place}: {remedy}")
+    return ArgumentError(f"{source} does not fit into the {free} that is free on {device}: {remedy}")
 
 
 def _check_speculation(speculate: int | None, draft: object) -> None:
@@ -419,12 +419,12 @@ def _request(
             raise ArgumentError(f"context bounds the KV cache of a model that is given GPU memory, got context={context} without memory")
         return device, None
     gpu, request = make_request(device, memory, context, sequences, int8=int8, prefix_bytes=prefix_bytes)
-    place = find_gpu(gpu)
-    free = free_memory(place)
+    gpu = find_gpu(gpu)
+    free = free_memory(gpu)
     if free is not None and (request.memory or 0) > free:
-        raise ArgumentError(f"{place} has {size_text(free)} of free memory, got memory={memory!r}: give it less, or 'auto' for all of it")
+        raise ArgumentError(f"{gpu} has {size_text(free)} of free memory, got memory={memory!r}: give it less, or 'auto' for all of it")
     automatic = None if free is None else free - free // _RESERVE
-    return place, request._replace(memory=request.memory or automatic)
+    return gpu, request._replace(memory=request.memory or automatic)
 
 
 def _is_several(prompts: object) -> bool:

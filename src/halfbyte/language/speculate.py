@@ -91,24 +91,24 @@ class PromptLookup:
         for end in range(self._indexed, count - 1):
             self._followers.setdefault((tokens[end - 1], tokens[end]), []).append(end + 1)
         self._indexed = max(self._indexed, count - 1)
-        found, place = 0, 0
+        found, follower = 0, 0
         for start in reversed(self._followers.get((tokens[-2], tokens[-1]), [])[-_OCCURRENCES:] if count > 1 else []):
             length = 2
             while length < min(_LONGEST, start) and tokens[start - 1 - length] == tokens[count - 1 - length]:
                 length += 1
             if length > found:
-                found, place = length, start
+                found, follower = length, start
             if found == _LONGEST:
                 break
-        return found, place
+        return found, follower
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
         """Guess the tokens that follow a text, which is the last call's with more tokens; none if there is no earlier occurrence."""
-        length, place = self.occurrence(tokens)
+        length, follower = self.occurrence(tokens)
         if not length:
             return []
         self._last = self._acceptance[min(length, max(_PRIOR))]
-        return list(tokens[place : place + self._last.count(most, _ROW_COST)])
+        return list(tokens[follower : follower + self._last.count(most, _ROW_COST)])
 
     def checked(self, guessed: int, right: int) -> None:
         """Learn how many of the last guesses were right."""

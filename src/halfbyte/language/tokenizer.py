@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from halfbyte.checkpoint.gguf import tokenizer as gguf_tokenizer
 from halfbyte.errors import ArgumentError, CheckpointError, check_type, not_there
 from halfbyte.io.files import is_file, is_folder, is_there
 from halfbyte.io.gguf import File, is_gguf
 from halfbyte.language import tokenizer_folder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 _LONG = 1 << 14  # characters of a text from which on other threads run while it is tokenized
 _ID_LIMIT = 1 << 32  # tokenizers stores ids in 32 bits
@@ -35,42 +38,14 @@ _CLEAN_UP = (
 CLEAN_UP_CHARACTERS = frozenset("".join(pattern for pattern, _ in _CLEAN_UP))
 
 
-class _Encoding(Protocol):
-    @property
-    def ids(self) -> list[int]: ...
-
-
-class _AddedToken(Protocol):
-    @property
-    def special(self) -> bool: ...
-
-
-class Backend(Protocol):
-    """The part of `tokenizers.Tokenizer` that is used here."""
-
-    @property
-    def decoder(self) -> object: ...
-
-    def encode(self, sequence: str, *, add_special_tokens: bool) -> _Encoding: ...
-    def encode_batch_fast(self, input: list[str], *, add_special_tokens: bool) -> Sequence[_Encoding]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
-    def id_to_token(self, id: int) -> str | None: ...
-    def token_to_id(self, token: str) -> int | None: ...
-    def get_vocab(self, with_added_tokens: bool) -> Mapping[str, int]: ...
-    def get_vocab_size(self, with_added_tokens: bool) -> int: ...
-    def get_added_tokens_decoder(self) -> Mapping[int, _AddedToken]: ...
-
-
 class Tokenizer:
     """The tokenizer of a language model.
 
     Attributes:
         special_tokens: Texts of the special tokens by transformers' names, such as `{"bos_token": "<s>"}`: variables of chat templates.
         chat_templates: Chat templates by name; the usual one is called "default".
-        bos_id: Id of the token that begins a text, or None. `encode` adds it where the tokenizer says so.
         eos_ids: Ids of the tokens that end an answer: the tokenizer's own, then those of generation_config.json or config.json, or those
             that the .gguf file names and llama.cpp knows.
-        pad_id: Id of the padding token, or None.
 
     Example:
         tokenizer = Tokenizer.open(Path("SmolLM2-135M-Instruct.gguf"))
@@ -99,11 +74,8 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
         self.chat_templates = dict(chat_templates or {})
         self.clean_up = clean_up
-        ids = {name: backend.token_to_id(token) for name, token in special_tokens.items()}
-        self.bos_id = ids.get("bos_token")
-        self.pad_id = ids.get("pad_token")
-        eos = ids.get("eos_token")
-        self.eos_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *end_ids]))
+        eos = [backend.token_to_id(text) for name, text in special_tokens.items() if name == "eos_token"]
+        self.eos_ids = tuple(dict.fromkeys([*(id for id in eos if id is not None), *end_ids]))
 
     @classmethod
     def open(cls, path: Path, header: File | None = None) -> Tokenizer:
@@ -132,11 +104,6 @@ class Tokenizer:
         if file is None:
             raise CheckpointError(f"{path} has no tokenizer: start from another file of the model")
         return cls(**file._asdict())
-
-    @property
-    def vocabulary_size(self) -> int:
-        """The number of tokens, added ones included. The embedding of a model may have more rows, never fewer."""
-        return self.backend.get_vocab_size(with_added_tokens=True)
 
     def has_vocabulary_of(self, other: Tokenizer) -> bool:
         """Whether both have the same tokens with the same ids."""

@@ -19,7 +19,7 @@ from tiny_decoders import CASES
 from halfbyte.decoder.build import _check_supported, _kv_sources, _logits, _ropes, _windows, per_layer_size, projections
 from halfbyte.decoder.config import TextConfig
 from halfbyte.decoder.families import FAMILIES
-from halfbyte.decoder.family import ACTIVATIONS, SLIDING, Family
+from halfbyte.decoder.family import ACTIVATIONS, PER_LAYER_SIZE, SLIDING, Family
 from halfbyte.errors import CheckpointError, UnsupportedError
 
 BY_LAYER = {family.layer_class: (name, family) for name, family in FAMILIES.items()}
@@ -70,7 +70,7 @@ def transformers_values(package: str, values: Mapping[str, Any]) -> dict[str, An
         "groups": [one.num_key_value_groups for one in attention],
         "scales": [one.scaling for one in attention],
         "projections": None if family.v_norm is None else [projections_of(one) for one in attention],
-        "per-layer inputs": None if family.per_layer_embedding is None else getattr(config, family.per_layer_embedding.size),
+        "per-layer inputs": getattr(config, PER_LAYER_SIZE) if family.per_layer_input else None,
         "activation": ACTIVATIONS[getattr(config, family.activation)],
         "tied": config.tie_word_embeddings,
         "eps": getattr(config, family.norm_eps),
@@ -125,7 +125,7 @@ def ours(values: Mapping[str, Any]) -> dict[str, Any]:
         "groups": [config.num_attention_heads // sizes.num_key_value_heads for sizes in config.layer_sizes],
         "scales": [config.attention_scale(index) for index in places],
         "projections": None if family.v_norm is None else [projections(family, config, index, sources[index]) for index in places],
-        "per-layer inputs": None if family.per_layer_embedding is None else per_layer_size(family, config),
+        "per-layer inputs": per_layer_size(family, config) if family.per_layer_input else None,
         "activation": config.activation,
         "tied": config.tied,
         "eps": config.number(family.norm_eps),

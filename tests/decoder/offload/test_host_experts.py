@@ -77,7 +77,7 @@ def test_logits_are_those_of_one_device(kind: str, specs: Models) -> None:
         assert_close(found, expected, TOLERANCE[False])
         for token in ids[:3]:
             assert_close(split.decode([token], caches[1]), one.decode([token], caches[0]), TOLERANCE[False])
-        assert split.decode_tokens([5], caches[1], goes_on=True) == one.decode_tokens([5], caches[0])
+        assert split.decode_tokens([5], caches[1], launch_ahead=True) == one.decode_tokens([5], caches[0])
         assert len(split._host) == sum(isinstance(layer.mlp, Experts) for layer in spec.layers[:experts])
 
 
@@ -171,7 +171,7 @@ def test_a_captured_step_is_in_pieces(specs: Models, monkeypatch: pytest.MonkeyP
     tokens = [5]
     for _ in range(5):
         expected = one.decode_tokens(tokens, other)
-        found = split.decode_tokens(tokens, cache, goes_on=True)
+        found = split.decode_tokens(tokens, cache, launch_ahead=True)
         assert found == expected
         assert split._ahead is None
         tokens = found
@@ -219,9 +219,9 @@ def test_interrupted_between_pieces(specs: Models, monkeypatch: pytest.MonkeyPat
 
             monkeypatch.setattr(HostExperts, "_compute", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                split.decode_tokens(tokens, cache, goes_on=True)
+                split.decode_tokens(tokens, cache, launch_ahead=True)
             monkeypatch.setattr(HostExperts, "_compute", compute)
-        assert split.decode_tokens(tokens, cache, goes_on=True) == expected
+        assert split.decode_tokens(tokens, cache, launch_ahead=True) == expected
         tokens = expected
 
 
@@ -242,11 +242,11 @@ def test_rows_from_which_experts_cross_are_measured(specs: Models, monkeypatch: 
     monkeypatch.setattr(HostExperts, "_routed", lambda *args: (used.append(args[3]), routed(*args))[1])
     assert split._host._measured_rows(0.0) == rates.FEWEST_ROWS
     assert len(used[0]) == rates.FEWEST_ROWS
-    assert used[0].unique().tolist() == list(range(len(next(iter(split._host._halves.values())).router)))
+    assert used[0].unique().tolist() == list(range(len(next(iter(split._host._mixtures.values())).router)))
     measured: list[float] = []
     monkeypatch.setattr(HostExperts, "_measured_rows", lambda host, crossing: (measured.append(crossing), 40)[1])
     monkeypatch.setattr(host_experts, "link_bandwidth", lambda device: 1e9)
-    host = HostExperts(split._host._halves, torch.device("cpu"))
+    host = HostExperts(split._host._mixtures, torch.device("cpu"))
     monkeypatch.setattr(host, "_device", torch.device("cuda", 0))
     assert not host.streams(rates.FEWEST_ROWS - 1)
     assert not measured

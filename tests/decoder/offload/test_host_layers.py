@@ -75,7 +75,7 @@ def test_logits_are_those_of_a_cpu(kind: str, specs: Models) -> None:
         assert_close(model.prefill(ids, cache, every=True), expected, TOLERANCE[False])
         for token, logits in zip(ids[:4], tokens, strict=True):
             assert_close(model.decode([token], cache), logits, TOLERANCE[False])
-        assert model.decode_tokens([5], cache, goes_on=True) == [int(one.decode([5], read(one, ids + ids[:4]))[0].argmax())]
+        assert model.decode_tokens([5], cache, launch_ahead=True) == [int(one.decode([5], read(one, ids + ids[:4]))[0].argmax())]
         assert model._ahead is None
 
 
@@ -153,7 +153,7 @@ def test_prompts_leave_no_buffers(specs: Models) -> None:
 
 
 def test_layers_without_a_kernel(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfbyte.decoder.offload.host_layers.why_not", lambda *parts: "its heads are odd")
+    monkeypatch.setattr("halfbyte.decoder.lower_cpu.why_not", lambda *parts: "its heads are odd")
     with pytest.raises(UnsupportedError, match="layer 0 has no kernel on a CPU: its heads are odd"):
         HostLayers(specs("LlamaDecoderLayer").layers, (), torch.device("cpu"))
     model = split(specs("LlamaDecoderLayer"), 0)

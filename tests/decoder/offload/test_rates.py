@@ -52,7 +52,7 @@ def test_of_the_gpu_here(quick: list[int], monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rates, "gpu", lambda index: GPUS["sm_90"])
     monkeypatch.setattr(rates, "link_bandwidth", lambda device: 5.5e10)
     monkeypatch.setattr(rates, "_copy_seconds", copied)
-    monkeypatch.setattr(rates, "_place", lambda index: torch.device("cpu"))
+    monkeypatch.setattr(rates, "_device", lambda index: torch.device("cpu"))
     found = rates._measured(0)
     assert found == rates._measured(0)
     assert found.measured

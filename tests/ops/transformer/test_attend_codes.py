@@ -18,14 +18,13 @@ def rounded(x: Tensor) -> Tensor:
     return from_codes(*to_codes(x), x.dtype)
 
 
-@pytest.mark.parametrize("ring", [False, True])
-def test_the_new_token_is_what_the_cache_holds(ring: bool) -> None:
+def test_the_new_token_is_what_the_cache_holds() -> None:
     """One token of a cache that was empty sees itself alone: its value, as its codes have it."""
     heads = Heads(2, 1, 40, 0.2, rotary_dim=0)
     keys, values = torch.zeros(2, 2, 1, 4, 40, dtype=torch.int8)
     scales = torch.zeros(2, 1, 4, 2, dtype=torch.bfloat16)
     both, qkv = (scales, scales.clone()), torch.randn(2, 4 * 40)
-    y = attend(qkv, None, keys, values, torch.zeros(1, dtype=torch.int64), None, heads, scales=both, ring=ring)
+    y = attend(qkv, None, keys, values, torch.zeros(1, dtype=torch.int64), None, heads, scales=both)
     new = qkv.view(2, 4, 40)
     assert torch.allclose(y.view(2, 2, 40), rounded(new[:, 3:]).expand(2, 2, 40), rtol=1e-6)
     for codes, of_codes, x in ((keys, both[0], new[:, 2]), (values, both[1], new[:, 3])):

@@ -211,7 +211,7 @@ def launch_families(gpu: Gpu) -> None:
     of_rows = (empty(heads * dim), 1e-5, False), (empty(kv_heads * dim), 1e-5, False)
     norm.launch_sections(gpu, qkv, of_rows, torch.empty_like(qkv))
     cache, rotary = (empty(1, kv_heads, 512, dim), empty(1, kv_heads, 512, dim)), (empty(1, dim), empty(1, dim))
-    attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, how=attend.How(ring=True))
+    attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5)
     of_heads = (empty(dim), 1e-5, False), (empty(dim), 1e-5, False)
     for rope_interleaved in ("half", "repeated"):
         attend.launch(
@@ -222,11 +222,8 @@ def launch_families(gpu: Gpu) -> None:
     for others in (1, 0):
         how, row = attend.How(others=others, v_norm=others == 1), empty(1, (heads + others * kv_heads) * dim)
         attend.launch(gpu, row, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5, norms=of_heads, how=how)
-    for size, ring in ((512, False), (128, True), (65536, False)):  # the last one's tiles are streamed
-        cache, how = (
-            (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)),
-            attend.How(ring=ring, rotary_dim=dim, sinks=empty(heads)),
-        )
+    for size in (512, 65536):  # the latter's tiles are streamed
+        cache, how = (empty(1, kv_heads, size, dim), empty(1, kv_heads, size, dim)), attend.How(rotary_dim=dim, sinks=empty(heads))
         rotary = empty(1, dim // 2), empty(1, dim // 2)
         attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), empty(1, size), x, dim**-0.5, how=how)
     shared_gate = empty(k), empty(1, dtype=torch.float32)

@@ -15,7 +15,7 @@ from torch import Tensor
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, dequantize_weight
 from halfbyte.checkpoint.gguf.config import drafts, to_config
 from halfbyte.checkpoint.gguf.names import Architecture, is_depthwise_kernel, is_ignorable, layer_of, of_file
-from halfbyte.decoder.family import Config
+from halfbyte.decoder.family import SHARED_KV_LAYERS, Config
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.sharding import input_unit, take
@@ -44,8 +44,7 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool =
     entries |= _of_lists(file, architecture, config["num_hidden_layers"]) | _of_latents(file, config, dtype)
     entries |= _of_outer_stacks(file, architecture, config["hidden_size"], dtype)
     # Layers that reuse keys and values of earlier ones may have unused ones of their own in the file.
-    kv_sharing = architecture.family.kv_sharing
-    sharing = config["num_hidden_layers"] - (0 if kv_sharing is None else config.get(kv_sharing.layers, 0))
+    sharing = config["num_hidden_layers"] - (config.get(SHARED_KV_LAYERS, 0) if architecture.family.kv_sharing else 0)
     unused: list[str] = []
     for name, entry in file.entries.items():
         if architecture.is_in_stack(name) or name.endswith(_LATENTS) or name in architecture.gguf.stacks:

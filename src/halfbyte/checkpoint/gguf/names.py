@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfbyte.checkpoint.gguf.orders import ORDERS
 from halfbyte.decoder.families import FAMILIES, OTHERS
-from halfbyte.decoder.family import GGUF, Config, Family
+from halfbyte.decoder.family import GGUF, PER_LAYER_INPUTS, PER_LAYER_MODULES, Config, Family
 from halfbyte.errors import CheckpointError
 
 # Stacks of experts [E, N, K]: transformers' name and llama.cpp's, whose rows are concatenated in transformers; the last is of newer files.
@@ -73,9 +73,8 @@ class Architecture:
         """Modules outside of layers: llama.cpp's name -> transformers'."""
         family, root = self.family, self.gguf.layers.rpartition(".")[0]
         names = {"token_embd": f"{root}.embed_tokens", "output_norm": f"{root}.{family.final_norm}", "output": "lm_head"}
-        if (inputs := family.per_layer_embedding) is not None:
-            names |= {"per_layer_token_embd": f"{root}.{inputs.table}", "per_layer_model_proj": f"{root}.{inputs.projection}"}
-            names["per_layer_proj_norm"] = f"{root}.{inputs.norm}"
+        inputs = (f"{root}.{name}" for name in PER_LAYER_INPUTS if family.per_layer_input)
+        names |= dict(zip(("per_layer_token_embd", "per_layer_model_proj", "per_layer_proj_norm"), inputs, strict=False))
         return names | dict(self.gguf.outer)
 
     @cached_property
@@ -95,7 +94,7 @@ class Architecture:
             names[self.gguf.mlp_norm] = before_mlp
         for name, norm in zip(("attn_q_norm", "attn_k_norm"), family.qk_norm or (), strict=False):
             names[name] = f"{attention}.{norm}"
-        names |= dict(zip(("inp_gate", "proj", "post_norm"), family.per_layer_input or (), strict=False))
+        names |= dict(zip(("inp_gate", "proj", "post_norm"), PER_LAYER_MODULES if family.per_layer_input else (), strict=False))
         return {name: module for name, module in (names | self._mlp() | dict(self.gguf.tensors)).items() if module}
 
     def _mlp(self) -> dict[str, str]:

@@ -16,17 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from halfbyte.decoder.families import gguf_settings as gguf
-from halfbyte.decoder.family import (
-    GGUF,
-    SLIDING,
-    Family,
-    FullAttentionSize,
-    KVSharing,
-    ModelConfig,
-    MoEFamily,
-    PerLayerEmbedding,
-    RopeLayers,
-)
+from halfbyte.decoder.family import GGUF, SLIDING, Family, FullAttentionSize, ModelConfig, MoEFamily, RopeLayers
 
 
 def _by_scalar(config: ModelConfig, head_dim: int) -> float:
@@ -202,15 +192,14 @@ FAMILIES: dict[str, Family] = {
         qk_norm=_QK_NORM,
         v_norm="v_norm",
         rope_per_type=True,
-        kv_sharing=KVSharing(),
+        kv_sharing=True,
         values_are_keys="attention_k_eq_v",
         full_attention_sizes=(
             FullAttentionSize("head_dim", "global_head_dim"),
             FullAttentionSize("num_key_value_heads", "num_global_key_value_heads", "attention_k_eq_v"),
         ),
         full_attention_last=True,
-        per_layer_input=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
-        per_layer_embedding=PerLayerEmbedding(),
+        per_layer_input=True,
         layer_scalar="layer_scalar",
         unsupported=("enable_moe_block",),
         defaults=(

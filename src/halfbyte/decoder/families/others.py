@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from halfbyte.decoder.families import gguf_settings as gguf
-from halfbyte.decoder.family import GGUF, Family, KVSharing, MoEFamily, PerLayerEmbedding
+from halfbyte.decoder.family import GGUF, Family, MoEFamily
 
 _QK_NORM = "q_norm", "k_norm"
 _SHARED_MOE = MoEFamily(shared=("shared_expert", "shared_expert_gate"))
@@ -106,9 +106,8 @@ OTHERS: dict[str, Family] = {
         qk_norm=_QK_NORM,
         norms=("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
         rope_per_type=True,
-        kv_sharing=KVSharing(),
-        per_layer_input=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
-        per_layer_embedding=PerLayerEmbedding(),
+        kv_sharing=True,
+        per_layer_input=True,
         gguf=GGUF(
             "gemma3n",
             "gemma3n_text",

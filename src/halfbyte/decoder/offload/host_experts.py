@@ -48,36 +48,38 @@ class HostExperts:
         notes: Why torch's operations compute some of them, or the CPU those of long prompts, too.
     """
 
-    def __init__(self, halves: Mapping[int, Experts], device: torch.device, memory: int | None = None) -> None:
+    def __init__(self, mixtures: Mapping[int, Experts], device: torch.device, memory: int | None = None) -> None:
         """Prepare the experts of layers.
 
         Args:
-            halves: By the index of their layer, routed experts packed for a CPU, the rest on the device.
+            mixtures: By the index of their layer, routed experts packed for a CPU, the rest on the device.
             device: Of the other ops.
             memory: Bytes of the device that experts of prompts may take (`streamed_experts.py`); None: no bound.
         """
-        self._halves, self._device = halves, device
-        self._mixtures = {
-            index: Mixture(half.gate_up, half.down_proj, half.clamped) if why_not(half.gate_up, half.down_proj) is None else None
-            for index, half in halves.items()
+        self._mixtures, self._device = mixtures, device
+        self._kernels = {
+            index: Mixture(mixture.gate_up, mixture.down_proj, mixture.clamped)
+            if why_not(mixture.gate_up, mixture.down_proj) is None
+            else None
+            for index, mixture in mixtures.items()
         }
         # Keys: rows of a captured step, whose CUDA graph keeps the addresses, or 0 for all other calls; and top_k.
         self._buffers: dict[tuple[int, int], _Buffers] = {}
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._streamed: StreamedExperts | None = None
-        reasons = dict.fromkeys(why_not(half.gate_up, half.down_proj) for half in halves.values())
+        reasons = dict.fromkeys(why_not(mixture.gate_up, mixture.down_proj) for mixture in mixtures.values())
         self.notes = tuple(f"torch computes experts on the CPU: {reason}" for reason in reasons if reason is not None)
         try:
-            self._streamed = StreamedExperts(halves, device, memory) if halves else None
+            self._streamed = StreamedExperts(mixtures, device, memory) if mixtures else None
         except UnsupportedError as e:
             self.notes += (f"prompts are read with experts on the CPU, not on the GPU: {e}",)
 
     def __len__(self) -> int:
         """Number of layers."""
-        return len(self._halves)
+        return len(self._mixtures)
 
     def __contains__(self, layer: int) -> bool:
-        return layer in self._halves
+        return layer in self._mixtures
 
     @property
     def has_copy(self) -> bool:
@@ -96,12 +98,12 @@ class HostExperts:
         return self._measured_rows(self._streamed.layer_bytes / link_bandwidth(self._device))
 
     def _measured_rows(self, crossing: float) -> int:
-        layer, half = next(iter(self._halves.items()))
-        experts, top_k = len(half.router), half.top_k
+        layer, mixture = next(iter(self._mixtures.items()))
+        experts, top_k = len(mixture.router), mixture.top_k
 
         def compute(rows: int) -> Tensor:  # which choose all experts equally often
             ids = torch.arange(rows * top_k, device="cpu").view(rows, top_k) % experts
-            return self._routed(layer, torch.ones(rows, half.k, dtype=torch.float32, device="cpu"), ids, ids.float())
+            return self._routed(layer, torch.ones(rows, mixture.k, dtype=torch.float32, device="cpu"), ids, ids.float())
 
         return rows_worth_crossing(compute, crossing, CHUNK)
 
@@ -114,18 +116,18 @@ class HostExperts:
 
     def add(self, layer: int, x: Tensor, host: HostCall) -> Tensor:
         """Compute x + experts(norm(x)) of a layer, x [..., K] on the device, with the routed experts on the CPU."""
-        half = self._halves[layer]
-        routed = route(x, half)
+        mixture = self._mixtures[layer]
+        routed = route(x, mixture)
         buffers = self._buffers_for(routed, is_captured=host is not at_once)
         for there, here in zip(buffers[:3], (routed.z, routed.ids, routed.weights), strict=True):
             there.copy_(here, non_blocking=True)
         compute = partial(self._compute, layer, buffers)
-        if half.shared_expert is None:
+        if mixture.shared_expert is None:
             host(partial(self._marked, compute))
             total = self._on_device(buffers.y)
         else:
             host(self._mark)
-            shared = shared_output(routed, half)
+            shared = shared_output(routed, mixture)
             host(compute)
             total = self._on_device(buffers.y)
             total = total if shared is None else total.add_(shared)
@@ -148,9 +150,9 @@ class HostExperts:
 
     def _routed(self, layer: int, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The sum of the routed experts of rows by their weights."""
-        half, mixture = self._halves[layer], self._mixtures[layer]
-        few = mixture is not None and len(z) <= half.most_rows
-        return mixture(z.float(), ids, weights) if few and mixture is not None else mixed(z.float(), ids.long(), weights, half)
+        mixture, kernel = self._mixtures[layer], self._kernels[layer]
+        few = kernel is not None and len(z) <= mixture.most_rows
+        return kernel(z.float(), ids, weights) if few and kernel is not None else mixed(z.float(), ids.long(), weights, mixture)
 
     def _on_device(self, y: Tensor) -> Tensor:
         return torch.empty_like(y, device=self._device).copy_(y, non_blocking=True)

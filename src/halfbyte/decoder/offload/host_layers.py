@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, LayerCache
+from halfbyte.decoder.lower_cpu import CpuLayer, check_layers, window_mask
 from halfbyte.decoder.offload.host_experts import HostCall
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import LayerSpec
-from halfbyte.errors import UnsupportedError
-from halfbyte.ops.transformer.decoder import DecoderLayer, run_layers, why_not
-from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.routing import add_experts
 
 _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small
 
@@ -55,12 +52,9 @@ class HostLayers:
         Raises:
             UnsupportedError: A part of a layer has no kernel on a CPU.
         """
-        for index, spec in enumerate(specs):
-            if (reason := why_not(spec.attention, spec.mlp)) is not None:
-                raise UnsupportedError(f"layer {index} has no kernel on a CPU: {reason}")
+        check_layers(specs)
         self._specs, self._ropes, self._device = specs, ropes, device
-        self._layers = [DecoderLayer(spec.attention, spec.mlp) for spec in specs]
-        self._attention = [DecoderLayer(spec.attention, None) if isinstance(spec.mlp, Experts) else None for spec in specs]
+        self._layers = [CpuLayer(spec) for spec in specs]
         self._buffers: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -97,14 +91,14 @@ class HostLayers:
         step, self.step = self.step, None
         assert step is not None
         if step.total is None:
-            tables = [[rope.tables(place, place + 1, place + 1) for place in step.positions] for rope in self._ropes]
+            tables = [[rope.tables(position, position + 1, position + 1) for position in step.positions] for rope in self._ropes]
             rotary = [(torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])) for rows in tables]
             return self._through(x, rotary, step, 0)
         parts = []
         for start in range(0, x.shape[1], _CHUNK):
             some = x[:, start : start + _CHUNK]
-            places = step.positions[start], step.positions[start] + some.shape[1]
-            parts.append(self._through(some, [rope.tables(*places, step.total) for rope in self._ropes], step, start))
+            bounds = step.positions[start], step.positions[start] + some.shape[1]
+            parts.append(self._through(some, [rope.tables(*bounds, step.total) for rope in self._ropes], step, start))
         return torch.cat(parts, 1)
 
     def _through(self, x: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], step: HostStep, done: int) -> Tensor:
@@ -112,25 +106,16 @@ class HostLayers:
         batch, tokens = x.shape[:2]
         for index, (spec, layer) in enumerate(zip(self._specs, self._layers, strict=True)):
             entry, before = step.cache.by_layer[index], step.cache.by_layer[index].length + done
-            place = (entry.keys[:batch], entry.values[:batch], before)
-            mask = _mask(spec, entry, before, tokens, step)
-            attention = self._attention[index]
-            if attention is not None and batch * tokens > (layer.most_rows or 0):
-                (h,) = run_layers((attention,), x, rotary[spec.rope], [place], mask)
-                assert isinstance(spec.mlp, Experts)
-                x = add_experts(h, spec.mlp)
-            else:
-                (x,) = run_layers((layer,), x, rotary[spec.rope], [place], mask)
+            cached = (entry.keys[:batch], entry.values[:batch], before)
+            x = layer(x, rotary[spec.rope], cached, _mask(spec, entry, before, tokens, step))
         return x
 
 
 def _mask(spec: LayerSpec, entry: LayerCache, before: int, tokens: int, step: HostStep) -> Tensor | None:
     """bool [B or 1, 1, t or 1, T]: which of a buffer's tokens each new one may see; None: all before it."""
-    columns, found = torch.arange(before + tokens, device="cpu"), None
-    if spec.sliding_window is not None and before + tokens > spec.sliding_window:
-        rows = torch.arange(before, before + tokens, device="cpu")[:, None]
-        found = (columns > rows - spec.sliding_window)[None, None]
-    if any(step.starts):
-        begun = (columns >= (torch.tensor(step.starts, device="cpu") - entry.first)[:, None])[:, None, None]
-        found = begun if found is None else found & begun
-    return None if found is None else found.contiguous()
+    mask = window_mask(spec.sliding_window, tokens, before)
+    if not any(step.starts):
+        return mask
+    columns = torch.arange(before + tokens, device="cpu")
+    begun = (columns >= (torch.tensor(step.starts, device="cpu") - entry.first)[:, None])[:, None, None]
+    return (begun if mask is None else mask & begun).contiguous()

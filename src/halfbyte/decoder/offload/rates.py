@@ -67,18 +67,18 @@ def rates_of(device: torch.device | str) -> Rates:
         ceilings = gpu_ceilings(described_gpu(device))
         bandwidth, operations = _cpu()
         return Rates(bandwidth, ceilings.bandwidth, _LINK, operations, _OF_PRODUCTS * ceilings.half, measured=False)
-    place = torch.device(device)
-    return _measured(place.index if place.index is not None else torch.cuda.current_device())
+    index = torch.device(device).index
+    return _measured(index if index is not None else torch.cuda.current_device())
 
 
 @cache
 def _measured(index: int) -> Rates:
-    here, place = gpu(index), _place(index)
+    here, device = gpu(index), _device(index)
     bandwidth, operations = _cpu()
-    return Rates(bandwidth, _memory_bandwidth(here, place), link_bandwidth(place), operations, _OF_PRODUCTS * gpu_ceilings(here).half)
+    return Rates(bandwidth, _memory_bandwidth(here, device), link_bandwidth(device), operations, _OF_PRODUCTS * gpu_ceilings(here).half)
 
 
-def _place(index: int) -> torch.device:
+def _device(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 

@@ -37,15 +37,15 @@ class _Slot:
 
     Attributes:
         data: uint8
-        filled: When they have arrived.
-        unused: When the kernels that read them have run.
+        copied: Event: they have arrived.
+        consumed: Event: the kernels that read them have run.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.filled, self.unused = (torch.cuda.Event() if device.type == "cuda" else None for _ in range(2))
-        if self.unused is not None:  # kernels that were launched before may still use the memory
-            self.unused.record(torch.cuda.current_stream(device))
+        self.copied, self.consumed = (torch.cuda.Event() if device.type == "cuda" else None for _ in range(2))
+        if self.consumed is not None:  # kernels that were launched before may still use the memory
+            self.consumed.record(torch.cuda.current_stream(device))
 
 
 class StreamedExperts:
@@ -60,90 +60,91 @@ class StreamedExperts:
             x = streamed.add(layer, x)
     """
 
-    def __init__(self, halves: Mapping[int, Experts], device: torch.device, memory: int | None = None) -> None:
+    def __init__(self, mixtures: Mapping[int, Experts], device: torch.device, memory: int | None = None) -> None:
         """Copy the experts of layers.
 
         Args:
-            halves: By the index of their layer, routed experts packed for a CPU, the rest on the device.
+            mixtures: By the index of their layer, routed experts packed for a CPU, the rest on the device.
             device: The GPU.
             memory: Its bytes that may be taken; None: no bound.
 
         Raises:
             UnsupportedError: There is too little memory.
         """
-        self._order, self._device = [*halves], device
-        largest = _SLOTS * max(map(_stack_bytes, halves.values()))
+        self._order, self._device = [*mixtures], device
+        largest = _SLOTS * max(map(_stack_bytes, mixtures.values()))
         if memory is not None and largest > memory:
             raise UnsupportedError(f"those of {_SLOTS} layers take {size_text(largest)} of GPU memory, and {size_text(memory)} are left")
-        needed, available = sum(_stack_bytes(half) for half in halves.values()), available_memory()
+        needed, available = sum(_stack_bytes(mixture) for mixture in mixtures.values()), available_memory()
         if available is not None and needed > _SHARE * available:
             raise UnsupportedError(
                 f"a copy of them for the GPU takes {size_text(needed)} of main memory, and half of the {size_text(available)} that are"
                 " available may be used"
             )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._halves = {
-            index: half._replace(gate_up=_for_device(half.gate_up, device), down_proj=_for_device(half.down_proj, device))
-            for index, half in halves.items()
+        self._mixtures = {
+            index: mixture._replace(gate_up=_for_device(mixture.gate_up, device), down_proj=_for_device(mixture.down_proj, device))
+            for index, mixture in mixtures.items()
         }
-        stacks = [_stacks(half) for half in self._halves.values()]
+        stacks = [_stacks(mixture) for mixture in self._mixtures.values()]
         self._sizes = [max(round_up(both[i].nbytes, _ALIGNMENT) for both in stacks) for i in range(2)]
         self.layer_bytes, self._slots = sum(self._sizes), list[_Slot]()
 
     def begin(self) -> None:
         """Start to copy the experts of the first layers."""
         self._slots = self._slots or [_Slot(self.layer_bytes, self._device) for _ in range(min(_SLOTS, len(self._order)))]
-        for place in range(len(self._slots)):
-            self._copy(place)
+        for index in range(len(self._slots)):
+            self._copy(index)
 
     def add(self, layer: int, x: Tensor) -> Tensor:
         """Compute x + experts(norm(x)) of a layer, x [..., K] on the device, and start to copy the experts of a later one."""
-        place = self._order.index(layer)
-        slot = self._slots[place % _SLOTS]
-        if slot.filled is not None:
-            torch.cuda.current_stream(self._device).wait_event(slot.filled)
+        index = self._order.index(layer)
+        slot = self._slots[index % _SLOTS]
+        if slot.copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(slot.copied)
         y = add_experts(x, self._in_slot(layer, slot))
-        if slot.unused is not None:
-            slot.unused.record(torch.cuda.current_stream(self._device))
-        if place + _SLOTS < len(self._order):
-            self._copy(place + _SLOTS)
+        if slot.consumed is not None:
+            slot.consumed.record(torch.cuda.current_stream(self._device))
+        if index + _SLOTS < len(self._order):
+            self._copy(index + _SLOTS)
         return y
 
-    def _copy(self, place: int) -> None:
-        """Copy the experts of the layer at a place of the order to its slot, after those that were there have been used."""
-        slot, parts = self._slots[place % _SLOTS], [stack.data for stack in _stacks(self._halves[self._order[place]])]
+    def _copy(self, index: int) -> None:
+        """Copy the experts of the layer at an index of the order to its slot, after those that were there have been used."""
+        slot, parts = self._slots[index % _SLOTS], [stack.data for stack in _stacks(self._mixtures[self._order[index]])]
         targets = [data[: part.nbytes] for data, part in zip(slot.data.split(self._sizes), parts, strict=True)]
-        if self._stream is None or slot.filled is None or slot.unused is None:
+        if self._stream is None or slot.copied is None or slot.consumed is None:
             for target, part in zip(targets, parts, strict=True):
                 target.copy_(part)
             return
-        self._stream.wait_event(slot.unused)
+        self._stream.wait_event(slot.consumed)
         with torch.cuda.stream(self._stream):
             for target, part in zip(targets, parts, strict=True):
                 target.copy_(part, non_blocking=True)
-            slot.filled.record(self._stream)
+            slot.copied.record(self._stream)
 
     def _in_slot(self, layer: int, slot: _Slot) -> Experts:
         """The experts of a layer whose stacks are in a slot."""
-        half = self._halves[layer]
+        mixture = self._mixtures[layer]
         stacks = [
-            replace(stack, data=data[: stack.data.numel()]) for data, stack in zip(slot.data.split(self._sizes), _stacks(half), strict=True)
+            replace(stack, data=data[: stack.data.numel()])
+            for data, stack in zip(slot.data.split(self._sizes), _stacks(mixture), strict=True)
         ]
-        return _with_stacks(half, stacks)
+        return _with_stacks(mixture, stacks)
 
 
-def _stacks(half: Experts) -> list[Packed]:
-    return [half.gate_up.packed, half.down_proj.packed]
+def _stacks(mixture: Experts) -> list[Packed]:
+    return [mixture.gate_up.packed, mixture.down_proj.packed]
 
 
-def _with_stacks(half: Experts, stacks: Sequence[Packed]) -> Experts:
+def _with_stacks(mixture: Experts, stacks: Sequence[Packed]) -> Experts:
     gate_up, down = stacks
-    return half._replace(gate_up=half.gate_up._replace(packed=gate_up), down_proj=half.down_proj._replace(packed=down))
+    return mixture._replace(gate_up=mixture.gate_up._replace(packed=gate_up), down_proj=mixture.down_proj._replace(packed=down))
 
 
-def _stack_bytes(half: Experts) -> int:
+def _stack_bytes(mixture: Experts) -> int:
     """Bytes of the experts of a layer in the order of a GPU's kernels."""
-    return sum(round_up(bytes_on_gpu(stack, torch.float32), _ALIGNMENT) for stack in _stacks(half))
+    return sum(round_up(bytes_on_gpu(stack, torch.float32), _ALIGNMENT) for stack in _stacks(mixture))
 
 
 def _for_device(weight: Weight, device: torch.device) -> Weight:

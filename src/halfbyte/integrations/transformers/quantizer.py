@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, PrefixChange, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -244,9 +243,7 @@ class HalfbyteQuantizer(HfQuantizer):
             if owner in wanted or name in wanted:
                 del model.all_tied_weights_keys[target]
         self._tied = {name: owner for name, owner in self._tied.items() if owner in wanted and name not in wanted}
-        guards = {rf"(^|\.){re.escape(name)}\.weight$" for name in wanted}
-        ignored = model._keys_to_ignore_on_load_unexpected  # a list or None in older releases, a set in newer ones
-        model._keys_to_ignore_on_load_unexpected = ignored | set(guards) if isinstance(ignored, set) else [*(ignored or ()), *guards]
+        model._keys_to_ignore_on_load_unexpected |= {rf"(^|\.){re.escape(name)}\.weight$" for name in wanted}
 
     def update_weight_conversions(self, weight_conversions: list[object], *model: nn.Module) -> list[object]:
         """Leaves out conversions of the float weights that codes replace, such as a transposition of stacked experts.
@@ -481,15 +478,12 @@ def _adopt(model: nn.Module) -> None:
 after_quantizing.append(_adopt)
 
 
-_PREFIX_CHANGE = getattr(core_model_loading, "PrefixChange", ())  # missing in older releases
-
-
 def _keep_stacked(model: Any) -> None:
     """Prevents `save_pretrained` from treating the codes of experts as float weights, which it writes expert by expert."""
     names = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, QuantExperts)]
     conversions = getattr(model, "_weight_conversions", None)  # the conversions of loading, which saving inverts
     if conversions is None:
-        conversions = [entry for entry in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(entry, _PREFIX_CHANGE)]
+        conversions = [entry for entry in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(entry, PrefixChange)]
     model._weight_conversions = [
         entry
         for entry in conversions

@@ -49,7 +49,7 @@ _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
     "Tensor(d!)? key_scales, Tensor(e!)? value_scales, "
     "Tensor? q_norm, Tensor? k_norm, float eps, bool unit_offset, Tensor? sinks, float scale, int rotary_dim, str rope_interleaved, "
-    "bool norm_after_rope, str projections, bool v_norm, float factor, int advance, bool ring, float? cap) -> Tensor"
+    "bool norm_after_rope, str projections, bool v_norm, float factor, int advance, float? cap) -> Tensor"
 )
 
 
@@ -94,7 +94,6 @@ def attend(
     scales: tuple[Tensor, Tensor] | None = None,
     factor: float = 1.0,
     advance: int = 1,
-    ring: bool = False,
 ) -> Tensor:
     """Appends one new token of each sequence to a cache of fixed size, and computes its attention to the cache: y [B, H * D].
 
@@ -103,27 +102,23 @@ def attend(
     rotary        cosines and sines of its position, each [B or 1, R] (Su et al., RoFormer, 2021: the halves of the first R elements of a
                   head are rotated, or adjacent ones, where `heads.rope_interleaved` says so: by R / 2 or R columns), or
                   of R / 2 numbers where the other half is the same; None: nothing is
-    keys, values  [B, Hkv, T, D]: written at `length`, or in a ring at length % T; or their codes, int8 (layouts/records.py)
-    length        int64, one number: the tokens in the cache, or that a ring has seen, with the new one where nothing is appended;
-                  `advance`, 1 or 0, is added
-    mask          [B or 1, T], those of a ring by their age: bool: which of the tokens may be seen; floating point: what is added to scores;
-                  None: all may be seen
+    keys, values  [B, Hkv, T, D]: written at `length`; or their codes, int8 (layouts/records.py)
+    length        int64, one number: the tokens in the cache, with the new one where nothing is appended; `advance`, 1 or 0, is added
+    mask          [B or 1, T]: bool: which of the tokens may be seen; floating point: what is added to scores; None: all may be seen
     heads         the factor and the soft cap of scores, sinks, interleaving; how many heads there are follows from qkv and the cache, as a
                   process may have a part of them. Norms, if any, are RMS norms, before the rotation unless `heads` say that it is first,
                   which differ in nothing but their weights: [D] of each head, or, before the rotation, [H * D] and [Hkv * D] of all heads
                   together
     scales        of keys and of values that are codes, bfloat16 [B, Hkv, T, ceil(D / 32)]; None: these are floats of qkv's type
     factor        of the result
-    ring          the cache is a window that keeps the last T tokens
 
-    No gradients. Where a cache that is no ring is full the result is NaN on a GPU. Raises ArgumentError for shapes and dtypes that do not
-    fit.
+    No gradients. Where the cache is full the result is NaN on a GPU. Raises ArgumentError for shapes and dtypes that do not fit.
     """
     cos, sin = (None, None) if rotary is None else rotary
     norms = heads.qk_norm
     (q_norm, eps, unit_offset), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
     of_heads = heads.scale, heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, heads.projections, heads.v_norm
-    settings = eps, unit_offset, heads.sinks, *of_heads, factor, advance, ring, heads.softcap
+    settings = eps, unit_offset, heads.sinks, *of_heads, factor, advance, heads.softcap
     of_codes = (None, None) if scales is None else scales
     return OPS.attend.default(qkv, cos, sin, keys, values, length, mask, *of_codes, q_norm, k_norm, *settings)  # type: ignore[no-any-return]
 
@@ -272,7 +267,6 @@ class _Token(NamedTuple):
     v_norm: bool
     factor: float
     advance: int
-    ring: bool
     cap: float | None = None
 
     @property
@@ -359,22 +353,18 @@ def _attend(*args: *_Token) -> Tensor:
     rope = token.rotary_dim, token.rope_interleaved, token.norm_after_rope
     q, k = placed_in_torch(q, k, token.norms, rotary, *rope, rows=token.of_all_heads)
     at = token.length.view(1) - (0 if token.others else 1)
-    place = at % size if token.ring else at
     if token.others:
         for part, new in zip(((keys, token.key_scales), (values, token.value_scales)), (k, v), strict=True):
             entries = (new.to(qkv.dtype),) if part[1] is None else to_codes(new.to(qkv.dtype))
             for tensor, entry in zip(part, entries, strict=False):
                 assert tensor is not None
-                tensor.index_copy_(2, place, entry[:, :, None])
+                tensor.index_copy_(2, at, entry[:, :, None])
     if token.key_scales is not None and token.value_scales is not None:
         keys, values = from_codes(keys, token.key_scales, qkv.dtype), from_codes(values, token.value_scales, qkv.dtype)
     tokens = torch.arange(size, device=keys.device)[None]
     seen, mask = tokens <= at, token.mask
-    if mask is not None:
-        # Ordered by age: in a full ring buffer the entry after the newest token is the oldest.
-        ages = torch.where(at >= size, (tokens - place - 1) % size, tokens) if token.ring else tokens
-        mask = mask.gather(1, ages.expand(len(mask), -1))
-        seen = seen & mask if mask.dtype == torch.bool else seen
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask
     token.length.add_(token.advance)
     q = q.view(batch, kv_heads, -1, dim) * token.scale
     scores = q @ keys.float().transpose(2, 3)
@@ -460,7 +450,7 @@ def _attend_cuda(*args: *_Token) -> Tensor:
             read, within = output(torch.empty_like(qkv)), None
             norm.launch_sections(here, qkv, norms, read)
         of_heads = token.rotary_dim, token.rope_interleaved, token.sinks, token.norm_after_rope, token.others, token.v_norm
-        how = kernel.How(token.factor, token.ring, *of_heads)
+        how = kernel.How(token.factor, *of_heads)
         entries = keys, values, *token.scales
         kernel.launch(here, read, token.rotary, entries, token.length, token.mask, out, token.scale, token.advance, within, how)
         return out

@@ -251,7 +251,6 @@ class Kind(NamedTuple):
     normed: bool = False
     unit_offset: bool = False
     factor: float = 1.0
-    ring: bool = False
     rope_interleaved: str = ""
     added: bool = False
     sinks: bool = False
@@ -302,16 +301,15 @@ def attention(
         return torch.cat((part * cos + other * sin, x[..., r:]), -1)
 
     placed = normed(rotary_dim(x)) if kind.norm_after_rope else rotary_dim(normed(x))
-    q, place = placed[:, :heads], length % size if kind.ring else length
+    q = placed[:, :heads]
     if kind.projections != "q":
         k, v = placed[:, heads : heads + kv_heads], x[:, -kv_heads:]
         if kind.v_norm:
             v = v * (v.square().mean(-1, keepdim=True) + EPS).rsqrt()
-        keys[:, :, place], values[:, :, place] = k.to(qkv.dtype).double(), v.to(qkv.dtype).double()
+        keys[:, :, length], values[:, :, length] = k.to(qkv.dtype).double(), v.to(qkv.dtype).double()
     scores = torch.einsum("bkgd,bktd->bkgt", q.view(batch, kv_heads, -1, dim), keys) * dim**-0.5
     seen = (torch.arange(size) <= length).expand(batch, size)
-    if mask is not None:  # of tokens by their age
-        mask = mask.roll(place + 1, 1) if length >= size else mask
+    if mask is not None:
         if kind.added:
             scores = scores + mask.double()[:, None, None]
         else:
@@ -348,35 +346,26 @@ def streamed(splits: int, **how: int) -> Any:
         (1, 5, 1, 128, 33, 32, B, {"splits": 1, "tokens": 32}, Kind()),
         (16, 2, 1, 16, 21, 17, B, {"splits": 2}, Kind()),
         (64, 1, 1, 16, 12, 11, H, {"splits": 1}, Kind()),
-        (1, 8, 2, 64, 100, 57, F, {}, Kind(ring=True)),
-        (2, 4, 2, 64, 150, 150, B, {}, Kind(ring=True)),
-        (1, 4, 2, 32, 200, 200 * 7 + 70, H, {}, Kind(ring=True)),
-        (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True)),
-        (1, 6, 2, 64, 130, 130 * 3 + 61, B, {"splits": 2}, Kind(ring=True, rotary_dim=32)),
-        (2, 2, 1, 16, 90, 31, F, {"splits": 4}, Kind(ring=True)),
         (1, 8, 2, 64, 100, 57, F, {}, Kind(rotary_dim=32, rope_interleaved="half")),
         (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(rotary_dim=18, normed=True, rope_interleaved="half")),
         (2, 4, 2, 64, 130, 64, B, {}, Kind(rope_interleaved="repeated")),
-        (1, 6, 2, 32, 70, 70 * 2 + 9, H, {"splits": 2}, Kind(ring=True, rope_interleaved="repeated")),
+        (1, 6, 2, 32, 70, 59, H, {"splits": 2}, Kind(rope_interleaved="repeated")),
         (1, 8, 2, 64, 100, 57, F, {}, Kind(added=True, short=True)),
         (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(rotary_dim=12, added=True, sinks=True, short=True)),
         (1, 4, 2, 32, 40, 30, H, {}, Kind(rotary_dim=24, short=True, rope_interleaved="half")),
-        (2, 4, 2, 64, 150, 150 * 3 + 61, B, {}, Kind(ring=True, added=True, sinks=True)),
-        (1, 6, 2, 64, 130, 130 * 3 + 61, H, {"splits": 2}, Kind(ring=True, added=True)),
+        (2, 4, 2, 64, 150, 139, B, {}, Kind(added=True, sinks=True)),
+        (1, 6, 2, 64, 130, 119, H, {"splits": 2}, Kind(added=True)),
         (2, 3, 1, 16, 70, 9, B, {"splits": 5}, Kind(sinks=True)),  # some blocks see nothing
         (2, 4, 2, 64, 100, 57, F, {}, Kind(normed=True, norm_after_rope=True)),
         (1, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(rotary_dim=12, normed=True, norm_after_rope=True, short=True)),
         (1, 8, 2, 64, 100, 57, F, {}, Kind(normed=True, v_norm=True)),
         (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, projections="qk", v_norm=True)),
-        (2, 4, 2, 64, 150, 150 * 3 + 61, B, {}, Kind(ring=True, projections="qk")),
+        (2, 4, 2, 64, 150, 139, B, {}, Kind(projections="qk")),
         (1, 8, 1, 512, 40, 33, B, {}, Kind(normed=True, projections="qk", v_norm=True)),
         (1, 8, 2, 64, 100, 57, F, {}, Kind(normed=True, projections="q")),
         (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(projections="q", added=True)),
         (2, 3, 1, 16, 70, 0, B, {"splits": 5}, Kind(projections="q")),
-        (1, 4, 2, 32, 200, 200 * 7 + 70, H, {}, Kind(ring=True, projections="q")),
-        (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True, projections="q")),
-        (1, 6, 2, 64, 130, 130, B, {"splits": 2}, Kind(ring=True, projections="q")),
-        (2, 2, 1, 16, 90, 31, F, {"splits": 4}, Kind(ring=True, projections="q", added=True)),
+        (2, 2, 1, 16, 90, 79, F, {"splits": 4}, Kind(projections="q", added=True)),
     ],
 )
 @pytest.mark.parametrize("masked", [False, True])
@@ -410,11 +399,10 @@ def test_attention_of_one_token(
         tensor[:, :, length + there_already :] = torch.nan  # what is not there yet
     mask: Tensor | None = None
     norms: Any = None
-    last, place = min(length, size - 1), length % size if kind.ring else length
     if masked:
         mask = torch.rand(batch, size) < 0.7
-        mask[-1] = torch.arange(size) >= last // 2
-        mask[:, last] = True
+        mask[-1] = torch.arange(size) >= length // 2
+        mask[:, length] = True
         if kind.added:
             mask = torch.where(mask, torch.randn(batch, size), torch.finfo(dtype).min).to(dtype)
     sinks = torch.randn(heads).to(dtype) * 2 if kind.sinks else None
@@ -431,9 +419,7 @@ def test_attention_of_one_token(
         rope_cache: Any = None if rotary is None else tuple(t.to(device) for t in rotary)
         factors: Any = None if norms is None else tuple((weight.to(device), *rest) for weight, *rest in norms)
         variant = kind.norm_after_rope, len(kind.projections) - 1, kind.v_norm
-        how_else = attend.How(
-            kind.factor, kind.ring, rotary_dim, kind.rope_interleaved, None if sinks is None else sinks.to(device), *variant
-        )
+        how_else = attend.How(kind.factor, rotary_dim, kind.rope_interleaved, None if sinks is None else sinks.to(device), *variant)
         attend.launch(gpu, qkv.to(device), rope_cache, there, count, at_mask, out, dim**-0.5, advance, factors, how_else)
         assert count.item() == length + there_already + advance
         bits.append(out.cpu())
@@ -446,9 +432,9 @@ def test_attention_of_one_token(
     assert bool(((found - expected).abs() <= error + 2 * unit * expected.abs()).all())
     for cached, before, wanted in zip(there, cache, (keys, values), strict=True):
         assert bool(
-            ((cached[:, :, place].cpu().double() - wanted[:, :, place]).abs() <= 2 * unit * (1 + wanted[:, :, place].abs() * 2)).all()
+            ((cached[:, :, length].cpu().double() - wanted[:, :, length]).abs() <= 2 * unit * (1 + wanted[:, :, length].abs() * 2)).all()
         )
-        others = torch.arange(size) != place
+        others = torch.arange(size) != length
         assert torch.equal(cached[:, :, others].cpu().nan_to_num(9), before[:, :, others].nan_to_num(9)), "nothing else is written"
 
 

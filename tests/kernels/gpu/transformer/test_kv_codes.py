@@ -30,14 +30,12 @@ H, B, F = torch.float16, torch.bfloat16, torch.float32
         (3, 4, 2, 96, 37, 30, B, {"splits": 2}, Kind()),
         (5, 14, 2, 64, 130, 64, H, {"splits": 2, "tokens": 64}, Kind(rotary_dim=32, factor=2.5)),
         (66, 2, 1, 128, 12, 11, B, {"splits": 1, "warps": 1}, Kind()),
-        (2, 4, 2, 32, 77, 77 * 2 - 1, H, {"splits": 3}, Kind(ring=True)),
-        (2, 4, 2, 64, 70, 70 * 3 + 61, B, {}, Kind(ring=True, added=True, sinks=True)),
-        (1, 6, 2, 80, 50, 50 * 3 + 31, H, {"splits": 2}, Kind(ring=True, added=True, rope_interleaved="repeated")),
+        (2, 4, 2, 64, 70, 59, B, {}, Kind(added=True, sinks=True)),
+        (1, 6, 2, 80, 50, 39, H, {"splits": 2}, Kind(added=True, rope_interleaved="repeated")),
         (2, 3, 1, 16, 70, 9, B, {"splits": 5}, Kind(sinks=True)),  # some blocks see nothing
         (3, 6, 3, 20, 77, 76, H, {"splits": 3}, Kind(normed=True, projections="qk", v_norm=True)),
         (1, 8, 1, 512, 40, 33, B, {}, Kind(normed=True, projections="qk", v_norm=True)),
         (3, 6, 3, 48, 77, 76, H, {"splits": 3}, Kind(projections="q", added=True)),
-        (1, 4, 2, 32, 90, 90 * 7 + 70, H, {}, Kind(ring=True, projections="q")),
     ],
 )
 def test_attention_to_codes(
@@ -64,7 +62,6 @@ def test_attention_to_codes(
     qkv = torch.randn(batch, (heads + (len(kind.projections) - 1) * kv_heads) * dim).to(dtype)
     rotary_dim = dim if kind.rotary_dim is None else kind.rotary_dim
     rotary: Any = tuple(torch.randn(batch, rotary_dim).to(dtype) for _ in range(2))
-    last, place = min(length, size - 1), length % size if kind.ring else length
     cache: Any = tuple(to_codes(torch.randn(batch, kv_heads, size, dim) * 10 ** torch.randn(size, 1)) for _ in range(2))
     for codes, scales in cache:
         scales[:, :, length + there_already :] = torch.nan
@@ -72,8 +69,8 @@ def test_attention_to_codes(
     mask: Tensor | None = None
     if masked:
         mask = torch.rand(batch, size) < 0.7
-        mask[-1] = torch.arange(size) >= last // 2
-        mask[:, last] = True
+        mask[-1] = torch.arange(size) >= length // 2
+        mask[:, length] = True
         if kind.added:
             mask = torch.where(mask, torch.randn(batch, size), torch.finfo(dtype).min).to(dtype)
     sinks = torch.randn(heads).to(dtype) * 2 if kind.sinks else None
@@ -83,7 +80,7 @@ def test_attention_to_codes(
     (k, ks), (v, vs) = (tuple(t.contiguous().to(device, copy=True) for t in part) for part in cache)
     variant = kind.norm_after_rope, len(kind.projections) - 1, kind.v_norm
     sink = None if sinks is None else sinks.to(device)
-    how_else = attend.How(kind.factor, kind.ring, rotary_dim, kind.rope_interleaved, sink, *variant)
+    how_else = attend.How(kind.factor, rotary_dim, kind.rope_interleaved, sink, *variant)
     count = torch.tensor([length + there_already], device=device)
     rope_cache: Any = tuple(t.to(device) for t in rotary)
     at_mask, factors = None if mask is None else mask.to(device), norms and tuple((w.to(device), *rest) for w, *rest in norms)
@@ -93,7 +90,7 @@ def test_attention_to_codes(
     unit = max(UNIT[dtype], 2.0**-24)
     cut = 2.0**-7 if interpreted and dtype == B else 0.0  # what a GPU rounds
     near = [from_codes(codes.cpu(), scales.cpu(), torch.float64) for codes, scales in ((k, ks), (v, vs))]
-    others = torch.arange(size) != place if kind.projections != "q" else torch.ones(size, dtype=torch.bool)
+    others = torch.arange(size) != length if kind.projections != "q" else torch.ones(size, dtype=torch.bool)
     for (codes, scales), found, found_scales in zip(cache, (k, v), (ks, vs), strict=True):
         assert torch.equal(found.cpu()[:, :, others], codes[:, :, others]), "nothing else is written"
         assert torch.equal(found_scales.cpu()[:, :, others].nan_to_num(9), scales[:, :, others].nan_to_num(9))
@@ -101,7 +98,7 @@ def test_attention_to_codes(
     if kind.projections != "q":
         _, *wanted = attention(qkv, rotary, empty, length, mask, heads, norms, kind, sinks)
         for x, y, part in zip(wanted, near, (k, v), strict=True):
-            x, y = x[:, :, place], y[:, :, place]
+            x, y = x[:, :, length], y[:, :, length]
             # Half a code and half a unit of the scale, and the roundings of what was encoded.
             assert bool(((x - y).abs() <= x.abs().amax(-1, keepdim=True) * (0.51 / 127 + 2.0**-9 + 8 * unit + cut)).all())
             assert int(part.abs().amax()) <= 127

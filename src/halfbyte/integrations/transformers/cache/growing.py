@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Layer, Int8SlidingLayer
 
 _LEAST_ROOM = 64  # tokens
-_EXTRA_STATE = ("buffers", "length", "first", "stamp")
+_EXTRA_STATE = ("buffers", "length", "first", "buffer_id")
 
 
 class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base without which objects could not change their class
@@ -25,14 +25,14 @@ class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base wit
     buffers  of keys and of values, [B, Hkv, T, D]
     length   tokens so far
     first    which of them has the first place in the buffers
-    stamp    the number of these buffers, of all that there ever were
+    buffer_id  unique number of these buffers
     """
 
     plain: type
     buffers: tuple[Tensor, Tensor]
     length: int
     first: int
-    stamp: int
+    buffer_id: int
 
     @property
     def keys(self) -> Tensor:
@@ -90,7 +90,7 @@ class _Window(Growing):  # type: ignore[no-untyped-call]
     """The length is transformers' `cumulative_length`."""
 
     sliding_window: int
-    record_past: bool = False  # older versions of transformers do not have it
+    record_past: bool
     cumulative_length: int
 
     @property
@@ -133,7 +133,7 @@ _GROWING: dict[type, type] = {
 }
 LAYERS = (*_GROWING, *_GROWING.values())
 IN_8_BITS = tuple(layer for layer in LAYERS if issubclass(layer, (Int8Layer, Int8SlidingLayer)))
-_stamps = itertools.count()
+_buffer_ids = itertools.count()
 
 
 def seen_from(length: int, window: int) -> int:
@@ -174,7 +174,7 @@ def grow(layer: Any, tokens: int) -> Growing:
         buffer[:, :, :kept] = tensor
     del layer.keys, layer.values
     layer.__class__ = _GROWING[type(layer)]
-    layer.buffers, layer.length, layer.first, layer.stamp = (keys, values), length, length - kept, next(_stamps)
+    layer.buffers, layer.length, layer.first, layer.buffer_id = (keys, values), length, length - kept, next(_buffer_ids)
     grown: Growing = layer
     return grown
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache
 
 from halfbyte.decoder.spec import LayerSpec
-from halfbyte.integrations.transformers.cache.kv_place import Place, SharedStates, sees_what_it_should
+from halfbyte.integrations.transformers.cache.kv_entry import KVEntry, SharedStates, sees_what_it_should
 from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, family_of, is_distributed, needs_eager, shared_kv
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
 from halfbyte.integrations.transformers.optimize.hooked import watched
@@ -121,6 +121,7 @@ class Run:
         self._modules, self._call = stack.layers, call
         self._shared = [shared_kv(layer) for layer in stack.layers]
         self._shares = any(shared.kind is not None for shared in self._shared)
+        self._visible: dict[int, Tensor | None] = {}  # by the ids of masks, which several layers have in common
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the hidden states [B, t, K] after the last layer."""
@@ -149,6 +150,14 @@ class Run:
         y: Tensor = module(x, attention_mask=call.masks[index], **positions, **more)
         return y
 
+    def _shown(self, mask: Tensor | None) -> Tensor | None:
+        """`visible` of a mask of the call."""
+        if mask is None:
+            return None
+        if id(mask) not in self._visible:
+            self._visible[id(mask)] = visible(mask)
+        return self._visible[id(mask)]
+
     def _may_cut(self, first: int, x: Tensor, keep: int) -> bool:
         """Whether the layers from one on need the last tokens alone, as they add no keys and values (Gemma 4)."""
         if not 0 < keep < x.shape[1] or not all(shared.reuses for shared in self._shared[first:]):
@@ -174,12 +183,11 @@ class CpuRun(Run):
         super().__init__(stack, call)
         self._compiled = layers
         self._eager: bool = stack.config._attn_implementation == "eager"
-        self._visible: dict[int, Tensor | None] = {}  # by the ids of masks
         self._later: dict[tuple[int, int, int], bool] = {}
 
     def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
         """The hidden states after the layer `first`, or after more, and the index of the next one."""
-        call, layers, places = self._call, list[DecoderLayer](), list[Place]()
+        call, layers, entries = self._call, list[DecoderLayer](), list[KVEntry]()
         rows = x.shape[0] * x.shape[1]
         for index in range(first, len(self._compiled)):
             layer = self._compiled[index]
@@ -188,20 +196,20 @@ class CpuRun(Run):
             one_by_one = rows > _FEW_ROWS or layer.stands_alone or index <= len(call.deepstack)
             if index > first and (one_by_one or not self._same_kernels(index, first)):
                 break
-            place = self._place(layer, layer.whole, index, x)
-            if place is None:
+            entry = self._entry(layer, layer.whole, index, x)
+            if entry is None:
                 break
             layers.append(layer.whole)
-            places.append(place)
+            entries.append(entry)
             if layer.stands_alone:
                 break
         if not layers:
             return self._one(x, first), first + 1
         per_layer_input = None if layers[0].per_layer_width is None or call.per_layer is None else call.per_layer[:, :, first]
         mask = self._shown(call.masks[first])
-        y = run_layers(layers, x, call.rotary[first], places, mask, per_layer_input)[-1]
-        for index, place in enumerate(places, first):
-            self._enter(index, place, x)
+        y = run_layers(layers, x, call.rotary[first], entries, mask, per_layer_input)[-1]
+        for index, entry in enumerate(entries, first):
+            self._enter(index, entry, x)
         return y, first + len(layers)
 
     def _same_kernels(self, index: int, other: int) -> bool:
@@ -211,16 +219,16 @@ class CpuRun(Run):
     def _one(self, x: Tensor, index: int) -> Tensor:
         """A layer that is no native call, or one for attention alone."""
         layer, module, call = self._compiled[index], self._modules[index], self._call
-        place = None
+        entry = None
         if isinstance(layer, CompiledLayer) and layer.attention is not None and not layer.stands_alone:
-            place = self._place(layer, layer.attention, index, x)
-        if place is None or isinstance(layer, str) or layer.attention is None:
+            entry = self._entry(layer, layer.attention, index, x)
+        if entry is None or isinstance(layer, str) or layer.attention is None:
             return self._by_transformers(x, index)
-        (h,) = run_layers((layer.attention,), x, call.rotary[index], (place,), self._shown(call.masks[index]))
-        self._enter(index, place, x)
+        (h,) = run_layers((layer.attention,), x, call.rotary[index], (entry,), self._shown(call.masks[index]))
+        self._enter(index, entry, x)
         return add_mlp(module, layer.spec, h)
 
-    def _place(self, layer: CompiledLayer, part: DecoderLayer, index: int, x: Tensor) -> Place | None:
+    def _entry(self, layer: CompiledLayer, part: DecoderLayer, index: int, x: Tensor) -> KVEntry | None:
         """Where the keys and values of tokens go, or lie; None where the layer is not to be computed natively."""
         call, module, mask = self._call, self._modules[index], self._call.masks[index]
         seen, past = self._shown(mask), self._call.past
@@ -233,32 +241,25 @@ class CpuRun(Run):
         if (part.per_layer_width is None) != (call.per_layer is None) or not self._is_mask(layer, mask, seen):
             return None
         if layer.shared.reuses:
-            place = Place.reuse(module, layer.shared, x, seen, past, call.shared)
+            entry = KVEntry.reuse(module, layer.shared, x, seen, past, call.shared)
         elif past is not None and index >= len(past.layers):
             return None
         else:
             cache = None if past is None else past.layers[index]
             if not sees_what_it_should(cache, x.shape[1], seen):
                 return None
-            place = Place.find(cache, x, part.heads.num_kv_heads, part.heads.head_dim)
-        return None if place is None or self._sees_later(seen, x.shape[1], place.length) else place
+            entry = KVEntry.find(cache, x, part.heads.num_kv_heads, part.heads.head_dim)
+        return None if entry is None or self._sees_later(seen, x.shape[1], entry.length) else entry
 
-    def _enter(self, index: int, place: Place, x: Tensor) -> None:
+    def _enter(self, index: int, entry: KVEntry, x: Tensor) -> None:
         layer, call = self._compiled[index], self._call
         assert isinstance(layer, CompiledLayer)
         if layer.shared.reuses:
             return
         cache: object = None if call.past is None else call.past.layers[index]
-        place.enter(cache, x.shape[1])
+        entry.enter(cache, x.shape[1])
         if layer.shared.provides:
-            call.shared[layer.shared.kind] = place.all_states(cache, x, layer.whole.heads.head_dim)
-
-    def _shown(self, mask: Tensor | None) -> Tensor | None:
-        if mask is None:
-            return None
-        if id(mask) not in self._visible:
-            self._visible[id(mask)] = visible(mask)
-        return self._visible[id(mask)]
+            call.shared[layer.shared.kind] = entry.all_states(cache, x, layer.whole.heads.head_dim)
 
     def _is_mask(self, layer: CompiledLayer, mask: Tensor | None, seen: Tensor | None) -> bool:
         """Whether `mask`, of which `seen` was made, is one for the layer's formula. Eager attention adds its mask, without which it is not

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.cache_utils import StaticLayer
 
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, decode, prefill, prefill_with
 from halfbyte.decoder.spec import LayerSpec
-from halfbyte.integrations.transformers.decoder.compiled_layers import Call, Run, add_mlp, visible
+from halfbyte.integrations.transformers.decoder.compiled_layers import Call, Run, add_mlp
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer
 from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, is_distributed
 from halfbyte.machine import Gpu, gpu
@@ -26,7 +25,7 @@ from halfbyte.ops.library import in_mode, plain
 from halfbyte.ops.transformer.prefill_ops import why_not_many
 
 DEVICES = ("cuda",)
-_Place = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
+_Entry = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
@@ -117,17 +116,18 @@ class GpuRun(Run):
         is_prefill = (x.shape[1] > 1 or shared.reuses) and plain(x) and not getattr(call.past, "offloading", False) and not layer.training
         if not is_prefill or not lowered.prefills or (x.is_cuda and why_not_many(heads, x.dtype, gpu(x.get_device())) is not None):
             return None
-        seen = _seen(index, call.masks[index], x.shape[1], eager=lowered.eager)
-        if isinstance(seen, str):
+        seen = call.masks[index]
+        if not self._is_prefill_mask(seen, x.shape[1], eager=lowered.eager):
             return None
+        seen = self._shown(seen) if lowered.eager else seen
         x, mask, per_layer_input = x.contiguous(), None if seen is None else seen[:, 0], self._per_layer_input(index)
         cos, sin = call.rotary[index]
         rope_cache = None if heads.rotary_dim == 0 else (_in_rows(cos), _in_rows(sin))
         if shared.reuses:
-            place = self._reused(layer, shared, x, call.masks[index])
-            if place is None:
+            entry = self._reused(layer, shared, x, call.masks[index])
+            if entry is None:
                 return None
-            return prefill(lowered.layer, x, rope_cache, KeyValues(*place), mask, per_layer_input, name="others")
+            return prefill(lowered.layer, x, rope_cache, KeyValues(*entry), mask, per_layer_input, name="others")
         number: int = layer.self_attn.layer_idx
         cache: Any = None if call.past is None or number >= len(call.past.layers) else call.past.layers[number]
         if isinstance(cache, StaticLayer) and not cache.is_initialized:
@@ -142,7 +142,20 @@ class GpuRun(Run):
             call.shared[shared.kind] = kept
         return y if lowered.layer.mlp is not None else add_mlp(layer, lowered.spec, y)
 
-    def _reused(self, layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None) -> _Place | None:
+    def _is_prefill_mask(self, mask: Tensor | None, tokens: int, *, eager: bool) -> bool:
+        """Whether `attend_many` does with it what the layer's attention does. Eager attention without one is not causal."""
+        if mask is None:
+            return not eager
+        if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != tokens:
+            return False
+        if not eager:
+            return mask.dtype == torch.bool
+        if id(mask) not in self._visible and mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # to look at the mask waits for the GPU
+        shown = self._shown(mask)
+        return shown is not None and shown.dtype == torch.bool
+
+    def _reused(self, layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None) -> _Entry | None:
         """Keys and values that an earlier layer has left, and before which of them the tokens x are; None where that is not known."""
         past, index, shared = self._call.past, sharing.source, self._call.shared
         if index is None or sharing.kind not in shared or (past is not None and index >= len(past.layers)):
@@ -219,26 +232,3 @@ def dtype_of(spec: LayerSpec) -> torch.dtype:
     ]
     dtype: torch.dtype = norms[0].weight.dtype
     return dtype
-
-
-# Masks that are added to scores, as booleans, with the index of the last layer that asked, as long as the mask lives: transformers passes
-# one mask to all layers of a call, so an index that does not grow means another call, since when the mask may have changed. A mask is of
-# one call, and a call of one thread.
-_visible_masks: Any = WeakTensorKeyDictionary()
-
-
-def _seen(index: int, mask: Tensor | None, tokens: int, *, eager: bool) -> Tensor | str | None:
-    """The mask of a layer as `attend_many` takes it, but for its second dimension; or why it takes none like it."""
-    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != tokens):
-        return "its mask is not one of all heads for each token"
-    if not eager:
-        return mask if mask is None or mask.dtype == torch.bool else "its mask is not of booleans"
-    if mask is None:
-        return "eager attention without a mask is not causal"
-    found, last = _visible_masks.get(mask, (None, -1))
-    if found is None or index <= last:  # another call of the model, since when the mask may have changed
-        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-            return "to look at the mask waits for the GPU"
-        found = visible(mask)
-    _visible_masks[mask] = found, index
-    return found if found.dtype == torch.bool else "its mask adds other numbers"

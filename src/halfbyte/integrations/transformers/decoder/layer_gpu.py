@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
+from halfbyte.decoder.family import PER_LAYER_MODULES
 from halfbyte.decoder.gpu_layer import GpuLayer, packed_layer
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.transformers.decoder.live_layer import (
@@ -107,8 +108,8 @@ def _with_modules(layer: Part, spec: LayerSpec, lowered: GpuLayer) -> GpuLayer:
     down_proj, per_layer = lowered.down_proj, lowered.per_layer
     if isinstance(spec.mlp, MLP):
         down_proj = _DistributedProjection(getattr(getattr(layer, family.mlp), family.down_proj))
-    if per_layer is not None and family.per_layer_input is not None:
-        per_layer = per_layer[0], _DistributedProjection(getattr(layer, family.per_layer_input[1]))
+    if per_layer is not None:
+        per_layer = per_layer[0], _DistributedProjection(getattr(layer, PER_LAYER_MODULES[1]))
     return replace(lowered, o_proj=o_proj, down_proj=down_proj, per_layer=per_layer)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.family import Family
+from halfbyte.decoder.family import PER_LAYER_INPUTS, Family
 from halfbyte.decoder.rope import BLOCK, Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits, tensors_of
 from halfbyte.integrations.transformers.decoder.live_layer import norm_of, weight_of
@@ -151,7 +151,8 @@ def _scale(embedding: Any) -> Factor | None:
 
 def _per_layer_parts(stack: Part) -> tuple[Part, torch.nn.Module, Part]:
     """The table, the projection and the norm from which per-layer inputs are computed."""
-    return stack.embed_tokens_per_layer, stack.per_layer_model_projection, stack.per_layer_projection_norm
+    table, projection, norm = (getattr(stack, name) for name in PER_LAYER_INPUTS)
+    return table, projection, norm
 
 
 def why_no_ends(stack: Part, family: Family, *, per_layer: bool) -> str | None:

@@ -7,15 +7,16 @@ reason why it is none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from halfbyte.decoder.build_layer import HeadSettings, Place, RouterSettings, build_layer, joined
+from halfbyte.decoder.build_layer import build_layer, joined
 from halfbyte.decoder.families import FAMILIES, family_of_layer
-from halfbyte.decoder.family import ACTIVATIONS, Family, MoEFamily
+from halfbyte.decoder.family import ACTIVATIONS, PER_LAYER_MODULES, SHARED_KV_LAYERS, Family, MoEFamily
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Understood, any_value, is_true, unset, why_unknown
@@ -25,7 +26,7 @@ from halfbyte.kernels.layer_kinds import GateFunction, Projections, key_value_he
 from halfbyte.nn.modules.experts import MixtureOfExperts
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.parallel.parallelize import part_of
-from halfbyte.ops.transformer.decoder import Norm
+from halfbyte.ops.transformer.decoder import Heads, Norm
 from halfbyte.ops.transformer.experts import Clamped
 from halfbyte.ops.transformer.layers import Weight
 
@@ -71,17 +72,17 @@ class SharedKV(NamedTuple):
 def shared_kv(layer: Part) -> SharedKV:
     """Return how a layer of a known family shares keys and values."""
     family, attention = family_of(layer), layer.self_attn
-    if family is None or (sharing := family.kv_sharing) is None:
+    if family is None or not family.kv_sharing:
         return SharedKV()
-    kind = getattr(attention, sharing.kind)
-    kinds, modes = attention.config.layer_types, getattr(attention.config, sharing.modes, None)
-    if modes is None:
-        count = len(kinds) - getattr(attention.config, sharing.layers)
+    kind: str = attention.layer_type
+    kinds, modes = attention.config.layer_types, getattr(attention.config, "kv_sharing_modes", None)
+    if modes is None:  # the last layers reuse
+        count = len(kinds) - getattr(attention.config, SHARED_KV_LAYERS)
         candidates = [i for i in range(count) if kinds[i] == kind][-1:]
     else:
         candidates = [i for i in range(len(kinds)) if kinds[i] == kind and modes[i] == "store"]
     source = candidates[0] if candidates else None
-    return SharedKV(bool(getattr(attention, sharing.reuses)), bool(getattr(attention, sharing.provides)), kind, source)
+    return SharedKV(bool(attention.is_kv_shared_layer), bool(attention.store_full_length_kv), kind, source)
 
 
 def query_scale_from(layer: Part) -> int | None:
@@ -116,11 +117,10 @@ def is_distributed(layer: nn.Module) -> bool:
 class LiveLayer:
     """A live layer of a known family, as `build_layer` reads it."""
 
-    def __init__(self, layer: Part, place: Place) -> None:
+    def __init__(self, layer: Part) -> None:
         family = family_of(layer)
         assert family is not None
-        self.family, self.place = family, place
-        self._layer, self._attention = layer, layer.self_attn
+        self.family, self._layer, self._attention = family, layer, layer.self_attn
         name = family.residual_multiplier
         self.residual_multiplier = 1.0 if name is None else float(getattr(layer, name))
 
@@ -131,9 +131,9 @@ class LiveLayer:
             raise UnsupportedError(f"its activation is {name}, not {' or '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
-    def head_settings(self) -> HeadSettings:
-        attention, family, projections = self._attention, self.family, self._projections
-        shared = shared_kv(self._layer)
+    def heads(self, qkv: Sequence[Weight], o_proj: Weight) -> Heads:
+        attention, family, projections = self._attention, self.family, self.projections
+        shared, dim = shared_kv(self._layer), attention.head_dim
         if shared.reuses and shared.source is None:
             raise UnsupportedError("no layer has the keys and values that it reads")
         if shared.reuses != (projections == "q"):
@@ -143,17 +143,18 @@ class LiveLayer:
             _check_norm(value_norm)
             if _eps(value_norm) != _eps(attention.q_norm):
                 raise UnsupportedError("the norm of its values has another eps than those of its heads")
-        return HeadSettings(
-            dim=attention.head_dim,
-            scale=attention.scaling,
-            rotary_dim=self._rotary_dim,
-            softcap=None if family.softcap is None else getattr(attention, family.softcap),
-            projections=projections,
-            interleaved=family.rope_interleaved,
+        query = o_proj.packed.shape[1] // dim  # counts follow from the weights: a process may have a part of the heads
+        if projections == "q":
+            key = query // attention.num_key_value_groups
+        else:
+            key = (sum([weight.packed.shape[0] for weight in qkv]) // dim - query) // key_value_heads(projections)
+        softcap = None if family.softcap is None else getattr(attention, family.softcap)
+        return Heads(
+            query, key, dim, attention.scaling, rotary_dim=self._rotary_dim, softcap=softcap, rope_interleaved=family.rope_interleaved
         )
 
     @property
-    def _projections(self) -> Projections:
+    def projections(self) -> Projections:
         """Some configs of a family leave out values, or keys and values."""
         names = self.family.qkv
         return "qkv" if len(names) == 1 else projections_of(sum(getattr(self._attention, name, None) is not None for name in names))
@@ -167,28 +168,16 @@ class LiveLayer:
         rope = getattr(attention.config, "rope_parameters", None) or {}
         return int(dim * rope.get("partial_rotary_factor", 1.0)) if self.family.partial_rotary else dim
 
-    def head_counts(self, qkv: Sequence[Weight], o_proj: Weight) -> tuple[int, int]:
-        """Counts follow from the weights: a process may have a part of the heads."""
-        dim, projections = self._attention.head_dim, self._projections
-        query = o_proj.packed.shape[1] // dim
-        if projections == "q":
-            return query, query // self._attention.num_key_value_groups
-        return query, (sum([weight.packed.shape[0] for weight in qkv]) // dim - query) // key_value_heads(projections)
-
-    def router_settings(self, moe: MoEFamily) -> RouterSettings:
+    def router_settings(self, moe: MoEFamily) -> tuple[int, bool, float]:
         router = _get(self._layer, f"{self.family.mlp}.{moe.router}")
-        return RouterSettings(
-            router.top_k,
-            moe.norm_topk is None or bool(getattr(router, moe.norm_topk)),
-            1.0 if moe.scaling_factor is None else float(getattr(router, moe.scaling_factor)),
-        )
+        scaling_factor = 1.0 if moe.scaling_factor is None else float(getattr(router, moe.scaling_factor))
+        return router.top_k, moe.norm_topk is None or bool(getattr(router, moe.norm_topk)), scaling_factor
 
     def has_experts(self) -> bool:
         return has_experts(self._layer)
 
     def has_per_layer_input(self) -> bool:
-        names = self.family.per_layer_input
-        return names is not None and hasattr(self._layer, names[0])
+        return hasattr(self._layer, PER_LAYER_MODULES[0])
 
     def has(self, name: str) -> bool:
         owner, _, last = name.rpartition(".")
@@ -266,7 +255,7 @@ def layer_spec(layer: nn.Module, rope: int = 0, window: int | None = None) -> La
 def traced_spec(layer: Part, rope: int = 0, window: int | None = None) -> LayerSpec:
     """Build the specification of a layer that has one, without checks: torch.compile traces this."""
     shared = shared_kv(layer)
-    return build_layer(LiveLayer(layer, Place(layer.self_attn.layer_idx, rope, window, shared.source if shared.reuses else None)))
+    return build_layer(LiveLayer(layer), rope, window, shared.source if shared.reuses else None)
 
 
 def _why_not_of_family(layer: Part) -> str | None:
@@ -278,7 +267,7 @@ def _why_not_of_family(layer: Part) -> str | None:
         return reason
     if getattr(layer, "self_attn", None) is None:
         return "it has no self_attn"
-    if (setting := other_setting(layer)) is not None:
+    if (setting := family.other_setting(partial(getattr, layer.self_attn.config))) is not None:
         return f"its config has {setting}"
     if has_experts(layer) and family.moe is not None:
         return _why_not_routed(getattr(layer, family.mlp), family.moe)
@@ -294,19 +283,6 @@ def _why_other_activation(layer: Part, family: Family) -> str | None:
     if name in ACTIVATIONS and any(type(module) is not type(ACT2FN[name]) for module in found):
         return f"its activation was replaced by a {type(found[0]).__name__}"
     return None
-
-
-def other_setting(layer: Part) -> str | None:
-    """The setting of the config, and its value, with which a layer of a known family computes something else; None: there is none."""
-    config, family = layer.self_attn.config, family_of(layer)
-    assert family is not None
-    names = [name for name in family.unsupported if not _is_off(getattr(config, name))]
-    names += [name for name, value in family.required if getattr(config, name) != value]
-    return f"{names[0]} = {getattr(config, names[0])!r}" if names else None
-
-
-def _is_off(value: object) -> bool:
-    return value is None or value is False or (type(value) is int and value == 0)
 
 
 def _why_not_routed(mlp: Part, moe: MoEFamily) -> str | None:

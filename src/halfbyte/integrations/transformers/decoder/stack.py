@@ -305,15 +305,15 @@ def prepare(stack: Part, kinds: Kinds, call: Arguments, past: Cache | None) -> t
     per_layer = _per_layer_inputs(stack, call, x)
     if kinds.family.embedding_multiplier is not None:
         x = x * getattr(stack, kinds.family.embedding_multiplier)
-    text, places = _positions(call.get("position_ids"), x, past, mrope=kinds.family.mrope)
+    text, rope_positions = _positions(call.get("position_ids"), x, past, mrope=kinds.family.mrope)
     masks = {kind: _mask(stack.config, kind, mask, x, past, text) for kind in sorted({*kinds.masks})}
-    rotary = {kind: stack.rotary_emb(x, places, *([kind] if kind else [])) for kind in sorted({*kinds.ropes})}
+    rotary = {kind: stack.rotary_emb(x, rope_positions, *([kind] if kind else [])) for kind in sorted({*kinds.ropes})}
     return x, Call(
         masks=[masks[kind] for kind in kinds.masks],
         rotary=[rotary[kind] for kind in kinds.ropes],
         past=past,
         positions=text,
-        rope_positions=places,
+        rope_positions=rope_positions,
         per_layer=per_layer,
         shared={},
         keep=call.get("logits_to_keep", 0),
@@ -344,8 +344,8 @@ class CompiledStack:
         """The specifications of the layers, or the reason why transformers computes them."""
         if self._specs is None:
             kinds, ropes = self.kinds, sorted({*self.kinds.ropes})
-            places = zip(stack.layers, kinds.ropes, kinds.windows, strict=True)
-            self._specs = [layer_spec(layer, ropes.index(rope), window) for layer, rope, window in places]
+            layers = zip(stack.layers, kinds.ropes, kinds.windows, strict=True)
+            self._specs = [layer_spec(layer, ropes.index(rope), window) for layer, rope, window in layers]
         return self._specs
 
     def on_cpu(self, stack: Part) -> list[CompiledLayer | str]:

@@ -72,7 +72,7 @@ class TokenStep:
             return None
         rows = [self._model.rope_row(position, furthest + 1) for position in where]
         entries = partial(_entries, layers, self._sources)
-        y = self._model.step(ids.flatten().tolist(), [address for _, address in rows], last.stamps, entries, length, seen)
+        y = self._model.step(ids.flatten().tolist(), [address for _, address in rows], last.buffer_ids, entries, length, seen)
         for layer in layers:
             layer.length = length + 1
         return y if y.dtype == self.dtype else y.to(self.dtype)
@@ -83,16 +83,16 @@ class TokenStep:
 
 
 class _LastCache(threading.local):
-    """The cache that a thread wrote to last: the stamps of its layers, and for how many sequences and tokens they have room."""
+    """The cache that a thread wrote to last: the buffers of its layers, and for how many sequences and tokens they have room."""
 
-    stamps: tuple[int, ...] = ()
+    buffer_ids: tuple[int, ...] = ()
     batch = room = 0
 
     def is_of(self, layers: Sequence[Any], batch: int) -> bool:
         """Whether it is of these layers, equally long, with room for a token."""
         try:
             lengths = [layer.length for layer in layers]
-            same = self.stamps == tuple([layer.stamp for layer in layers])
+            same = self.buffer_ids == tuple([layer.buffer_id for layer in layers])
         except AttributeError:  # not growing, or not yet
             return False
         return same and self.batch == batch and lengths[0] < self.room and lengths.count(lengths[0]) == len(lengths)
@@ -110,7 +110,7 @@ class _LastCache(threading.local):
         if not step.fits(layers) or not all(map(growing.is_whole, layers)):
             return False
         grown = [growing.grow(layer, 1) for layer in layers]
-        self.stamps, self.batch = tuple(layer.stamp for layer in grown), batch
+        self.buffer_ids, self.batch = tuple(layer.buffer_id for layer in grown), batch
         self.room = min(layer.first + layer.buffers[0].shape[2] for layer in grown)
         return True
 

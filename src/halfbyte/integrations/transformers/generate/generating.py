@@ -228,7 +228,7 @@ def _decode(
     unfinished = torch.ones(len(ids), dtype=torch.bool, device="cpu")
     with torch.cuda.device_of(ids), _closing(step), model._optimize_model_for_decode():
         while True:
-            new = step.next(told.ids, goes_on=told.count + 1 < config.max_length)
+            new = step.next(told.ids, launch_ahead=told.count + 1 < config.max_length)
             if pad is not None and not unfinished.all():
                 new = new.where(unfinished, pad)
             told.append(new)

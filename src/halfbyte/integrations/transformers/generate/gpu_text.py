@@ -69,7 +69,7 @@ class GpuText:
         self._offsets = [position - cache.length for position in positions]  # from indices in the cache
         self._tokens: list[int] = []  # the last ones
 
-    def next(self, ids: Tensor, *, goes_on: bool) -> Tensor:
+    def next(self, ids: Tensor, *, launch_ahead: bool) -> Tensor:
         """`Step.next`"""
         if not self._tokens:
             self._tokens = self._first.tolist()
@@ -77,7 +77,7 @@ class GpuText:
             positions = [self._cache.length + offset for offset in self._offsets]
             choose, is_captured = self._captured or self._choose, self._captured is not None
             self._tokens = self._model.decode_tokens(
-                self._tokens, self._cache, positions, choose=choose, captured=is_captured, goes_on=goes_on
+                self._tokens, self._cache, positions, choose=choose, captured=is_captured, launch_ahead=launch_ahead
             )
         return torch.tensor(self._tokens, device="cpu")
 

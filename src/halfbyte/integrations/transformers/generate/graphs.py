@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import StaticCache, cache_utils
-from transformers.cache_utils import StaticSlidingWindowLayer
+from transformers import StaticCache
+from transformers.cache_utils import DummyLayer, StaticSlidingWindowLayer
 
 from halfbyte.decoder.gpu_step import HostReader
 from halfbyte.integrations.transformers.generate.steps import TOKEN, Choice, Step, Text
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _CACHE_STEP = 64  # tokens
 _NO_END = 1 << 62  # replays
-_EMPTY = getattr(cache_utils, "DummyLayer", None)  # older versions of transformers do not have it
 
 
 class GraphStep(Step):
@@ -51,13 +50,13 @@ class GraphStep(Step):
         self._last = self.first
         self._following: Tensor | None = self.first  # the next tokens, where they are on their way already
 
-    def next(self, ids: Tensor, *, goes_on: bool) -> Tensor:
+    def next(self, ids: Tensor, *, launch_ahead: bool) -> Tensor:
         """`Step.next`. The step after these tokens is started before the host has read them, where it is a graph."""
         tokens = self._after(self._seen.ids, self._last) if self._following is None else self._following
         self._last = tokens
         self._reader.ask(tokens)
         self._seen.append(tokens)
-        is_ahead = goes_on and self._graph is not None and self._left > 0
+        is_ahead = launch_ahead and self._graph is not None and self._left > 0
         self._following = self._after(self._seen.ids, tokens) if is_ahead else None
         return self._reader.answer()
 
@@ -159,7 +158,7 @@ def capturable(cache: StaticCache) -> StaticCache:
 
 def keeping(cache: Cache) -> list[Any]:
     """Layers of a cache but for those that keep nothing, of layers that read keys and values of others."""
-    return [layer for layer in cache.layers if type(layer) is not _EMPTY]
+    return [layer for layer in cache.layers if type(layer) is not DummyLayer]
 
 
 def _windows(cache: StaticCache) -> list[Window]:

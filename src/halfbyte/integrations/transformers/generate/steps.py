@@ -30,7 +30,7 @@ from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, cache_name, is_true, unset
 from halfbyte.integrations.transformers.optimize.hooked import why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers, original
-from halfbyte.kernels.layer_kinds import LogitsFunction, logits_in_torch
+from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.layers import Weight
@@ -128,8 +128,9 @@ class Step:
         found: Arguments = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **self._arguments)
         return found
 
-    def next(self, ids: Tensor, *, goes_on: bool) -> Tensor:
-        """The next tokens [B], for the host. ids [B, t]: everything so far, on the host; goes_on: whether more tokens may follow these."""
+    def next(self, ids: Tensor, *, launch_ahead: bool) -> Tensor:
+        """The next tokens [B], for the host. ids [B, t]: everything so far, on the host; launch_ahead: whether the step after these may be
+        launched before the host has read them."""
         if self._has_begun:
             return self._after(ids, ids[:, -1])
         self._has_begun = True
@@ -254,13 +255,8 @@ def compiled_decoder(model: Part) -> tuple[CompiledStack, Logits] | None:
 def _logits(model: Part, family: Family, config: Config) -> Logits:
     """The function of a model's logits. Models of images may lack that of their family's text models: their forward does not read it."""
     read = None if model.config is config else inspect.unwrap(original(model).forward).__code__.co_names  # type: ignore[attr-defined]
-    settings: list[tuple[LogitsFunction, str | None]] = [
-        ("over", family.logits_divisor),
-        ("times", family.logits_multiplier),
-        ("cap", family.logits_softcap),
-    ]
-    for function, name in settings:
-        if name is not None and (read is None or name in read) and (constant := getattr(config, name)) is not None:
+    for function, name in family.logits:
+        if (read is None or name in read) and (constant := getattr(config, name)) is not None:
             return function, constant
     return None
 
@@ -277,7 +273,7 @@ class Inputs:
             raise UnsupportedError("a step has other arguments than the one before")
         self.values = dict(after)
         self.same_shapes = True
-        self._place = torch.full((1,), at - 1, device=after[TOKEN].device)  # of the last token
+        self._index = torch.full((1,), at - 1, device=after[TOKEN].device)  # of the last token
         self._advances: list[Callable[[], object]] = []
         for name, value in after.items():
             if name != TOKEN:
@@ -287,30 +283,30 @@ class Inputs:
     def advance(self, tokens: Tensor) -> None:
         """To the next step, that of these tokens [B]."""
         self.values[TOKEN].copy_(tokens[:, None])
-        self._place += 1
+        self._index += 1
         for advance in self._advances:
             advance()
 
-    def _compare(self, place: Arguments, name: str, before: object, after: object, at: int) -> None:
+    def _compare(self, values: Arguments, name: str, before: object, after: object, at: int) -> None:
         if isinstance(after, dict) and isinstance(before, dict) and before.keys() == after.keys():  # masks of several kinds of layers
-            inner = place[name] = dict(after)
+            inner = values[name] = dict(after)
             for key, value in after.items():
                 self._compare(inner, key, before[key], value, at)
         elif isinstance(after, Tensor) and isinstance(before, Tensor):
             if before is not after:
-                self._compare_tensors(place, name, before, after, at)
+                self._compare_tensors(values, name, before, after, at)
         elif before is not after and before != after:
             raise UnsupportedError(f"its {name} changes from token to token")
 
-    def _compare_tensors(self, place: Arguments, name: str, before: Tensor, after: Tensor, at: int) -> None:
+    def _compare_tensors(self, values: Arguments, name: str, before: Tensor, after: Tensor, at: int) -> None:
         longer = after.dim() == 2 and after.shape == (before.shape[0], before.shape[1] + 1) and torch.equal(before, after[:, :-1])
         if before.shape == after.shape and torch.equal(before, after):
             return
-        snapshot, last = before.clone(), self._place  # no `self` in what is kept: a cycle would keep the cache until garbage is collected
-        place[name] = snapshot
+        snapshot, last = before.clone(), self._index  # no `self` in what is kept: a cycle would keep the cache until garbage is collected
+        values[name] = snapshot
         if longer and bool((after[:, -1] == 1).all()):
             self.same_shapes = False
-            self._advances.append(lambda: place.update({name: torch.cat((place[name], torch.ones_like(snapshot[:, :1])), 1)}))
+            self._advances.append(lambda: values.update({name: torch.cat((values[name], torch.ones_like(snapshot[:, :1])), 1)}))
         elif before.shape != after.shape:
             raise UnsupportedError(f"its {name} changes its shape from token to token")
         elif after.dtype in (torch.int64, torch.int32) and torch.equal(before + 1, after):

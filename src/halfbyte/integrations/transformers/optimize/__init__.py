@@ -4,6 +4,5 @@ optimizing.py    all that makes a model faster; self_check.py: compares it with 
 forwards.py      which forwards are replaced; replaced.py: the classes of their modules
 calls.py         the arguments of these forwards, and which values are understood
 frozen.py        whether a module has changed since; hooked.py: whether it has hooks
-compiling.py     GPU kernels are compiled before the first prompt
 explain_model.py the ops of each layer and their kernels
 """

@@ -10,8 +10,7 @@ from halfbyte.nn.modules.quantized import has_hooks
 
 def is_capturing() -> bool:
     """Whether transformers is collecting hidden states or attentions in this thread."""
-    collector = getattr(output_capturing, "_active_collector", None)
-    return collector is not None and bool(collector.get())
+    return bool(output_capturing._active_collector.get())  # type: ignore[no-untyped-call]
 
 
 def watched(module: nn.Module) -> bool:
@@ -22,7 +21,7 @@ def watched(module: nn.Module) -> bool:
     """
     if not has_hooks(module):
         return False
-    if module._forward_pre_hooks or not hasattr(output_capturing, "_active_collector") or is_capturing():
+    if module._forward_pre_hooks or is_capturing():
         return True
     return any(getattr(hook, "__module__", None) != output_capturing.__name__ for hook in module._forward_hooks.values())
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -29,10 +29,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from halfbyte import __version__, env, ops
 from halfbyte.decoder.cache import Cache
+from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.integrations.transformers.attention import NAME as ATTENTION
 from halfbyte.integrations.transformers.generate.gpu_text import lowered
 from halfbyte.integrations.transformers.optimize.calls import CACHE, KV_CACHE, OLD_CACHE
-from halfbyte.integrations.transformers.optimize.compiling import compile_kernels
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, restore_class
 from halfbyte.nn.fused import FusedLinear, GeluLinear
 from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts
@@ -227,7 +227,7 @@ def _outputs(model: Any, *, optimized: bool = False) -> list[Tensor]:
             return [_first(model(input_ids=ids[:, :_PREFILL], **more))]
         parts, past = ids.split([_PREFILL, *[1] * _STEPS], 1), None
         if device.type == "cuda" and model.can_generate():
-            compile_kernels(model, 1, _PREFILL, partial(DynamicCache, config=model.config))
+            compile_kernels(model, _PREFILL)
             past = DynamicCache(config=model.config)
             if optimized and not isinstance(found := lowered(model), str):
                 cache = Cache(found[0].spec, where=found[0].where)
@@ -235,6 +235,24 @@ def _outputs(model: Any, *, optimized: bool = False) -> list[Tensor]:
                 decoded = [found[0].decode(part[0].tolist(), cache).cpu() for part in parts[1:]]
                 return [*_continued(model, parts[:1], past), *decoded]
         return _continued(model, parts, past)
+
+
+def compile_kernels(model: Part, tokens: int) -> None:
+    """Compile the GPU kernels of a prefill [1, tokens] and of a decode step side by side: one after the other takes several times as long.
+
+    The model is called, and all of it runs but this package's kernels. As their results are undefined, a model must not find addresses in
+    them: mixtures of experts are left out.
+    """
+    if why_no_triton() is not None or any(isinstance(part, MixtureOfExperts) for part in model.modules()):
+        return
+    from halfbyte.kernels.gpu.runtime import launch, tape
+
+    ids, past = torch.zeros(1, tokens, dtype=torch.int64, device=model.device), DynamicCache(config=model.config)
+    with torch.inference_mode(), torch.cuda.device(model.device):
+        tape.why_not_replayed(model.device)
+        with launch.compiling(model.device):
+            for each in (ids, ids[:, :1]):
+                model(input_ids=each, use_cache=True, **{KV_CACHE: past})
 
 
 def _continued(model: nn.Module, parts: Sequence[Tensor], past: object) -> list[Tensor]:

@@ -5,14 +5,13 @@
     in the first R elements of D, or of adjacent elements: x[2 i], x[2 i + 1] -> x * cos + (-x[2 i + 1], x[2 i]) * sin; before that, where
     there are norms: x -> x / sqrt(mean(x²) + eps) * weight, or * (1 + weight), of each head alone (RMS norm: Zhang and Sennrich, 2019);
     v may have one without a weight
-    keys[b, h, place], values[b, h, place] = k, v;   y [B, H * D] = factor * softmax(scale * q · keysᵀ) · values where mask is true, or
+    keys[b, h, length], values[b, h, length] = k, v;   y [B, H * D] = factor * softmax(scale * q · keysᵀ) · values where mask is true, or
     of scale * q · keysᵀ + mask; a head may have a sink, a score that adds nothing but to the sum of exponentials (gpt-oss)
 
-keys, values [B, Hkv, T, D] are a cache of fixed size. `length` tokens of it are there, and the new one's place is after them. Or it is a
-ring, a window that has seen `length` tokens and keeps the last T: there the new one takes the place of the oldest, and the mask has tokens
-by their age. Each query head reads the key head of its group of H / Hkv. The tokens of a key head are dealt out in tiles to `splits`
-blocks, each with a sum and a maximum of its own (Dao et al., Flash-Decoding, 2023). The second kernel adds them up, and `advance` to
-length: to start it early takes less time than to find out, in the first, which block is the last.
+keys, values [B, Hkv, T, D] are a cache of fixed size. `length` tokens of it are there, and the new one's place is after them. Each query
+head reads the key head of its group of H / Hkv. The tokens of a key head are dealt out in tiles to `splits` blocks, each with a sum and a
+maximum of its own (Dao et al., Flash-Decoding, 2023). The second kernel adds them up, and `advance` to length: to start it early takes less
+time than to find out, in the first, which block is the last.
 
 Where a block has a tile or two, what takes time is one memory access that waits for another. So which tile it has first does not depend
 on the length: it is on its way to the L2 cache before the kernel before has ended, and is read together with everything else. Where many
@@ -22,7 +21,7 @@ before them are multiplied, and the new token comes last, from registers.
 Arithmetic: the matrix units multiply queries and weights of the softmax in two pieces of the cache's type (float32: as they are), and sum
 in float32; keys are rounded to the cache's type as they enter it. Or the cache has int8 codes and their scales (`kv_codes.py`): the new
 token's are computed here, and the matrix units multiply scale * code, queries and weights, each rounded once to qkv's type. There tiles are
-always streamed. Where a cache that is no ring is full already the result is NaN, and nothing is written.
+always streamed. Where the cache is full already the result is NaN, and nothing is written.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class Static(CompileTime):
     pdl: bool
     rotary_dim: int
     unit_offset: bool = False
-    ring: bool = False
     rope_interleaved: RopeInterleaved = ""
     short: bool = False
     added: bool = False
@@ -106,7 +104,6 @@ class How(NamedTuple):
     """What families differ in.
 
     factor  of the result
-    ring    the cache is one
     rotary_dim  elements of a head that rope rotates, R; None: as many as the tables have, which may have R / 2
     rope_interleaved  "": elements i and i + R / 2; "half", "repeated": 2 i and 2 i + 1, by the first R / 2 columns of the tables, or by R,
             each twice
@@ -117,7 +114,6 @@ class How(NamedTuple):
     """
 
     factor: float = 1.0
-    ring: bool = False
     rotary_dim: int | None = None
     rope_interleaved: RopeInterleaved = ""
     sinks: Tensor | None = None
@@ -213,8 +209,7 @@ def launch(
         short=width < rotary_dim,
         added=mask is not None and mask.is_floating_point(),
     )
-    s = replace(s, unit_offset=norms is not None and norms[0][2], ring=how.ring, norm_after_rope=how.norm_after_rope)
-    s = replace(s, others=how.others, v_norm=how.v_norm)
+    s = replace(s, unit_offset=norms is not None and norms[0][2], norm_after_rope=how.norm_after_rope, others=how.others, v_norm=how.v_norm)
     programs = batch * kv_heads
     sums = programs * splits * s.group * s.wide
     scratch = workspace(out.device, 4 * (sums + 2 * programs * splits * s.group)).view(torch.float32)
@@ -288,23 +283,14 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             for i in tl.static_range(STAGES):
                 _prefetch(cache, first, start + i * TOKENS * splits, cached, S)
         gdc_wait()
-    before = tl.load(length).to(tl.int32)  # the new token
+    now = tl.load(length).to(tl.int32)  # the new token
     if S.others == 0:
-        before -= 1
-    if S.ring:
-        gone_by = before
-        now, place = tl.minimum(gone_by, size), gone_by % size
-        oldest = tl.where(gone_by >= size, place + 1, 0)  # once the new one is there
-        fits = size > 0
-    else:
-        now = before
-        place = now
-        oldest = 0
-        fits = now < size
+        now -= 1
+    fits = now < size
     row_mask = batch * strides[2]
     if S.stages == 1:
         keys, values = _tile(cache, first, start + tl.arange(0, TOKENS), size, S)
-        visible = _visible(mask, row_mask, start + tl.arange(0, TOKENS), size, oldest, size, S)
+        visible = _visible(mask, row_mask, start + tl.arange(0, TOKENS), size, S)
     head_mask = (g < HEADS)[:, None] & inside[None, :]
     row = qkv + batch.to(tl.int64) * ((HEADS + S.others) * kv_heads * DIM)
     at = row + (head * HEADS + g[:, None]) * DIM
@@ -366,25 +352,22 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             t = step + tl.arange(0, TOKENS)
             # Memory behind the last token is undefined.
             if S.others > 0:
-                new_here = t == place
+                new_here = t == now
                 keys_now = tl.where(new_here[:, None], k[None, :], keys)
                 values_now = tl.where(new_here[:, None], v[None, :], tl.where((t < now)[:, None], values, 0.0))
             else:
                 keys_now, values_now = keys, tl.where((t <= now)[:, None], values, 0.0)
             visible_now = _and_only(visible, t <= now, S)
             keys, values = _tile(cache, first, t + TOKENS * splits, end, S)
-            visible = _visible(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
+            visible = _visible(mask, row_mask, t + TOKENS * splits, end, S)
             most, total, sums = _add_tile(q0, q1, keys_now, values_now, visible_now, most, total, sums, S)
-        if S.ring:
-            has_new_token = place // TOKENS % splits == tl.program_id(1)
-        else:
-            has_new_token = (last <= now) & (now < last + TOKENS)
+        has_new_token = (last <= now) & (now < last + TOKENS)
     else:
         has_new_token = tl.program_id(1) == 0
         if S.others > 0:  # before the loop, through which q need not be kept
             score = tl.sum(q * k.to(tl.float32)[None, :], axis=1)
         end = tl.minimum(now if S.others > 0 else now + 1, size)
-        visible = _visible(mask, row_mask, start + tl.arange(0, TOKENS), end, oldest, size, S)
+        visible = _visible(mask, row_mask, start + tl.arange(0, TOKENS), end, S)
         if S.codes:
             magic, q0, sums = magic_bits(), quarters(q0), quarters(sums)
         for step in tl.range(start, end, TOKENS * splits, num_stages=S.stages):
@@ -393,8 +376,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
                 keys, values = _decoded_tile(cache, first, t, end, magic, FLOAT, S)
             else:
                 keys, values = _tile(cache, first, t, end, S)
-            visible_now = _and_only(visible, t != place, S) if S.ring and S.others > 0 else visible
-            visible = _visible(mask, row_mask, t + TOKENS * splits, end, oldest, size, S)
+            visible_now, visible = visible, _visible(mask, row_mask, t + TOKENS * splits, end, S)
             most, total, sums = _add_tile(q0, q1, keys, values, visible_now, most, total, sums, S)
         if S.codes:
             sums = whole(sums)
@@ -412,12 +394,12 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
                 most, total, sums = larger, total * less + weight, sums * less[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
     if S.others > 0:
         if fits & has_new_token:
-            to = (first + place) * DIM + d
+            to = (first + now) * DIM + d
             if S.codes:
                 tl.store(cache[0] + to, k_codes, mask=inside)
                 tl.store(cache[1] + to, v_codes, mask=inside)
                 group = tl.arange(0, S.groups)
-                of_scales = (first + place) * S.scales + group
+                of_scales = (first + now) * S.scales + group
                 tl.store(cache[2] + of_scales, k_scales.to(tl.bfloat16), mask=group < S.scales)
                 tl.store(cache[3] + of_scales, v_scales.to(tl.bfloat16), mask=group < S.scales)
             else:
@@ -508,18 +490,14 @@ def _decoded_tile(cache, first, t, end, magic, dtype: tl.constexpr, S: tl.conste
 
 
 @triton.jit
-def _visible(mask, row, t, end, oldest, size, S: tl.constexpr):
+def _visible(mask, row, t, end, S: tl.constexpr):
     """Return which tokens are visible; where masks are `added`, the addend of the scores times log2 of e, -inf for tokens out of bounds."""
     if mask is None:
         return t < end
+    elif S.added:
+        return tl.where(t < end, _to_add(tl.load(mask + row + t, mask=t < end, other=0.0)), float("-inf"))
     else:
-        at = t
-        if S.ring:
-            at = tl.where(t < oldest, t + size, t) - oldest
-        if S.added:
-            return tl.where(t < end, _to_add(tl.load(mask + row + at, mask=t < end, other=0.0)), float("-inf"))
-        else:
-            return tl.load(mask + row + at, mask=t < end, other=0) != 0
+        return tl.load(mask + row + t, mask=t < end, other=0) != 0
 
 
 @triton.jit

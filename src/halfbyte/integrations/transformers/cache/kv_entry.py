@@ -23,8 +23,8 @@ _CACHES = (*growing.LAYERS, StaticLayer)
 SharedStates = dict[str | None, tuple[Tensor, Tensor]]  # keys and values of layers that others reuse, by the type of the layers
 
 
-class Place(NamedTuple):
-    """Room for the keys and values of new tokens.
+class KVEntry(NamedTuple):
+    """The keys and values of a layer in a KV cache, with room for those of new tokens.
 
     Attributes:
         keys, values: [B, Hkv, T, D], or in 8 bits with records in place of D elements.
@@ -36,8 +36,8 @@ class Place(NamedTuple):
     length: int
 
     @classmethod
-    def find(cls, cache: Any, x: Tensor, heads: int, dim: int) -> Place | None:
-        """Find the place of tokens.
+    def find(cls, cache: Any, x: Tensor, heads: int, dim: int) -> KVEntry | None:
+        """Find those that tokens attend to.
 
         Args:
             cache: The layer of a cache; None: keys and values are not kept.
@@ -70,7 +70,7 @@ class Place(NamedTuple):
     @classmethod
     def reuse(
         cls, layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: Cache | None, shared: SharedStates
-    ) -> Place | None:
+    ) -> KVEntry | None:
         """Find the keys and values of an earlier layer that a layer reads, those of the tokens x [B, t, K] included.
 
         Returns:
