@@ -46,6 +46,7 @@ from halfbyte.kernels.layer_kinds import RouterScores
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _INFINITE = float("inf")
+_AT_BARRIER = 32 << 10  # bytes of weights that a thread prefetches before it waits: some 3 µs of a core's share of the memory
 _LEAST = 1e-20  # is added to the sum of scores, which may be 0, as in transformers' routers
 _pack_one, _pack_two = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
 EXPERTS = Block(
@@ -60,6 +61,7 @@ EXPERTS = Block(
         *("expert_bytes", "expert_bias"),  # of one's weights, and of its biases
         *("gated", "gated_stride"),  # where rows go through clamped gates, and bytes between them
         *("hidden", "shared", "out"),  # float32 [m, K]; 0 for no h, or no shared expert
+        "down",  # of the first product: the block of the second one
         *("alpha_limit", "factor"),  # of clamped gates, and of weights
     ),
     PRODUCT.floats | {"alpha_limit", "factor"},
@@ -286,24 +288,41 @@ class _Experts(Emitter):
         """Groups are of the panels of all pairs of a row and an expert, which are pairs of panels: of gates and what they are for."""
         f, linear, gate = self.f, self._prepare(), self.get("gate")
         tile, up_offset = (f.value("i64", 0), f.value("i64", 1)), gate * (4 * PANEL)
-        for start, stop in drawn_shares(f):
+        panel_bytes, end = LINEAR.load(linear, "panel_bytes"), self.rows * self.chosen * gate
+        for start, stop, following in drawn_shares(f):
             at = f.variable(start)
             for i in f.draw(lambda at=at: at.value, stop):  # type: ignore[misc]
                 place, first = self._place(i // gate), i % gate
                 last = f.umin(gate, first + (stop - i))
                 weights, bias = self._of_expert(linear, place)
+                after = i + (last - first)
+                after = f.umin(after.below(stop).select(after, following), end - 1)  # at the end a panel that was read: harmless
+                then = self._of_expert(linear, self._place(after // gate))[0] + after % gate * panel_bytes * (2 if self.spec.clamped else 1)
                 a = self._laid_out(linear, f.value("i64", 0) if self.spec.alone else place // self.chosen)
                 out = LINEAR.load(linear, "out", "ptr") + place * LINEAR.load(linear, "out_stride")
                 if self.spec.clamped:
-                    driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias)
+                    driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias, then=then)
                     gated = self.pointer("gated") + place * self.get("gated_stride")
                     self._clamped(out + first * (8 * PANEL), gated + first * (4 * PANEL), (last - first) * PANEL)
                 else:
                     driver.multiply(f, linear, tile, (first, last), a, out, weights, bias, first + gate)
-                    driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias)
+                    driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias, then=then)
                     begin = out + first * (4 * PANEL)
                     through_gates(f, self.isa, begin, (last - first) * PANEL, begin + up_offset)
                 at.value = i + (last - first)
+        self._prefetch_down()
+
+    def _prefetch_down(self) -> None:
+        """Prefetch what this thread reads first of the second product, while it waits for the others at the barrier."""
+        f, down = self.f, self.pointer("down")
+        shares, groups = EXPERTS.load(down, "shares", "ptr"), EXPERTS.load(down, "groups")
+        share = shares + f.umin(self.thread, groups - 1) * 8
+        start, stop = (share.load("i64", at, 8) for at in (0, 8))
+        linear, expert = EXPERTS.load(down, "linear", "ptr"), (self.pointer("ids") + self._place(f.value("i64", 0)) * 8).load("i64", 0, 8)
+        panel_bytes = LINEAR.load(linear, "panel_bytes")
+        weights = LINEAR.load(linear, "weights", "ptr") + expert * EXPERTS.load(down, "expert_bytes") + start * panel_bytes
+        for at in f.loop(f.umin((stop - start) * panel_bytes, f.value("i64", _AT_BARRIER)), step=64):
+            f.prefetch(weights + at, 2)
 
     def _clamped(self, gate_up: Value, to: Value, count: Value) -> None:
         """So many pairs of a gate and its up to one number each."""
@@ -320,12 +339,15 @@ class _Experts(Emitter):
     def down(self) -> None:
         f, linear = self.f, self._prepare()
         tile, stride, n = (f.value("i64", 0), f.value("i64", 1)), LINEAR.load(linear, "out_stride"), LINEAR.load(linear, "n")
-        for start, stop in drawn_shares(f):
-            for pair in f.loop(self.rows * self.chosen):
-                place = self._place(pair)
+        pairs, panel_bytes = self.rows * self.chosen, LINEAR.load(linear, "panel_bytes")
+        for start, stop, following in drawn_shares(f):
+            for pair in f.loop(pairs):
+                place, more = self._place(pair), (pair + 1).below(pairs)
                 weights, bias = self._of_expert(linear, place)
+                after, _ = self._of_expert(linear, self._place(more.select(pair + 1, 0)))
+                then = after + more.select(start, following) * panel_bytes
                 out = LINEAR.load(linear, "out", "ptr") + place * stride
-                driver.multiply(f, linear, tile, (start, stop), self._laid_out(linear, place), out, weights, bias)
+                driver.multiply(f, linear, tile, (start, stop), self._laid_out(linear, place), out, weights, bias, then=then)
             columns = start * PANEL, f.umin(n, stop * PANEL)
             for r in f.loop(self.rows):
                 self._add(linear, r, columns)
@@ -479,6 +501,7 @@ class ExpertsPlan:
             of_all, of_down["shared"] = self._of_all(half.shared, router, m, threads, hidden)
             of_up["shared_gate"] = half.shared.gate
         self._down = _block(ExpertsStep("down", alone, alone), of_down)
+        of_up["down"] = ctypes.addressof(self._down)
         self._ups = [_block(ExpertsStep("up", alone, alone and router is None, clamped=half.clamped is not None), of_up)]
         choosing = [_block(ExpertsStep("sort"), of_up)] * (not alone)
         if router is not None:
