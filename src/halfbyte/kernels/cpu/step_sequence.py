@@ -304,8 +304,8 @@ def gate_function(step: Step) -> GateFunction:
 
 
 def drawn_shares(f: Function) -> Iterator[tuple[Value, Value, Value]]:
-    """`for start, stop, following in drawn_shares(f):` a thread's groups, each drawn while the one before is computed: `following` is where the
-    next one starts, or the end of all. The arguments of `f` are PRODUCT's."""
+    """`for start, stop, following in drawn_shares(f):` a thread's groups, each drawn while the one before is computed: `following` is where
+    the next one starts, or the end of all. The arguments of `f` are PRODUCT's."""
     args, thread, threads = f.parameters
     groups, shares = PRODUCT.load(args, "groups"), PRODUCT.load(args, "shares", "ptr")
     taken = f.variable(thread)
