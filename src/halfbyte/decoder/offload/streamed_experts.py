@@ -72,9 +72,10 @@ class StreamedExperts:
             UnsupportedError: There is too little memory.
         """
         self._order, self._device = [*halves], device
-        largest = _SLOTS * max(map(_stack_bytes, halves.values()))
-        if memory is not None and largest > memory:
-            raise UnsupportedError(f"those of {_SLOTS} layers take {size_text(largest)} of GPU memory, and {size_text(memory)} are left")
+        biases = sum(0 if one.bias is None else one.bias.nbytes for half in halves.values() for one in (half.gate_up, half.down_proj))
+        taken = _SLOTS * max(map(_stack_bytes, halves.values())) + biases
+        if memory is not None and taken > memory:
+            raise UnsupportedError(f"those of {_SLOTS} layers take {size_text(taken)} of GPU memory, and {size_text(memory)} are left")
         needed, available = sum(_stack_bytes(half) for half in halves.values()), available_memory()
         if available is not None and needed > _SHARE * available:
             raise UnsupportedError(
