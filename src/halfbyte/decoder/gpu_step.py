@@ -111,7 +111,7 @@ class Inputs(NamedTuple):
         rotary: Cosines and sines of each rope, [B, R / 2].
         lengths: int64 [1] of each group: tokens in the buffers.
         masks: bool [B or 1, T] of each group: which of these may be seen; None: all.
-        host: Runs functions of the host between launches, or beside them.
+        host: Runs functions of the host between launches, or while these run.
     """
 
     ids: Tensor

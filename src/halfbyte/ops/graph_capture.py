@@ -39,7 +39,7 @@ _MODE = "thread_local"  # other threads may go on using the GPU
 
 
 class CapturedGraph:
-    """A CUDA graph in the memory of those before it; or several, between which functions of the host run. Others run beside a graph.
+    """A CUDA graph in the memory of those before it; or several, between which functions of the host run. Others run while a graph does.
 
     Example:
         graph = CapturedGraph(device)
@@ -50,7 +50,7 @@ class CapturedGraph:
     def __init__(self, device: torch.device) -> None:
         self._device, self._graphs = device, list[torch.cuda.CUDAGraph]()
         self._steps: list[Callable[[], None]] = []  # replays of the graphs, and functions of the host between them
-        self._beside: list[Callable[[], None]] = []  # functions that run after the launch of the graph that is being captured
+        self._meanwhile: list[Callable[[], None]] = []  # functions that run after the launch of the graph that is being captured
         self._settle: dict[Callable[[], None], None] = {}
         self._owners: list[tuple[int, int, int]] = []
         here = torch.cuda.current_stream(device)
@@ -83,10 +83,10 @@ class CapturedGraph:
         self._steps.append(function)
         self._begin()
 
-    def beside(self, function: Callable[[], None], settle: Callable[[], None]) -> None:
+    def meanwhile(self, function: Callable[[], None], settle: Callable[[], None]) -> None:
         """While launches are captured: let each replay call a function of the host after the graph's launch. Kernels in it wait for the
         function; where a replay fails, `settle` lets them end."""
-        self._beside.append(function)
+        self._meanwhile.append(function)
         self._settle[settle] = None
 
     def _begin(self) -> None:
@@ -99,8 +99,8 @@ class CapturedGraph:
 
     def _end(self) -> None:
         self._graphs[-1].capture_end()
-        self._steps += [self._graphs[-1].replay, *self._beside]
-        self._beside = []
+        self._steps += [self._graphs[-1].replay, *self._meanwhile]
+        self._meanwhile = []
 
     def _abandon(self) -> None:
         """Ends a capture that failed. torch leaves its random numbers as they were within: another capture brings them back."""

@@ -199,7 +199,7 @@ def test_a_hostile_number_of_layers() -> None:
     assert len(to_config(metadata, [], lambda name: torch.zeros(1))["layer_types"]) < 1 << 20
 
 
-# gpt-oss, which is read only
+# gpt-oss, as llama.cpp's converter writes it
 
 
 def gpt_oss(folder: Path, kind: int, *, truncate: bool = False) -> tuple[nn.Module, list[int]]:

@@ -302,7 +302,9 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
     """The likeliest next tokens. llama.cpp rounds activations to 8 bits at each of some twenty products, errors of up to 2^-8 of a
     block's largest value that add up as a random walk: some hundredths of a logit here. A wrong router or order changes whole units."""
     tokenizer = make_tokenizer()
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "vocab_size": len(tokenizer)}
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "vocab_size": len(tokenizer)}
+    if name == "gptoss":  # llama.cpp rounds the bounds of yarn's ramp
+        sizes["rope_parameters"] = CONFIGS[name].rope_parameters | {"truncate": True}
     make(name, **sizes).save_pretrained(tmp_path / "float")
     tokenizer.save_pretrained(tmp_path / "float")
     convert(tmp_path / "float", tmp_path / "q", hb.Config("q4_0", compute="float"))

@@ -154,7 +154,7 @@ class Pieces:
             self.called += 1
             function()
 
-    def beside(self, function: Callable[[], None], settle: Callable[[], None]) -> None:
+    def meanwhile(self, function: Callable[[], None], settle: Callable[[], None]) -> None:
         try:
             self.between(function)
         except BaseException:

@@ -37,7 +37,7 @@ class Host(Protocol):
     def between(self, function: Callable[[], None]) -> None:
         """Run a function after what was launched before was, and before what comes next is."""
 
-    def beside(self, function: Callable[[], None], settle: Callable[[], None]) -> None:
+    def meanwhile(self, function: Callable[[], None], settle: Callable[[], None]) -> None:
         """Run a function while what comes next may be running, which waits for it; or, where it or one before it fails, `settle`."""
 
 
@@ -47,7 +47,7 @@ class AtOnce:
     def between(self, function: Callable[[], None]) -> None:
         function()
 
-    def beside(self, function: Callable[[], None], settle: Callable[[], None]) -> None:
+    def meanwhile(self, function: Callable[[], None], settle: Callable[[], None]) -> None:
         try:
             function()
         except BaseException:

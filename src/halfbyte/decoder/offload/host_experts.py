@@ -102,7 +102,7 @@ class HostExperts:
         shared = shared_output(routed, half)
         compute = partial(self._compute, layer, rows)
         if crossing.waits or host is AT_ONCE:
-            host.beside(compute, crossing.settle)
+            host.meanwhile(compute, crossing.settle)
         else:
             host.between(compute)
         return crossing.receive(x, rows, shared)

@@ -79,7 +79,8 @@ class Mixture:
         [M, K], ids int64 [M, T], each in 0 … E - 1, weights float32 [M, T], contiguous. Biases are as they were when this was made."""
         from halfbyte.kernels.cpu.transformer.experts_plan import Crossed
 
-        self._inner.serve(*ids.shape, Crossed(*(one.data_ptr() for one in (flags, x, ids, weights, out))))
+        m, chosen = ids.shape
+        self._inner.serve(m, chosen, Crossed(*(one.data_ptr() for one in (flags, x, ids, weights, out))))
 
 
 class SharedExpert(NamedTuple):

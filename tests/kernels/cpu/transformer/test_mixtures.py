@@ -18,8 +18,8 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats import Codes
 from halfbyte.kernels import crossing
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.step_sequence import StepSequence
-from halfbyte.kernels.cpu.transformer import experts_plan
+from halfbyte.kernels.cpu.step_sequence import PRODUCT, StepSequence
+from halfbyte.kernels.cpu.transformer import experts, experts_plan
 from halfbyte.ops.grouped import grouped_linear
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Clamped, Experts, Mixture, SharedExpert
@@ -367,3 +367,9 @@ def test_rows_that_never_come(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     Mixture(*weights).serve(torch.zeros(rows, 64), ids, torch.zeros(rows, 2), torch.empty(rows, 64), flags)
     assert int(flags[crossing.FAILED]) == 1
     assert int(flags[crossing.DONE]) == int(flags[crossing.READY])
+
+
+def test_blocks_of_arguments_are_complete() -> None:
+    """Each field of a product has its place before those of experts, as phases of both read them."""
+    assert experts.EXPERTS.fields[: len(PRODUCT.fields)] == PRODUCT.fields
+    assert {"down", "flags", "polls"} < set(experts.EXPERTS.fields)
