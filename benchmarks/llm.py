@@ -41,7 +41,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llm_models import FAMILIES, SIZES, make_config, make_file, make_model, make_tokenizer
+from llm_models import FAMILIES, Q4_K_M, SIZES, make_config, make_file, make_model, make_tokenizer
 
 CONTENDERS = (
     *(
@@ -82,6 +82,10 @@ def main() -> int:
         parser.error(f"{args.family} has no size {args.size}: choose one of {', '.join(sizes)}")
     if args.worker:
         return work(args)
+    if args.format == Q4_K_M and args.gguf is None:
+        if args.folder is None:
+            parser.error(f"{Q4_K_M} is a file that every contender opens: say where by --gguf or --folder")
+        args.gguf = args.folder / "model.gguf"
     if args.folder is not None:
         return compare(args)
     with tempfile.TemporaryDirectory() as folder:

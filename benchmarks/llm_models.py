@@ -7,6 +7,7 @@ that one's layers. What a config does not say is the default of its class in tra
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,6 +150,8 @@ FAMILIES = {
         size_20b={"num_hidden_layers": 24},
     ),
 }
+MXFP4, Q4_K_M = "mxfp4", "q4_k_m"  # formats that are mixed, as in files of llama.cpp
+_Q4_0, _Q4_K, _Q6_K = 2, 12, 14  # ggml's numbers
 _MOST_LAYERS = 4  # whose weights differ, in a file of more than twice as many
 SIZES = sorted({size for family in FAMILIES.values() for size in family.sizes})
 
@@ -168,7 +171,8 @@ def make_model(
 ) -> Any:
     """A causal model with random weights on the device, made layer by layer, the same for every contender.
 
-    format     of the linear layers, and of an embedding that is not tied to the head, else q8_0, as in files of llama.cpp; None: floats
+    format     of the linear layers, and of an embedding that is not tied to the head, else q8_0, as in files of llama.cpp; mxfp4 is of
+               experts alone, where there are any, all else is q8_0; None: floats
     sparse     linear layers are pruned first, to 2:4
     optimized  forwards are replaced, as `optimize_` does
     mesh       of processes that share it
@@ -189,6 +193,7 @@ def make_model(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     tied, embedding, head = config.tie_word_embeddings, "model.embed_tokens", "lm_head"
+    mixed = format == MXFP4 and any(hasattr(config, name) for name in ("num_experts", "num_local_experts"))
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     layers = [[f"model.layers.{i}"] for i in range(config.num_hidden_layers)]
     known = "embed_tokens", "layers", "rotary_emb"
@@ -205,7 +210,9 @@ def make_model(
             holder = nn.ModuleList([model.get_submodule(name) for name in names])
             if sparse:
                 prune_(holder, "2:4")
-            quantize_(holder, Config(format, embedding="q8_0" if tied else format))
+            experts = {"*experts*": format} if mixed and names[0].startswith("model.layers") else {}
+            linear = "q8_0" if mixed else format
+            quantize_(holder, Config(linear, overrides=experts, embedding="q8_0" if tied else linear))
             for name, built in zip(names, holder, strict=True):
                 model.set_submodule(name, built)
     if mesh is not None:
@@ -246,7 +253,10 @@ class _Synthetic:
 
         if len(self._shapes[name]) < 2 or name.endswith("bias") or "router" in name or ".gate.weight" in name:
             return None
-        return Form(as_format("q8_0" if self._tied and "embed_tokens" in name else self._format), "auto", "block")
+        others = (self._tied and "embed_tokens" in name) or (
+            self._format == MXFP4 and self.family.moe is not None and ".experts." not in name
+        )
+        return Form(as_format("q8_0" if others else self._format), "auto", "block")
 
     def shape(self, name: str) -> tuple[int, ...]:
         *rest, n, k = self._shapes[name]
@@ -322,7 +332,8 @@ def make_tokenizer(size: int) -> Any:
 
 
 def make_file(config: Any, file: Path, folder: Path, device: str = "cpu", format: str = "q4_0") -> None:
-    """The model as a GGUF file, for llama.cpp too; `folder`: where it is before that. One of many layers repeats the first ones."""
+    """The model as a GGUF file, for llama.cpp too; `folder`: where it is before that. One of many layers repeats the first ones. As
+    "q4_k_m" it has other, random weights."""
     from halfbyte.checkpoint import save
     from halfbyte.checkpoint.export_checkpoint import export
 
@@ -331,19 +342,38 @@ def make_file(config: Any, file: Path, folder: Path, device: str = "cpu", format
     config.num_hidden_layers = few
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = config.layer_types[:few]
-    save(make_model(config, device, format), folder)
+    save(make_model(config, device, "q4_0" if format == Q4_K_M else format), folder)
     make_tokenizer(config.vocab_size).save_pretrained(folder)
     config.num_hidden_layers = layers
-    if few == layers:
+    if few == layers and format != Q4_K_M:
         export(folder, file, "gguf")
         return
     export(folder, part := file.with_stem(f"{file.stem}-part"), "gguf")
-    _repeat_layers(part, file, few, layers)
+    _repeat_layers(part, file, few, layers, mixed=format == Q4_K_M)
     part.unlink()
 
 
-def _repeat_layers(source: Path, target: Path, few: int, layers: int) -> None:
-    """Write a GGUF file with the tensors of layer i % few of another one as those of layer i."""
+def _k_type(name: str, layers: int) -> int:
+    """The type of a matrix in files called Q4_K_M (llama.cpp, src/llama-quant.cpp)."""
+    found = re.match(r"blk\.(\d+)\.(?:attn_v|ffn_down)", name)
+    layer, eighth = int(found[1]) if found else 0, layers // 8
+    more = found and (layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2)
+    return _Q6_K if more or name == "output.weight" else _Q4_K
+
+
+def _random_blocks(kind: int, weights: int, deviation: float) -> Any:
+    """So many weights as random blocks of 256: w = d * scale * q - dmin * min (4 bits), d * scale * (q - 32) (6 bits)."""
+    import numpy as np
+
+    size, places, factor = (144, (0, 2), 259.0) if kind == _Q4_K else (210, (208,), 1366.0)  # of w / d
+    raw = np.random.default_rng(weights).integers(0, 256, (weights // 256, size), dtype=np.uint8)
+    for place, multiple in zip(places, (1.0, 7.5), strict=False):
+        raw[:, place : place + 2] = np.array([deviation / factor * multiple], np.float16).view(np.uint8)
+    return raw
+
+
+def _repeat_layers(source: Path, target: Path, few: int, layers: int, *, mixed: bool) -> None:
+    """Write a GGUF file with the tensors of layer i % few of another one as those of layer i; `mixed`: with other types as Q4_K_M has."""
     import numpy as np
     import torch
 
@@ -355,9 +385,17 @@ def _repeat_layers(source: Path, target: Path, few: int, layers: int) -> None:
         places = [name] if found is None else [f"blk.{i}.{found[2]}" for i in range(int(found[1]), layers, few)]
         copies |= dict.fromkeys(places, header.entries[name])
     count = f"{header.metadata['general.architecture']}.block_count"
-    writer = Writer(target, {**header.metadata, count: layers}, {name: (one.kind, one.shape) for name, one in copies.items()})
+    kinds = {
+        name: _k_type(name, layers) if mixed and one.kind == _Q4_0 and one.shape[-1] % 256 == 0 else one.kind
+        for name, one in copies.items()
+    }
+    writer = Writer(target, {**header.metadata, count: layers}, {name: (kinds[name], one.shape) for name, one in copies.items()})
     for name, one in copies.items():
         where = one.place
+        if kinds[name] != one.kind:
+            blocks = torch.from_numpy(_random_blocks(kinds[name], math.prod(one.shape), 16.0 if name.startswith("token_embd") else 0.02))
+            writer.write(name, blocks.view(*one.shape[:-1], -1))
+            continue
         raw = np.fromfile(source, np.uint8, where.spec.nbytes, offset=where.offset)
         writer.write(name, torch.from_numpy(raw).view(where.spec.dtype).view(where.spec.shape))
     writer.finish()

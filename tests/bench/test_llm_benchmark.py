@@ -13,6 +13,7 @@ import torch
 from llm_models import FAMILIES, make_config, make_file, make_model
 
 from halfbyte.integrations.transformers.text import open_model
+from halfbyte.io.gguf import kind_name, read_header
 from halfbyte.nn.modules.quantized import QuantModule
 
 LLM = Path(__file__).parents[2] / "benchmarks" / "llm.py"
@@ -68,7 +69,7 @@ def test_of_each_family_a_model_and_its_file_are_made(family: str, tmp_path: Pat
     assert expected.isfinite().all()
     assert expected.std() > 0
 
-    if family in ("gpt-oss", "gemma4"):  # of which no GGUF is written
+    if family == "gemma4":  # of which no GGUF is written
         return
     make_file(config, tmp_path / "model.gguf", tmp_path / "halfbyte")
     opened, tokenizer = open_model(tmp_path / "model.gguf")
@@ -86,3 +87,19 @@ def test_of_each_family_there_is_a_config_of_each_size(family: str) -> None:
         assert config.max_position_embeddings == 5000
         assert {name: getattr(config, name) for name in sizes} == sizes
         assert config.hidden_size % 32 == config.intermediate_size % 32 == 0
+
+
+@pytest.mark.parametrize(("family", "format"), [("gpt-oss", "mxfp4"), ("qwen3-moe", "q4_k_m")])
+def test_a_file_of_mixed_formats(family: str, format: str, tmp_path: Path) -> None:
+    """As llama.cpp's have them: experts in 4-bit floats and the rest in 8 bits; or K-quants, of which some have 6 bits, so that nothing
+    overflows."""
+    config = make_config(family, "tiny", layers=9 if format == "q4_k_m" else None)
+    config.head_dim, config.hidden_size, config.moe_intermediate_size, config.intermediate_size = 64, 256, 256, 256
+    make_file(config, file := tmp_path / "model.gguf", tmp_path / "halfbyte", format=format)
+    kinds = {name: kind_name(entry.kind).lower() for name, entry in read_header(file).entries.items() if len(entry.shape) > 1}
+    experts = {kind for name, kind in kinds.items() if "_exps.weight" in name}
+    assert experts == ({"mxfp4"} if format == "mxfp4" else {"q4_k", "q6_k"})
+    assert kinds["blk.1.attn_output.weight"] == ("q8_0" if format == "mxfp4" else "q4_k")
+    opened, _ = open_model(file)
+    with torch.inference_mode():
+        assert bool(opened(torch.arange(2, 12)[None]).logits.isfinite().all())

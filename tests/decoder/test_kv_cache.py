@@ -86,6 +86,26 @@ def test_slots_hold_what_sequences_hold_alone(kind: str, int8: bool, models: dic
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_slots_have_no_more_indices_than_the_longest_sequence_may_have(kind: str, models: dict[str, CpuModel]) -> None:
+    """A long sequence leaves beside a short one, which then grows: it moves to the front, and its logits are those of it alone."""
+    model, chance, most = models[kind], random.Random(6), 150
+    texts = [[chance.randrange(3, 90) for _ in range(length)] for length in (100, 58)]
+    slots = Slots(model.spec, 3, most=most)
+    for text in texts:
+        slots.join(read(model, text, int8=False))
+    slots.leave(0)
+    text = texts[1]
+    for step in range(most - len(text)):
+        text.append(chance.randrange(3, 90))
+        logits = model.decode(text[-1:], slots)
+        assert slots.positions() == [len(text)]
+        assert slots.length <= most
+        if step in (0, 49, 50, 51, 91):
+            assert_close(logits[0], last_logits(model, text, int8=False), int8=False)
+    assert all(layer.size <= most + 64 for layer in slots.layers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_of_a_slot_holds_no_other_sequence(kind: str, models: dict[str, CpuModel]) -> None:
     """Where a window's buffer has more tokens than a sequence that joined had left: those before them are another sequence's."""
     model, chance = models[kind], random.Random(4)

@@ -20,6 +20,7 @@ import halfbyte as hb
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache, Slots
 from halfbyte.decoder.lower_gpu import GpuModel
+from halfbyte.decoder.offload import crossing
 from halfbyte.decoder.offload.placement import Request, plan_of
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.model import LanguageModel
@@ -66,13 +67,18 @@ def graphs_of_equal_steps(one: GpuModel, split: GpuModel, ids: list[int], dtype:
     return len(step._graph._graphs)
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["copies", "waits"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_gpu_alone(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_gpu_alone(
+    kind: str, dtype: torch.dtype, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crossing, "GPU_WAITS", waits)
     folder, ids = folder_of(kind, tmp_path), ids_of(90)
     one, split = opened(folder, dtype, 0), opened(folder, dtype, -1)
     assert len(split._host) > 0 == len(one._host)
-    assert graphs_of_equal_steps(one, split, ids, dtype) == 1 + len(split._host) * (2 if kind[:5] in ("Qwen2", "Glm4M") else 1)
+    assert split._host._crossing.waits == waits
+    assert (graphs_of_equal_steps(one, split, ids, dtype) == 1) == waits
     slots = [Slots(model.spec, 3, where=model.where) for model in (one, split)]
     for seed in range(3):
         for model, some in zip((one, split), slots, strict=True):
@@ -119,7 +125,7 @@ def test_greedy_text_and_memory(tmp_path: Path) -> None:
     assert model.generate(ids_of(20), max_new_tokens=30, ignore_eos=True).ids == expected
     assert torch.cuda.max_memory_allocated() - before <= model.plan.gpu_bytes
     assert not [note for note in model.notes if "attention of prompts" not in note]
-    pinned = model._model._host._buffers if isinstance(model._model, GpuModel) else {}
+    pinned = model._model._host._crossing._rows if isinstance(model._model, GpuModel) else {}
     assert all(one.is_pinned() for rows in pinned.values() for one in rows)
     del model, pinned
     gc.collect()

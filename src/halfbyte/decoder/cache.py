@@ -338,9 +338,11 @@ class Slots(Cache):
         starts: Index of the first token of each sequence.
     """
 
-    def __init__(self, spec: DecoderSpec, capacity: int, *, int8: bool = False, where: OnGpu | None = None) -> None:
-        """Make slots for `capacity` sequences, all of them free."""
-        super().__init__(spec, capacity, int8=int8, where=where)
+    def __init__(
+        self, spec: DecoderSpec, capacity: int, *, int8: bool = False, most: int | None = None, where: OnGpu | None = None
+    ) -> None:
+        """Make slots for `capacity` sequences, all of them free; the other arguments are those of `Cache`."""
+        super().__init__(spec, capacity, int8=int8, most=most, where=where)
         self.capacity, self.batch, self.starts = capacity, 0, list[int]()
 
     def entries(self) -> list[tuple[Tensor, Tensor, int]]:
@@ -354,6 +356,14 @@ class Slots(Cache):
 
     def positions(self) -> list[int]:
         return [self.length - start for start in self.starts]
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many more tokens; sequences move to the front before there are more indices than `most`."""
+        unused = min(self.starts, default=0)
+        if unused and self.most is not None and self.length + tokens > self.most:
+            self._shift(-unused)
+            self._invalidate()
+        super().reserve(tokens)
 
     def join(self, sequence: Cache) -> None:
         """Copy a sequence into the next free slot.

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.offload.host_experts import HostCall, at_once
+from halfbyte.decoder.offload.crossing import AT_ONCE, Host
 from halfbyte.layouts.base import round_up
 from halfbyte.ops.graph_capture import CapturedGraph
 
@@ -111,14 +111,14 @@ class Inputs(NamedTuple):
         rotary: Cosines and sines of each rope, [B, R / 2].
         lengths: int64 [1] of each group: tokens in the buffers.
         masks: bool [B or 1, T] of each group: which of these may be seen; None: all.
-        host: Runs a function of the host between launches.
+        host: Runs functions of the host between launches, or while these run.
     """
 
     ids: Tensor
     rotary: Sequence[tuple[Tensor, Tensor]]
     lengths: Sequence[Tensor]
     masks: Sequence[Tensor | None]
-    host: HostCall = at_once
+    host: Host = AT_ONCE
 
 
 Compute = Callable[[Inputs], Tensor]  # logits [B, N]; the new tokens enter the cache
@@ -165,7 +165,7 @@ class DecodeStep:
         self._columns = [torch.arange(group.size, device=device) for group in shape.groups]
         self._graph: CapturedGraph | None = None
         self._results: tuple[Tensor, Tensor] | None = None
-        self._runs, self._host = 0, at_once
+        self._runs, self._host = 0, cast(Host, AT_ONCE)
         self._there: State | None = None  # what `_state` holds, where that is known
 
     @property
@@ -235,14 +235,14 @@ class DecodeStep:
     def _capture(self, compute: Compute) -> None:
         try:
             graph = CapturedGraph(self._device)
-            self._host = graph.host
+            self._host = graph
             self._results = graph.capture(lambda: self._run(compute))
         except RuntimeError as error:
             self.refused = f"torch cannot capture a decode step ({' '.join(str(error).split())[:200]})"
         else:
             self._graph = graph
         finally:
-            self._host = at_once
+            self._host = AT_ONCE
 
     def _run(self, compute: Compute) -> tuple[Tensor, Tensor]:
         shape, state = self._shape, self._state

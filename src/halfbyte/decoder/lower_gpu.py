@@ -21,7 +21,8 @@ from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
 from halfbyte.decoder.gpu_step import Choose, DecodeStep, Group, HostReader, Inputs, State, StepShape, batch_of_step, finite_likeliest
 from halfbyte.decoder.kernels_gpu import torch_ops, why_not_layer
-from halfbyte.decoder.offload.host_experts import HostExperts, at_once
+from halfbyte.decoder.offload.crossing import AT_ONCE
+from halfbyte.decoder.offload.host_experts import HostExperts
 from halfbyte.decoder.offload.host_layers import HostLayers, HostStep
 from halfbyte.decoder.offload.placement import CHUNK, ON_GPU, Plan
 from halfbyte.decoder.rope import Rope
@@ -439,7 +440,7 @@ class GpuModel:
         add_experts = self._host.begin(given.numel())
         if self._first:
             self._first.step = HostStep(cache, range(before, before + tokens), total)
-            x = self._first(x, at_once)
+            x = self._first(x, AT_ONCE)
         for layer, (index, spec), group in zip(self._layers, self._on_gpu, self._group_of, strict=True):
             entry = cache.by_layer[index]
             tables, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]

@@ -21,7 +21,7 @@ from halfbyte.decoder.cache import Cache, PrefixCache, Slots
 from halfbyte.decoder.offload.placement import CHUNK
 from halfbyte.errors import ArgumentError
 from halfbyte.language.device import is_out_of_memory, no_memory_to_run, returned_memory
-from halfbyte.language.report import Times
+from halfbyte.language.report import Mark, Times
 from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampler, Sampling, most_likely
 from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
 from halfbyte.language.text_stream import TextStream
@@ -153,6 +153,7 @@ class Batch:
         self._prefilled = 0  # tokens of prompts since the last decode step
         self._prefixes = PrefixCache(prefix_bytes)
         self._times = Times() if times is None else times
+        self._read_until: Mark | None = None  # where a GPU may still be reading what the last step launched
         self.accepted = self.guessed = 0
 
     @property
@@ -246,6 +247,7 @@ class Batch:
             together = self._prompts_to_batch()
             found = self._continue_prefill() if len(together) < 2 else self._prefill_together(together)
             self._times.add_prompt(self._prefilled - before, start)
+            self._read_until = None if self._model.where is None else Mark.now(self._model.where.device)
             return found
         self._prefilled = 0
         if not self._active:
@@ -254,7 +256,8 @@ class Batch:
             found = [self._decode_alone(self._active[0])]
         else:
             found = self._decode_slots()
-        self._times.add_step(start)
+        self._times.add_step(start, self._read_until)
+        self._read_until = None
         return found
 
     def _forget_caches(self) -> None:
@@ -286,7 +289,7 @@ class Batch:
         return Cache(self._model.spec, int8=self._int8, most=self._model.spec.max_positions, where=self._model.where)
 
     def _new_slots(self) -> Slots:
-        return Slots(self._model.spec, self._capacity, int8=self._int8, where=self._model.where)
+        return Slots(self._model.spec, self._capacity, int8=self._int8, most=self._model.spec.max_positions, where=self._model.where)
 
     def _continue_prefill(self) -> list[tuple[Generation, str]]:
         """Read a chunk of the first prompt that waits; after the last one, choose the first token."""

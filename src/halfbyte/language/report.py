@@ -4,13 +4,37 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from halfbyte.timing import time_text
 
 if TYPE_CHECKING:
     from halfbyte.decoder.offload.expected import Expected
     from halfbyte.decoder.offload.placement import Plan
+
+
+class Mark(NamedTuple):
+    """The end of what was launched on a GPU."""
+
+    event: torch.cuda.Event
+
+    @classmethod
+    def now(cls, device: torch.device) -> Mark | None:
+        """Mark the end of what was launched so far; None: not on a GPU, which has computed it."""
+        if device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return cls(event)
+
+    def seconds(self) -> float:
+        """Wait for what was launched until now; return the seconds that have passed since the mark."""
+        now = torch.cuda.Event(enable_timing=True)
+        now.record()
+        now.synchronize()
+        return float(self.event.elapsed_time(now)) / 1e3
 
 
 @dataclass
@@ -32,10 +56,14 @@ class Times:
         self.prompt_tokens += tokens
         self.prompt_seconds += time.perf_counter() - start
 
-    def add_step(self, start: float) -> None:
-        """Add a decode step since `start`, of `time.perf_counter`."""
+    def add_step(self, start: float, read_until: Mark | None = None) -> None:
+        """Add a decode step since `start`, of `time.perf_counter`. read_until: The end of a prompt, or a part of it, that the GPU may have
+        still been reading then: the time before it is the prompt's."""
+        seconds = time.perf_counter() - start
+        of_step = seconds if read_until is None else min(seconds, read_until.seconds())
         self.steps += 1
-        self.step_seconds += time.perf_counter() - start
+        self.step_seconds += of_step
+        self.prompt_seconds += seconds - of_step
 
 
 @dataclass(frozen=True)

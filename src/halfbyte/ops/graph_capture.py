@@ -39,7 +39,7 @@ _MODE = "thread_local"  # other threads may go on using the GPU
 
 
 class CapturedGraph:
-    """A CUDA graph in the memory of those before it; or several, between which functions of the host run.
+    """A CUDA graph in the memory of those before it; or several, between which functions of the host run. Others run while a graph does.
 
     Example:
         graph = CapturedGraph(device)
@@ -50,6 +50,8 @@ class CapturedGraph:
     def __init__(self, device: torch.device) -> None:
         self._device, self._graphs = device, list[torch.cuda.CUDAGraph]()
         self._steps: list[Callable[[], None]] = []  # replays of the graphs, and functions of the host between them
+        self._meanwhile: list[Callable[[], None]] = []  # functions that run after the launch of the graph that is being captured
+        self._settle: dict[Callable[[], None], None] = {}
         self._owners: list[tuple[int, int, int]] = []
         here = torch.cuda.current_stream(device)
         self._replayed_on = here.cuda_stream
@@ -75,11 +77,17 @@ class CapturedGraph:
                 raise
         return result
 
-    def host(self, function: Callable[[], None]) -> None:
+    def between(self, function: Callable[[], None]) -> None:
         """While launches are captured: let each replay call a function of the host between those before and those after it."""
         self._end()
         self._steps.append(function)
         self._begin()
+
+    def meanwhile(self, function: Callable[[], None], settle: Callable[[], None]) -> None:
+        """While launches are captured: let each replay call a function of the host after the graph's launch. Kernels in it wait for the
+        function; where a replay fails, `settle` lets them end."""
+        self._meanwhile.append(function)
+        self._settle[settle] = None
 
     def _begin(self) -> None:
         self._graphs.append(torch.cuda.CUDAGraph())
@@ -91,7 +99,8 @@ class CapturedGraph:
 
     def _end(self) -> None:
         self._graphs[-1].capture_end()
-        self._steps.append(self._graphs[-1].replay)
+        self._steps += [self._graphs[-1].replay, *self._meanwhile]
+        self._meanwhile = []
 
     def _abandon(self) -> None:
         """Ends a capture that failed. torch leaves its random numbers as they were within: another capture brings them back."""
@@ -103,8 +112,13 @@ class CapturedGraph:
 
     def replay(self) -> None:
         """Run what was captured, on the current stream."""
-        for step in self._steps:
-            step()
+        try:
+            for step in self._steps:
+                step()
+        except BaseException:
+            for settle in self._settle:
+                settle()
+            raise
 
     def close(self) -> None:
         """Free it."""

@@ -12,7 +12,7 @@ from halfbyte.decoder.offload.placement import CHUNK, LayerSize, Placement, Plan
 from halfbyte.decoder.offload.rates import Rates
 
 COUNTS = st.integers(0, 10**9)
-LAYER = st.builds(LayerSize, COUNTS, st.one_of(st.just(0), COUNTS), COUNTS, st.floats(0.01, 1.0), COUNTS, COUNTS)
+LAYER = st.builds(LayerSize, COUNTS, st.one_of(st.just(0), COUNTS), COUNTS, st.floats(0.01, 1.0), COUNTS, COUNTS, st.just(0))
 SIZES = st.builds(Sizes, st.lists(LAYER, min_size=1, max_size=6).map(tuple), COUNTS, COUNTS, COUNTS, st.none(), COUNTS)
 RATES = st.builds(Rates, *(st.floats(1e9, 1e12) for _ in range(3)), *(st.floats(1e11, 1e15) for _ in range(2)), st.booleans())
 MACHINE = Rates(1e11, 1e12, 5e10, 4e12, 4e14)

@@ -102,10 +102,11 @@ def test_hidden_states_cross_through_buffers(specs: Models, monkeypatch: pytest.
     monkeypatch.setattr(host_experts, "route", routed)
     split.decode([5], read(split, ids_of(40)))
     assert order == ["shared", "experts"] * 4, "the shared expert is launched before the host waits"
-    pinned = {one.data_ptr() for buffers in split._host._buffers.values() for one in buffers}
-    assert not pinned & set(given)
-    assert len(split._host._buffers) == 1  # for all layers, and for 40 rows and one, as no graph keeps the addresses
-    assert len(next(iter(split._host._buffers.values())).z) == 40
+    buffers = split._host._crossing._rows
+    assert not {one.data_ptr() for rows in buffers.values() for one in rows} & set(given)
+    ((_, rows),) = buffers.items()  # for all layers, and for 40 rows and one, as no graph keeps the addresses
+    assert len(rows.z) == 40
+    assert len({one.untyped_storage().data_ptr() for one in rows}) == 1, "one buffer"
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -146,15 +147,22 @@ class Pieces:
         self.captures = False
         return self.found
 
-    def host(self, function: Callable[[], None]) -> None:
+    def between(self, function: Callable[[], None]) -> None:
         if self.captures:
             self.functions.append(function)
         else:
             self.called += 1
             function()
 
+    def meanwhile(self, function: Callable[[], None], settle: Callable[[], None]) -> None:
+        try:
+            self.between(function)
+        except BaseException:
+            settle()
+            raise
+
     def replay(self) -> None:
-        self.step._host = self.host
+        self.step._host = self
         for static, new in zip(self.found, self.run(), strict=True):
             static.copy_(new)
 
@@ -185,7 +193,7 @@ def test_interrupted_in_a_crossing(specs: Models, monkeypatch: pytest.MonkeyPatc
     """Ctrl-C while the CPU computes: the next call computes what it would have computed, and no thread or buffer is left."""
     _, split = both(specs("Qwen3MoeDecoderLayer"), 1)
     expected = split.decode([5], read(split, ids_of(9)))
-    compute, threads, buffers = HostExperts._compute, threading.active_count(), len(split._host._buffers)
+    compute, threads, buffers = HostExperts._compute, threading.active_count(), len(split._host._crossing._rows)
 
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -196,7 +204,7 @@ def test_interrupted_in_a_crossing(specs: Models, monkeypatch: pytest.MonkeyPatc
         split.decode([5], cache)
     monkeypatch.setattr(HostExperts, "_compute", compute)
     assert torch.equal(split.decode([5], cache), expected)
-    assert (threading.active_count(), len(split._host._buffers)) == (threads, buffers)
+    assert (threading.active_count(), len(split._host._crossing._rows)) == (threads, buffers)
 
 
 def test_interrupted_between_pieces(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,12 @@ from halfbyte.decoder.offload.placement import LayerSize, Placement, Plan, Reque
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError
 from halfbyte.language.checkpoint_tensors import open_checkpoint
+from halfbyte.ops.transformer.experts import Experts
 
 BYTES = st.integers(0, 10**9)
-LAYER = st.builds(LayerSize, BYTES, st.one_of(st.just(0), BYTES), BYTES, st.floats(0.01, 1.0), BYTES, BYTES)
+LAYER = st.builds(LayerSize, BYTES, st.one_of(st.just(0), BYTES), BYTES, st.floats(0.01, 1.0), BYTES, BYTES).map(
+    lambda layer: layer._replace(biases=layer.experts // 7)
+)
 LAYERS = st.lists(LAYER, min_size=1, max_size=12)
 SIZES = st.builds(Sizes, LAYERS.map(tuple), BYTES, BYTES, BYTES, st.sampled_from([None, "its layers share keys"]), BYTES)
 
@@ -70,8 +73,9 @@ def test_more_memory_moves_nothing_to_the_cpu(sizes: Sizes, memory: int, more: i
 def test_experts_cross_through_two_buffers_of_the_largest(sizes: Sizes, memory: int) -> None:
     plan = planned(sizes, memory)
     if plan is not None and plan.streams:
-        largest = max(layer.experts for layer in sizes.layers[plan.placement.layers : plan.placement.experts])
-        assert plan.stream_bytes == 2 * (largest + 512)
+        crossing = [layer for layer in sizes.layers[plan.placement.layers : plan.placement.experts] if layer.experts]
+        largest = max(layer.experts - layer.biases for layer in crossing)
+        assert plan.stream_bytes == 2 * (largest + 512) + sum(layer.biases for layer in crossing)
         assert plan.gpu_bytes == sizes.on_gpu(plan.placement) + plan.stream_bytes
     elif plan is not None and plan.placement != Placement():  # no placement of experts alone has room for them
         alone = [one for one in sizes.placements() if not one.layers]
@@ -194,6 +198,18 @@ def test_caches_are_not_larger_than_planned(kind: str, int8: bool, tmp_path: Pat
             slots.join(cache)
         taken = cache.nbytes + (0 if slots is None else slots.nbytes)
         assert 0 < taken <= sum(layer.cache for layer in sizes.layers) < 3 * taken + 10**6 * sequences
+
+
+def test_biases_of_streamed_experts_are_planned_for(tmp_path: Path) -> None:
+    """They stay on the GPU for all layers, stacks cross through two buffers."""
+    spec = spec_of("GptOssDecoderLayer", tmp_path)
+    sizes = sizes_of(spec, Request(None, 64), torch.bfloat16)
+    halves = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, Experts)]
+    biases = [one.bias for half in halves for one in (half.gate_up, half.down_proj)]
+    expected = sum(bias.nbytes for bias in biases if bias is not None)
+    assert sum(layer.biases for layer in sizes.layers) >= expected > 0
+    largest = max(layer.experts - layer.biases for layer in sizes.layers)
+    assert sizes.stream_buffers(Placement(len(spec.layers))) - 2 * largest - 2 * 512 == sum(layer.biases for layer in sizes.layers)
 
 
 def test_sizes_of_a_mixture(tmp_path: Path) -> None:

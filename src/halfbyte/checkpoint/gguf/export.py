@@ -66,12 +66,14 @@ def plan(model: StoredModel) -> tuple[Export, list[str]]:
     for name, spec in model.plain.items():
         if name in orders:
             continue
-        place = _place(architecture, name, spec.shape, config)
+        transposes = architecture.is_inputs_first(name)
+        shape = (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]) if transposes else spec.shape
+        place = _place(architecture, name, shape, config)
         new = TensorSpec(torch.float32 if len(spec.shape) < 2 or place.in_floats else spec.dtype, place.shape)
         plus = 1.0 if architecture.has_unit_offset(place.names[0]) else 0.0
         types |= dict.fromkeys(place.names, (plain_number(new.dtype), new.shape))
         row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes(name), len(place.names) * new.nbytes)
-        items.append(ExportItem(dict.fromkeys(place.names, new), partial(_plain, model, name, place, new.dtype, plus), row))
+        items.append(ExportItem(dict.fromkeys(place.names, new), partial(_plain, model, name, place, new.dtype, plus, transposes), row))
         if len(spec.shape) > 1:
             elements[plain_number(new.dtype)] += math.prod(spec.shape)
     for target, tensor in tensors.items():
@@ -96,21 +98,26 @@ class _Place:
     names  of the tensors there: one, or several among which the rows of each expert are divided equally
     shape  of each
     rows   the row of the model's tensor for each row of the file's; None where they are the same
+    interleaved   rows of each expert are of the first name, the second, the first, …
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     rows: Tensor | None
+    interleaved: bool = False
 
     @property
     def in_floats(self) -> bool:
         """Whether llama.cpp wants it in float32."""
-        return is_router(self.names[0]) or is_depthwise_kernel(self.names[0])
+        return is_router(self.names[0]) or is_depthwise_kernel(self.names[0]) or self.names[0].endswith("_exps.bias")
 
     def cut(self, tensor: Tensor) -> dict[str, Tensor]:
         """Splits numbers or blocks into the tensors of the file."""
         tensor = tensor if self.rows is None else tensor[self.rows]
-        parts = tensor.chunk(len(self.names), dim=1) if len(self.names) > 1 else (tensor.reshape(*self.shape[:-1], -1),)
+        count = len(self.names)
+        parts = tensor.chunk(count, dim=1) if count > 1 else (tensor.reshape(*self.shape[:-1], -1),)
+        if self.interleaved:
+            parts = tuple(tensor[:, i::count].contiguous() for i in range(count))
         return dict(zip(self.names, parts, strict=True))
 
 
@@ -125,15 +132,15 @@ def _place(architecture: Architecture, name: str, shape: tuple[int, ...], config
         shape = shape[1:]
     elif is_depthwise_kernel(names[0]) and len(shape) == 3:
         shape = (shape[0], shape[2])
-    return _Place(names, shape, rows)
+    return _Place(names, shape, rows, architecture.inputs_first_experts and len(names) > 1)
 
 
 def _encoded(place: _Place, kind: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
     return place.cut(ggml_encoding.encode(ggml.TYPES[ggml.NUMBERS[kind]], codes))
 
 
-def _plain(model: StoredModel, name: str, place: _Place, dtype: torch.dtype, plus: float) -> dict[str, Tensor]:
-    tensor = model.tensor(name)
+def _plain(model: StoredModel, name: str, place: _Place, dtype: torch.dtype, plus: float, transposes: bool) -> dict[str, Tensor]:
+    tensor = model.tensor(name).mT.contiguous() if transposes else model.tensor(name)
     return {target: part.to(dtype) for target, part in place.cut(tensor.float() + plus if plus else tensor).items()}
 
 

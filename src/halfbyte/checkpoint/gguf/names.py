@@ -157,6 +157,11 @@ class Architecture:
         """Whether transformers' experts are [E, K, N] with biases, rows of gate and up interleaved."""
         return self.family.moe is not None and self.family.moe.inputs_first
 
+    def is_inputs_first(self, name: str) -> bool:
+        """Whether one of transformers' tensors is a stack of experts with inputs first, as it is in floating point."""
+        stack = _EXPERTS_IN_MODULES.fullmatch(name) if self.inputs_first_experts else None
+        return stack is not None and stack[2] == self._experts_module and stack[3] in _WRITTEN_STACKS and not name.endswith(".weight")
+
     def is_in_stack(self, name: str) -> bool:
         """Return whether a tensor of a file is a stack of experts, a part of a `joined` matrix, or the biases of a stack."""
         if self.inputs_first_experts and name.endswith(".bias"):
@@ -167,7 +172,9 @@ class Architecture:
         """Return the names in a file of one of transformers' tensors, the inverse of `to_transformers` and `stack`: none where files do not
         have it, one, or those of the stacks that a stack is split into."""
         if self.experts and (stack := _EXPERTS_IN_MODULES.fullmatch(name)) and stack[2] == self._experts_module:
-            return tuple(f"blk.{stack[1]}.{module}.weight" for module in _WRITTEN_STACKS.get(stack[3], ()))
+            part = stack[3].removesuffix("_bias") if self.inputs_first_experts else stack[3]
+            end = "weight" if part == stack[3] else "bias"
+            return tuple(f"blk.{stack[1]}.{module}.{end}" for module in _WRITTEN_STACKS.get(part, ()))
         module, _, kind = name.rpartition(".")
         outer_modules = {outer: gguf_module for gguf_module, outer in self.outer_modules.items()}
         if module in outer_modules:

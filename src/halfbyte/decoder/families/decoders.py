@@ -234,7 +234,12 @@ FAMILIES: dict[str, Family] = {
         moe=MoEFamily("router", router_bias=True, norm_topk=None, inputs_first=True, clamped=(1.702, 7.0)),
         defaults=(("head_dim", 64), ("sliding_window_pattern", 2), _SCALED_ROPE),
         gguf=GGUF(
-            "gpt-oss", mlp_norm="post_attention_norm", experts=gguf.LOCAL_EXPERTS, untied=True, yarn={"truncate": False}, written=False
+            "gpt-oss",
+            mlp_norm="post_attention_norm",
+            experts=gguf.LOCAL_EXPERTS,
+            untied=True,
+            yarn={"truncate": False},
+            write_config=gguf.expert_size,
         ),
     ),
     "granite": Family(

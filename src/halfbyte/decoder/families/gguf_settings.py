@@ -62,6 +62,11 @@ IMAGES: dict[str, Any] = {"written": False, "note": "the model in the file also 
 # Attention
 
 
+def expert_size(config: Config) -> dict[str, Value]:
+    """Return the size of experts as llama.cpp reads it where files of other experts have it in feed_forward_length alone."""
+    return {"expert_feed_forward_length": int(config["intermediate_size"])}
+
+
 def query_scalar(layers: int) -> Callable[[Config], dict[str, object]]:
     """No file has the scale of attention: llama.cpp recognizes the model of another one by its number of `layers`."""
 

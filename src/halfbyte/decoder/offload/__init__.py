@@ -5,4 +5,5 @@ rates.py          what the CPU, the GPU and the link between them do in a second
 expected.py       the time that a token and a prompt are expected to take, and from how many tokens on streaming experts pays
 host_layers.py    the first layers, computed on the CPU
 host_experts.py   the routed experts of layers, computed on the CPU
+crossing.py       the memory through which hidden states cross to these
 """

@@ -3,42 +3,25 @@
     GPU   … attention, norm, router, top-k ─ z, ids, weights → pinned memory ─ shared expert ─ … ─ y → GPU, residual …
     CPU                                            routed experts: z → y, from the time that z is there
 
-The GPU computes those of long prompts (`streamed_experts.py`). Called by `lower_gpu.py` for each layer. A captured decode step is one
-CUDA graph for each stretch between host functions; the host waits for an event, not for the GPU. Without a GPU the same code runs on a
-CPU, as tests do.
+Rows cross as `crossing.py` has it. The GPU computes experts of long prompts (`streamed_experts.py`). Called by `lower_gpu.py` for each
+layer. Without a GPU the same code runs on a CPU, as tests do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from halfbyte.decoder.offload.crossing import AT_ONCE, Crossing, Host, Rows
 from halfbyte.decoder.offload.placement import CHUNK
 from halfbyte.decoder.offload.rates import FEWEST_ROWS, link_bandwidth, rows_worth_crossing
 from halfbyte.decoder.offload.streamed_experts import LEAST_ROWS, StreamedExperts
 from halfbyte.errors import UnsupportedError
 from halfbyte.ops.transformer.experts import Experts, Mixture, why_not
-from halfbyte.ops.transformer.routing import Routed, add_mixed, mixed, route, shared_output
-
-HostCall = Callable[[Callable[[], None]], None]  # runs a function on the host, after what was launched before and before what comes next
-
-
-def at_once(function: Callable[[], None]) -> None:
-    """Run a function of the host where nothing is captured."""
-    function()
-
-
-class _Buffers(NamedTuple):
-    """Pinned memory of M rows: what the CPU reads, and float32 y [M, K], which it writes."""
-
-    z: Tensor
-    ids: Tensor
-    weights: Tensor
-    y: Tensor
+from halfbyte.ops.transformer.routing import mixed, route, shared_output
 
 
 class HostExperts:
@@ -63,9 +46,7 @@ class HostExperts:
             else None
             for index, mixture in mixtures.items()
         }
-        # Keys: rows of a captured step, whose CUDA graph keeps the addresses, or 0 for all other calls; and top_k.
-        self._buffers: dict[tuple[int, int], _Buffers] = {}
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._crossing = Crossing(device)
         self._streamed: StreamedExperts | None = None
         reasons = dict.fromkeys(why_not(mixture.gate_up, mixture.down_proj) for mixture in mixtures.values())
         self.notes = tuple(f"torch computes experts on the CPU: {reason}" for reason in reasons if reason is not None)
@@ -110,60 +91,37 @@ class HostExperts:
     def begin(self, rows: int) -> Callable[[int, Tensor], Tensor]:
         """Prepare for the layers of so many rows of a prompt; return the function that computes them, which is called in their order."""
         if self._streamed is None or not self.streams(rows):
-            return partial(self.add, host=at_once)
+            return partial(self.add, host=AT_ONCE)
         self._streamed.begin()
         return self._streamed.add
 
-    def add(self, layer: int, x: Tensor, host: HostCall) -> Tensor:
+    def add(self, layer: int, x: Tensor, host: Host) -> Tensor:
         """Compute x + experts(norm(x)) of a layer, x [..., K] on the device, with the routed experts on the CPU."""
-        mixture = self._mixtures[layer]
+        mixture, crossing = self._mixtures[layer], self._crossing
         routed = route(x, mixture)
-        buffers = self._buffers_for(routed, is_captured=host is not at_once)
-        for there, here in zip(buffers[:3], (routed.z, routed.ids, routed.weights), strict=True):
-            there.copy_(here, non_blocking=True)
-        compute = partial(self._compute, layer, buffers)
-        if mixture.shared_expert is None:
-            host(partial(self._marked, compute))
-            total = self._on_device(buffers.y)
+        rows = crossing.rows(routed, is_captured=host is not AT_ONCE)
+        crossing.send(routed, rows)
+        shared = shared_output(routed, mixture)
+        compute = partial(self._compute, layer, rows)
+        if crossing.waits or host is AT_ONCE:
+            host.meanwhile(compute, crossing.settle)
         else:
-            host(self._mark)
-            shared = shared_output(routed, mixture)
-            host(compute)
-            total = self._on_device(buffers.y)
-            total = total if shared is None else total.add_(shared)
-        return add_mixed(x, total)
+            host.between(compute)
+        return crossing.receive(x, rows, shared)
 
-    def _marked(self, compute: Callable[[], None]) -> None:
-        self._mark()
-        compute()
-
-    def _mark(self) -> None:
-        """Note that the rows are on their way."""
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(self._device))
-
-    def _compute(self, layer: int, buffers: _Buffers) -> None:
-        """Compute y of the rows in pinned memory, as soon as they are there."""
-        if self._event is not None:
-            self._event.synchronize()
-        buffers.y.copy_(self._routed(layer, *buffers[:3]))
+    def _compute(self, layer: int, rows: Rows) -> None:
+        """Compute y of rows as soon as they are there."""
+        kernel = self._kernels[layer]
+        if kernel is not None and len(rows.z) <= self._mixtures[layer].most_rows:
+            kernel.serve(*rows, self._crossing.flags)
+        else:
+            self._crossing.wait()
+            rows.y.copy_(self._routed(layer, *rows[:3]))
+            self._crossing.done()
+        self._crossing.check()
 
     def _routed(self, layer: int, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The sum of the routed experts of rows by their weights."""
+        """The sum of the routed experts of rows, float32, by their weights."""
         mixture, kernel = self._mixtures[layer], self._kernels[layer]
         few = kernel is not None and len(z) <= mixture.most_rows
-        return kernel(z.float(), ids, weights) if few and kernel is not None else mixed(z.float(), ids.long(), weights, mixture)
-
-    def _on_device(self, y: Tensor) -> Tensor:
-        return torch.empty_like(y, device=self._device).copy_(y, non_blocking=True)
-
-    def _buffers_for(self, routed: Routed, *, is_captured: bool) -> _Buffers:
-        rows, top_k = routed.ids.shape
-        key = rows if is_captured else 0, top_k
-        found = self._buffers.get(key)
-        if found is None or len(found.z) < rows:
-            wanted = routed.z, routed.ids, routed.weights, routed.z.float()
-            pinned = self._device.type == "cuda"
-            found = _Buffers(*(torch.empty(one.shape, dtype=one.dtype, device="cpu", pin_memory=pinned) for one in wanted))
-            self._buffers[key] = found
-        return _Buffers(*(one[:rows] for one in found))
+        return kernel(z, ids, weights) if few and kernel is not None else mixed(z, ids, weights, mixture)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, LayerCache
 from halfbyte.decoder.lower_cpu import CpuLayer, check_layers, window_mask
-from halfbyte.decoder.offload.host_experts import HostCall
+from halfbyte.decoder.offload.crossing import Host
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import LayerSpec
 
@@ -62,7 +62,7 @@ class HostLayers:
         """Number of layers."""
         return len(self._specs)
 
-    def __call__(self, x: Tensor, host: HostCall) -> Tensor:
+    def __call__(self, x: Tensor, host: Host) -> Tensor:
         """Compute hidden states [B, t, K] on the device after these layers."""
         given, found = self._buffers_for(x)
         given.copy_(x, non_blocking=True)
@@ -73,7 +73,7 @@ class HostLayers:
                 self._event.synchronize()
             found.copy_(self._computed(given.float()))
 
-        host(compute)
+        host.between(compute)
         return torch.empty_like(x).copy_(found, non_blocking=True)
 
     def _buffers_for(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,6 +87,7 @@ class LayerSize(NamedTuple):
         active: Fraction of the routed experts that a token reads.
         rest_weights: Number of weights in `rest`.
         expert_weights: Number of weights of the routed experts.
+        biases: Biases of the routed experts, a part of `experts`.
     """
 
     rest: int
@@ -95,6 +96,7 @@ class LayerSize(NamedTuple):
     active: float = 1.0
     rest_weights: int = 0
     expert_weights: int = 0
+    biases: int = 0
 
 
 class Parts(NamedTuple):
@@ -148,8 +150,10 @@ class Sizes(NamedTuple):
         return sum(self.parts(placement, cpu=False))
 
     def stream_buffers(self, placement: Placement) -> int:
-        """Bytes of GPU memory through which the experts on the CPU cross where a prompt is multiplied on the GPU."""
-        return _STREAM_BUFFERS * max((layer.experts + _ALIGNED for layer in self.crossing(placement)), default=0)
+        """Bytes of GPU memory through which experts on the CPU cross for prompts that are multiplied on the GPU, and of their biases."""
+        crossing = self.crossing(placement)
+        largest = max((layer.experts - layer.biases + _ALIGNED for layer in crossing), default=0)
+        return _STREAM_BUFFERS * largest + sum(layer.biases for layer in crossing)
 
     def crossing(self, placement: Placement) -> list[LayerSize]:
         """The layers on the GPU whose experts are on the CPU."""
@@ -379,7 +383,8 @@ def _layer_size(layer: LayerSpec, cache: int, dtype: torch.dtype) -> LayerSize:
         return LayerSize(whole, cache=cache, rest_weights=weights)
     experts, expert_weights = _sums((layer.mlp.gate_up, layer.mlp.down_proj), dtype)
     active = layer.mlp.top_k / len(layer.mlp.router)
-    return LayerSize(whole - experts, experts, cache, active, weights - expert_weights, expert_weights)
+    biases, _ = _sums((layer.mlp.gate_up.bias, layer.mlp.down_proj.bias), dtype)
+    return LayerSize(whole - experts, experts, cache, active, weights - expert_weights, expert_weights, biases)
 
 
 def _sums(part: object, dtype: torch.dtype) -> tuple[int, int]:

@@ -72,9 +72,11 @@ class StreamedExperts:
             UnsupportedError: There is too little memory.
         """
         self._order, self._device = [*mixtures], device
-        largest = _SLOTS * max(map(_stack_bytes, mixtures.values()))
-        if memory is not None and largest > memory:
-            raise UnsupportedError(f"those of {_SLOTS} layers take {size_text(largest)} of GPU memory, and {size_text(memory)} are left")
+        weights = [weight for mixture in mixtures.values() for weight in (mixture.gate_up, mixture.down_proj)]
+        biases = sum(0 if weight.bias is None else weight.bias.nbytes for weight in weights)
+        taken = _SLOTS * max(map(_stack_bytes, mixtures.values())) + biases
+        if memory is not None and taken > memory:
+            raise UnsupportedError(f"those of {_SLOTS} layers take {size_text(taken)} of GPU memory, and {size_text(memory)} are left")
         needed, available = sum(_stack_bytes(mixture) for mixture in mixtures.values()), available_memory()
         if available is not None and needed > _SHARE * available:
             raise UnsupportedError(

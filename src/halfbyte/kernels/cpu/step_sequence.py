@@ -285,10 +285,10 @@ def _multiply(f: Function, isa: ISA, linear: Value, step: Step) -> None:
     a = LINEAR.load(linear, "scratch", "ptr") + thread * PRODUCT.load(args, "private")
     out, weights, bias = (LINEAR.load(linear, name, "ptr") for name in ("out", "weights", "bias"))
     tiles = f.value("i64", 0), LINEAR.load(linear, "tiles") + LINEAR.load(linear, "lesser_tiles")
-    for start, stop in drawn_shares(f):
-        driver.multiply(f, linear, tiles, (start, stop), a, out, weights, bias, start + gate if gated else None)
+    for start, stop, following in drawn_shares(f):
+        driver.multiply(f, linear, tiles, (start, stop), a, out, weights, bias, start + gate if gated else following)
         if gated:
-            driver.multiply(f, linear, tiles, (start + gate, stop + gate), a, out, weights, bias)
+            driver.multiply(f, linear, tiles, (start + gate, stop + gate), a, out, weights, bias, following)
         if through:
             for row in f.loop(LINEAR.load(linear, "m")):
                 at = out + row * LINEAR.load(linear, "out_stride") + start * (4 * PANEL)
@@ -303,18 +303,20 @@ def gate_function(step: Step) -> GateFunction:
     return step.gates
 
 
-def drawn_shares(f: Function) -> Iterator[tuple[Value, Value]]:
-    """`for start, stop in drawn_shares(f):` a thread's groups; the arguments of `f` are PRODUCT's."""
+def drawn_shares(f: Function) -> Iterator[tuple[Value, Value, Value]]:
+    """`for start, stop, following in drawn_shares(f):` a thread's groups, each drawn while the one before is computed: `following` is where
+    the next one starts, or the end of all. The arguments of `f` are PRODUCT's."""
     args, thread, threads = f.parameters
     groups, shares = PRODUCT.load(args, "groups"), PRODUCT.load(args, "shares", "ptr")
     taken = f.variable(thread)
 
-    def following() -> Value:
+    def drawn() -> Value:
         return taken.value
 
-    for group in f.draw(following, groups):
-        yield (shares + group * 8).load("i64", 0, 8), (shares + group * 8).load("i64", 8, 8)
+    for group in f.draw(drawn, groups):
         taken.value = f.fetch_add(args + LINEAR.offset("counter")) + threads
+        start, stop = ((shares + group * 8).load("i64", at, 8) for at in (0, 8))
+        yield start, stop, (shares + f.umin(taken.value, groups) * 8).load("i64", 0, 8)
 
 
 def through_gates(f: Function, isa: ISA, gates: Value, count: Value, up: Value | None, function: GateFunction = "silu") -> None:

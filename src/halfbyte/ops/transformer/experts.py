@@ -48,7 +48,7 @@ class Mixture:
     """
 
     def __init__(self, gate_up: Weight, down: Weight, clamped: Clamped | None = None) -> None:
-        from halfbyte.kernels.cpu.transformer.experts import Mixture as Inner
+        from halfbyte.kernels.cpu.transformer.experts_plan import Mixture as Inner
 
         check_stacks(gate_up, down)
         if (reason := why_not(gate_up, down)) is not None:
@@ -73,6 +73,14 @@ class Mixture:
         self._tensors.refresh()
         x_float, of_rows = (t.to(torch.float32).contiguous() for t in (x, weights))
         return self._inner(x_float, ids.to(torch.int64).contiguous(), of_rows).to(x.dtype)
+
+    def serve(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, flags: Tensor) -> None:
+        """Compute y into `out` once a GPU has stored the rows (`kernels/crossing.py`), all in memory that stays where it is: x, out float32
+        [M, K], ids int64 [M, T], each in 0 … E - 1, weights float32 [M, T], contiguous. Biases are as they were when this was made."""
+        from halfbyte.kernels.cpu.transformer.experts_plan import Crossed
+
+        m, chosen = ids.shape
+        self._inner.serve(m, chosen, Crossed(*(one.data_ptr() for one in (flags, x, ids, weights, out))))
 
 
 class SharedExpert(NamedTuple):
@@ -161,7 +169,7 @@ class Experts(NamedTuple):
     def inner(self, tensors: Addresses) -> halves.FeedForward:
         """The same by the addresses of tensors, which these keep alive."""
         from halfbyte.kernels.cpu.codegen.elements import kind_of
-        from halfbyte.kernels.cpu.transformer import experts
+        from halfbyte.kernels.cpu.transformer import experts_plan
 
         rows = [self.router, *([] if self.shared_expert is None or self.shared_expert.gate is None else [self.shared_expert.gate])]
         same_dtype = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in FLOATS
@@ -175,15 +183,15 @@ class Experts(NamedTuple):
         before = norm_of(tensors, self.pre_norm)
         shared = None
         if self.shared_expert is not None:
-            shared = experts.SharedExpert(
+            shared = experts_plan.SharedExpert(
                 tensors.product(self.shared_expert.gate_up), tensors.product(self.shared_expert.down_proj), *(gates or [0])
             )
-        return experts.Experts(
+        return experts_plan.Experts(
             tensors.product(self.gate_up),
             tensors.product(self.down_proj),
             len(self.router),
             self.top_k,
-            experts.Router(before, router, kind, bias, self.norm_topk, self.scores, correction, self.scaling_factor),
+            experts_plan.Router(before, router, kind, bias, self.norm_topk, self.scores, correction, self.scaling_factor),
             shared,
             None if self.clamped is None else self.clamped.inner(),
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import Codes
+from halfbyte.kernels import crossing
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.step_sequence import StepSequence
-from halfbyte.kernels.cpu.transformer import experts as kernel
+from halfbyte.kernels.cpu.step_sequence import PRODUCT, StepSequence
+from halfbyte.kernels.cpu.transformer import experts, experts_plan
 from halfbyte.ops.grouped import grouped_linear
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Clamped, Experts, Mixture, SharedExpert
@@ -321,7 +324,52 @@ def test_threads_of_a_pool_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> 
     _, weights = stacks("q4_0", 4, 64, 32, "int8")
     x, ids, shares = torch.randn(3, 64), torch.randint(4, (3, 2)), torch.rand(3, 2)
     expected = Mixture(*weights)(x, ids, shares)
-    monkeypatch.setattr(kernel, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(experts_plan, "WORK_A_THREAD", 1)
     for threads in (1, 2):
         monkeypatch.setattr(runtime, "threads", lambda threads=threads: threads)
         assert torch.equal(Mixture(*weights)(x, ids, shares), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("rows", "clamped"), [(1, None), (1, Clamped(1.7, 7.0)), (4, None)])
+def test_rows_that_another_device_stores(rows: int, clamped: Clamped | None, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call waits for the word that rows are there, and says when y is: again and again, bit for bit as when all is given at once."""
+    torch.manual_seed(11)
+    monkeypatch.setattr(experts_plan, "WORK_A_THREAD", 1)
+    monkeypatch.setattr(runtime, "threads", lambda: threads)
+    _, weights = stacks("q4_0", 6, 64, 96, "int8")
+    mixture, flags = Mixture(*weights, clamped), torch.zeros(crossing.WORDS, dtype=torch.int64)
+    x, ids, shares, y = torch.zeros(rows, 64), torch.zeros(rows, 2, dtype=torch.int64), torch.zeros(rows, 2), torch.empty(rows, 64)
+    for number in range(1, 5):
+        given, chosen, of_given = torch.randn(rows, 64), torch.randint(6, (rows, 2)), torch.rand(rows, 2)
+        x.fill_(torch.nan)
+        y.fill_(torch.nan)
+        call = threading.Thread(target=mixture.serve, args=(x, ids, shares, y, flags))
+        call.start()
+        time.sleep(0.01)
+        assert call.is_alive()
+        assert int(flags[crossing.DONE]) == number - 1
+        for target, source in ((x, given), (ids, chosen), (shares, of_given)):
+            target.copy_(source)
+        flags[crossing.READY] = number
+        call.join(10)
+        assert not call.is_alive()
+        assert torch.equal(y, mixture(given, chosen, of_given))
+        assert [int(flags[word]) for word in (crossing.DONE, crossing.FAILED, crossing.ARRIVED)] == [number, 0, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_that_never_come(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait ends, all others of this crossing with it, and FAILED says so."""
+    monkeypatch.setattr(experts_plan, "_POLLS", 1000)
+    _, weights = stacks("q4_0", 4, 64, 32, "int8")
+    flags, ids = torch.zeros(crossing.WORDS, dtype=torch.int64), torch.zeros(rows, 2, dtype=torch.int64)
+    Mixture(*weights).serve(torch.zeros(rows, 64), ids, torch.zeros(rows, 2), torch.empty(rows, 64), flags)
+    assert int(flags[crossing.FAILED]) == 1
+    assert int(flags[crossing.DONE]) == int(flags[crossing.READY])
+
+
+def test_blocks_of_arguments_are_complete() -> None:
+    """Each field of a product has its place before those of experts, as phases of both read them."""
+    assert experts.EXPERTS.fields[: len(PRODUCT.fields)] == PRODUCT.fields
+    assert {"down", "flags", "polls"} < set(experts.EXPERTS.fields)

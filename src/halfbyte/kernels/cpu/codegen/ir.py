@@ -433,6 +433,18 @@ class Function:
         """Add 1 to the i64 at `address`, atomically; returns what it was."""
         return self.emit("i64", f"atomicrmw add ptr {address.name}, i64 1 monotonic")
 
+    def acquire(self, address: Value) -> Value:
+        """The i64 at `address`, before whatever is loaded after it: a thread or a device may store it by a release."""
+        return self.emit("i64", f"load atomic i64, ptr {address.name} acquire, align 8")
+
+    def release(self, address: Value, value: Value) -> None:
+        """Store an i64 after all that was stored before."""
+        self.line(f"store atomic i64 {value.name}, ptr {address.name} release, align 8")
+
+    def arrive(self, address: Value) -> Value:
+        """`fetch_add`, which orders what threads have stored before and load after it."""
+        return self.emit("i64", f"atomicrmw add ptr {address.name}, i64 1 acq_rel")
+
     def raise_flag(self, address: Value) -> None:
         """Set the i64 at `address` to 1, atomically."""
         self.line(f"store atomic i64 1, ptr {address.name} monotonic, align 8")

@@ -89,6 +89,11 @@ class ISA:
         """The error for a method that a class has to implement which says that it can do it."""
         return UnsupportedError(f"the instruction set {self.name} has no {method}, which kernels ask of it: this is a fault in halfbyte")
 
+    def pause(self, f: Function) -> None:
+        """Leave the core to its other thread for a moment, in a loop that waits."""
+        if (self.arch or machine().arch) == "x86_64":
+            f.call("void", "llvm.x86.sse2.pause")
+
     def unit(self, geo: Geometry, inner: Inner) -> int:
         """Elements of K that a tile takes at a time."""
         return geo.unit

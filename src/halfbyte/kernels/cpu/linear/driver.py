@@ -85,10 +85,12 @@ def multiply(
     weights: Value,
     bias: Value,
     following: Value | None = None,
+    then: Value | None = None,
 ) -> None:
     """Row tiles first … stop - 1 over panels first … stop - 1. `a` and `out` belong to the first of these tiles and to panel 0.
 
     following   the panel that this thread goes on with, if that is known; none if it is beyond all
+    then        instead of it, the address of what this thread reads next, which may belong to other weights
     """
     big, count = LINEAR.load(args, "tile_rows"), LINEAR.load(args, "tiles")
     row_bytes, out_stride = LINEAR.load(args, "row_bytes"), LINEAR.load(args, "out_stride")
@@ -131,6 +133,8 @@ def multiply(
                 after = ((p + at_once) < stop).select(p + at_once, next_panel)
                 ahead = (after < all_panels).select((after - p) * panel_bytes, 0)
                 panel, at_out, panel_bias, columns = of_panel(p, f.umin(p + at_once, stop))
+                if then is not None:
+                    ahead = (p + at_once).below(panels[1]).select(ahead, panel.distance(then))
                 at = a + row.value * row_bytes, out + row.value * out_stride + at_out
                 f.call_pointer(tile, args, panel, *at, panel_bias, columns, ahead, tile_index, tile_count)
             row.value = row.value + first_kind.select(big, big - 1)

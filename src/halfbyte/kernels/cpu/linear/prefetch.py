@@ -1,6 +1,6 @@
 """Prefetches of weights, unit by unit.
 
-near   a tile's own, so far ahead; near a panel's end, those that it begins with when it is called next
+near   a tile's own, so far ahead; near a panel's end, those that the thread reads next
 far    where several row tiles pass over the same panel: each prefetches a share of the next one, so that memory is read all the time
 """
 
@@ -18,7 +18,7 @@ class Prefetcher:
 
     panels        most that it takes at once
     shares_prefetch  whether `tile_count` may be any
-    ahead         bytes from its weights to those that come next; 0: none do
+    ahead         bytes from its weights to those that come next, which may lie before them; 0: none do
     record        bytes of a block, where they are equal and few rows read them as fast as memory delivers: of a long panel that comes next
                   each fourth is from another quarter
     locality      of what is near, as `Tuning.locality` has it
@@ -40,9 +40,9 @@ class Prefetcher:
         tile_count: Value,
     ) -> None:
         self.f, self.panel_bytes, self.record, self.ahead, self.tile_count = f, panel_bytes, record, ahead, tile_count
-        self.several, self.shares_prefetch, self.locality = panels > 1, shares_prefetch, locality or 0
+        self.shares_prefetch, self.locality = shares_prefetch, locality or 0
         tuned = isa.tuning.prefetching
-        self.distance = 0 if locality is None else tuned.stream_distance if self.several else tuned.distance
+        self.distance = 0 if locality is None else tuned.stream_distance if panels > 1 else tuned.distance
         self.asks = tile_index.equals(0) | (tile_count > 0) if tuned.all_tiles else tile_index.equals(0)  # near
         self.left = f.variable(tile_index)
         self.near, self.far, self.next = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0)), f.variable(ahead)
@@ -53,13 +53,12 @@ class Prefetcher:
         if self.record and self.shares_prefetch:
             quarter = blocks >> 2
             other = (b < quarter * 4).select((b & 3) * quarter + (b >> 2), b)
-            far = (self.panel_bytes > LONG_PANEL - 1) & (self.ahead > 0)
+            far = (self.panel_bytes > LONG_PANEL - 1) & self.ahead.differs(0)
             self.next.value = far.select((other - b) * self.record, 0) + self.ahead
         if self.distance:
             near = self.f.value("i64", self.distance)
-            if self.several:
-                next_panel = (self.panel_bytes < done + near) & (self.ahead > 0)
-                near = next_panel.select(self.ahead - self.panel_bytes, 0) + near
+            next_panel = (self.panel_bytes < done + near) & self.ahead.differs(0)
+            near = next_panel.select(self.ahead - self.panel_bytes, 0) + near
             self.near.value = self.asks.select(near, 0)
 
     def begin_unit(self) -> None:
@@ -91,7 +90,7 @@ class SharingPrefetcher(Prefetcher):
         self, isa: ISA, f: Function, size: Value, locality: int | None, weights: Value, ahead: Value, tile_index: Value, tile_count: Value
     ) -> None:
         super().__init__(isa, f, size, 1, False, 0, locality, ahead, tile_index, tile_count)
-        asks = (tile_count > 0) & (ahead > 0)
+        asks = (tile_count > 0) & ahead.differs(0)
         lines, tiles = size // _LINE, asks.select(tile_count, 1)
         self.coming, self.part = weights + ahead, f.value("i64", 1 << 32) // tiles  # of 2^32: dividing with each unit would take long
         self.line, self.stop = f.variable(lines * tile_index // tiles), asks.select(lines * (tile_index + 1) // tiles, 0)

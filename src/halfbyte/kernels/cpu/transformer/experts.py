@@ -9,7 +9,8 @@
                + sigmoid(x · wgate) * shared(x)          where there is an expert that all rows share, which may have no gate
 
 Which experts there are is known in the chain alone, so its steps find their weights by the ids that a step before has written. Where ids
-and weights are given, there are neither norm, router nor h: y is the sum.
+and weights are given, there are neither norm, router nor h: y is the sum. A GPU may give them (`kernels/crossing.py`): threads wait for its
+word before they read them, and the last thread that has stored its part of y says so.
 
 Each row times an expert is a product of one row, with the tiles of `linear.py`, whose panels are cut into groups over all experts of a row,
 or, of several rows, of all of them in the order of experts: those that share one find its weights in the caches. All else is float32; sums
@@ -18,36 +19,27 @@ over t are in the order of ids, those over K of the router lane by lane, by fuse
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
-from torch import Tensor
-
 from halfbyte.errors import KernelError, unreachable
-from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block, Buffer
+from halfbyte.kernels import crossing
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.codegen.elementary import exp
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
-from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled
+from halfbyte.kernels.cpu.codegen.kernel import Emitter
 from halfbyte.kernels.cpu.codegen.kernel import phase as emitted
 from halfbyte.kernels.cpu.linear import driver
-from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
-from halfbyte.kernels.cpu.plan_cache import PlanCache
-from halfbyte.kernels.cpu.step_sequence import PRODUCT, Product, Step, StepSequence, drawn_shares, phase, prepare, shares, through_gates
-from halfbyte.kernels.cpu.transformer.halves import Fields, Laid, Norm, shared
+from halfbyte.kernels.cpu.step_sequence import PRODUCT, drawn_shares, prepare, through_gates
 from halfbyte.kernels.layer_kinds import RouterScores
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _INFINITE = float("inf")
+_AT_BARRIER = 32 << 10  # bytes of weights that a thread prefetches before it waits: some 3 µs of a core's share of the memory
 _LEAST = 1e-20  # is added to the sum of scores, which may be 0, as in transformers' routers
-_pack_one, _pack_two = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
 EXPERTS = Block(
     (
         *PRODUCT.fields,
@@ -60,6 +52,8 @@ EXPERTS = Block(
         *("expert_bytes", "expert_bias"),  # of one's weights, and of its biases
         *("gated", "gated_stride"),  # where rows go through clamped gates, and bytes between them
         *("hidden", "shared", "out"),  # float32 [m, K]; 0 for no h, or no shared expert
+        "down",  # of the first product: the block of the second one
+        *("flags", "polls"),  # of a crossing, and how often a thread reads them until it gives up
         *("alpha_limit", "factor"),  # of clamped gates, and of weights
     ),
     PRODUCT.floats | {"alpha_limit", "factor"},
@@ -83,6 +77,7 @@ class ExpertsStep:
     normalized  weights of a row add up to 1, before their factor
     scores      "sigmoid" or "softmax" of logits, where a row chooses by these and a correction
     clamped     gates are `Clamped`
+    crosses     a GPU gives ids and weights, and waits for y
     """
 
     kind: Literal["logits", "choose", "sort", "up", "down"]
@@ -92,6 +87,7 @@ class ExpertsStep:
     normalized: bool = False
     scores: RouterScores = ""
     clamped: bool = False
+    crosses: bool = False
 
 
 @emitted
@@ -165,7 +161,36 @@ class _Experts(Emitter):
 
     def sort(self) -> None:
         with self.f.when(self.thread.equals(0)):
+            self._wait()
             self._sort()
+
+    def _flag(self, word: int) -> Value:
+        return self.pointer("flags") + 8 * word
+
+    def _wait(self) -> None:
+        """Wait until the GPU's rows have arrived. Where one wait has failed, the others end, too."""
+        if not self.spec.crosses:
+            return
+        f = self.f
+        polls, most = f.variable(f.value("i64", 0)), self.get("polls")
+
+        def poll() -> Value:
+            there = f.acquire(self._flag(crossing.READY)).differs(f.acquire(self._flag(crossing.DONE)))
+            polls.value = polls.value + 1
+            return (there | f.acquire(self._flag(crossing.FAILED)).differs(0)).select(most, polls.value)
+
+        for _ in f.draw(poll, most):
+            self.isa.pause(f)
+        with f.when(f.acquire(self._flag(crossing.READY)).equals(f.acquire(self._flag(crossing.DONE)))):
+            f.release(self._flag(crossing.FAILED), f.value("i64", 1))
+
+    def _say_done(self) -> None:
+        """The last thread tells the GPU that y is complete."""
+        if self.spec.crosses:
+            f, arrived = self.f, self._flag(crossing.ARRIVED)
+            with f.when((f.arrive(arrived) + 1).equals(self.threads)):
+                f.release(arrived, f.value("i64", 0))
+                f.release(self._flag(crossing.DONE), f.acquire(self._flag(crossing.READY)))
 
     def _choose(self, row: Value) -> None:
         """Weights hold the largest logits, or corrected scores, so far, in falling order."""
@@ -284,26 +309,45 @@ class _Experts(Emitter):
 
     def up(self) -> None:
         """Groups are of the panels of all pairs of a row and an expert, which are pairs of panels: of gates and what they are for."""
+        if self.spec.alone:
+            self._wait()
         f, linear, gate = self.f, self._prepare(), self.get("gate")
         tile, up_offset = (f.value("i64", 0), f.value("i64", 1)), gate * (4 * PANEL)
-        for start, stop in drawn_shares(f):
+        panel_bytes, end = LINEAR.load(linear, "panel_bytes"), self.rows * self.chosen * gate
+        for start, stop, following in drawn_shares(f):
             at = f.variable(start)
             for i in f.draw(lambda at=at: at.value, stop):  # type: ignore[misc]
                 place, first = self._place(i // gate), i % gate
                 last = f.umin(gate, first + (stop - i))
                 weights, bias = self._of_expert(linear, place)
+                after = i + (last - first)
+                after = f.umin(after.below(stop).select(after, following), end - 1)  # at the end a panel that was read: harmless
+                then = self._of_expert(linear, self._place(after // gate))[0] + after % gate * panel_bytes * (2 if self.spec.clamped else 1)
                 a = self._laid_out(linear, f.value("i64", 0) if self.spec.alone else place // self.chosen)
                 out = LINEAR.load(linear, "out", "ptr") + place * LINEAR.load(linear, "out_stride")
                 if self.spec.clamped:
-                    driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias)
+                    driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias, then=then)
                     gated = self.pointer("gated") + place * self.get("gated_stride")
                     self._clamped(out + first * (8 * PANEL), gated + first * (4 * PANEL), (last - first) * PANEL)
                 else:
                     driver.multiply(f, linear, tile, (first, last), a, out, weights, bias, first + gate)
-                    driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias)
+                    driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias, then=then)
                     begin = out + first * (4 * PANEL)
                     through_gates(f, self.isa, begin, (last - first) * PANEL, begin + up_offset)
                 at.value = i + (last - first)
+        self._prefetch_down()
+
+    def _prefetch_down(self) -> None:
+        """Prefetch what this thread reads first of the second product, while it waits for the others at the barrier."""
+        f, down = self.f, self.pointer("down")
+        shares, groups = EXPERTS.load(down, "shares", "ptr"), EXPERTS.load(down, "groups")
+        share = shares + f.umin(self.thread, groups - 1) * 8
+        start, stop = (share.load("i64", at, 8) for at in (0, 8))
+        linear, expert = EXPERTS.load(down, "linear", "ptr"), (self.pointer("ids") + self._place(f.value("i64", 0)) * 8).load("i64", 0, 8)
+        panel_bytes = LINEAR.load(linear, "panel_bytes")
+        weights = LINEAR.load(linear, "weights", "ptr") + expert * EXPERTS.load(down, "expert_bytes") + start * panel_bytes
+        for at in f.loop(f.umin((stop - start) * panel_bytes, f.value("i64", _AT_BARRIER)), step=64):
+            f.prefetch(weights + at, 2)
 
     def _clamped(self, gate_up: Value, to: Value, count: Value) -> None:
         """So many pairs of a gate and its up to one number each."""
@@ -320,15 +364,19 @@ class _Experts(Emitter):
     def down(self) -> None:
         f, linear = self.f, self._prepare()
         tile, stride, n = (f.value("i64", 0), f.value("i64", 1)), LINEAR.load(linear, "out_stride"), LINEAR.load(linear, "n")
-        for start, stop in drawn_shares(f):
-            for pair in f.loop(self.rows * self.chosen):
-                place = self._place(pair)
+        pairs, panel_bytes = self.rows * self.chosen, LINEAR.load(linear, "panel_bytes")
+        for start, stop, following in drawn_shares(f):
+            for pair in f.loop(pairs):
+                place, more = self._place(pair), (pair + 1).below(pairs)
                 weights, bias = self._of_expert(linear, place)
+                after, _ = self._of_expert(linear, self._place(more.select(pair + 1, 0)))
+                then = after + more.select(start, following) * panel_bytes
                 out = LINEAR.load(linear, "out", "ptr") + place * stride
-                driver.multiply(f, linear, tile, (start, stop), self._laid_out(linear, place), out, weights, bias)
+                driver.multiply(f, linear, tile, (start, stop), self._laid_out(linear, place), out, weights, bias, then=then)
             columns = start * PANEL, f.umin(n, stop * PANEL)
             for r in f.loop(self.rows):
                 self._add(linear, r, columns)
+        self._say_done()
 
     def _add(self, linear: Value, row: Value, columns: tuple[Value, Value]) -> None:
         """Some columns of a row of y."""
@@ -366,179 +414,3 @@ def _score_of(scores: Value, ids: Value, j: Value) -> Value:
 def _larger(a: Value, b: Value) -> Value:
     """a > b, where NaN is the largest, as torch's topk has it: so it becomes all weights of its row."""
     return (a > b) | (a.is_nan() & b.equals(b))
-
-
-@dataclass(frozen=True, eq=False)
-class Router:
-    """before      the norm of h
-    weight      the address of [E, K], of `kind`
-    bias        that of float32 [E], or 0
-    normalized  weights of a row add up to 1, before their factor
-    scores      as in ExpertsStep
-    correction  the address of float32 [E], where there are scores
-    factor      of weights
-    """
-
-    before: Norm
-    weight: int
-    kind: Kind
-    bias: int
-    normalized: bool
-    scores: RouterScores = ""
-    correction: int = 0
-    factor: float = 1.0
-
-
-@dataclass(frozen=True, eq=False)
-class SharedExpert:
-    """gate: the address of a weight [K] of the router's kind, or 0."""
-
-    gate_up: Product
-    down: Product
-    gate: int
-
-
-@dataclass(frozen=True, eq=False)
-class Experts:
-    """E experts, of which a row has T, by addresses: products are those of the first one, the others' weights and biases follow. Without a
-    router ids and weights are given. clamped: what gates are, where they are not silu(gate) * up."""
-
-    gate_up: Product
-    down: Product
-    experts: int
-    chosen: int
-    router: Router | None = None
-    shared: SharedExpert | None = None
-    clamped: Clamped | None = None
-
-    @property
-    def k(self) -> int:
-        return self.down.n
-
-    @property
-    def work(self) -> int:
-        common = 0 if self.shared is None else self.shared.gate_up.n
-        return (self.chosen * self.gate_up.n + common) * self.k
-
-    def plan(self, m: int, threads: int, hidden: int) -> ExpertsPlan:
-        return ExpertsPlan(self, m, threads, hidden)
-
-
-class ExpertsPlan:
-    """Steps for m rows, with all arguments but where y goes, or those that `point_all` takes."""
-
-    def __init__(self, half: Experts, m: int, threads: int, hidden: int) -> None:
-        alone, routed_rows, router, panels = m == 1, m * half.chosen, half.router, half.gate_up.n // PANEL // 2
-        copies, normed = threads if alone else 1, 4 * m * half.k
-        (up, up_row), (down, down_row) = (product.kernel.arguments(1, threads) for product in (half.gate_up, half.down))
-        up_all, down_all = (rows * row + 63 & ~63 for rows, row in ((m, up_row), (routed_rows, down_row)))
-        sizes = copies * normed, copies * up_all, copies * down_all, 4 * routed_rows * half.gate_up.n, 4 * routed_rows * half.k
-        of_clamped = 0 if half.clamped is None else 4 * routed_rows * half.down.k
-        memory = shared(
-            "experts", (*sizes, of_clamped, 4 * m * (half.experts + 1), 8 * routed_rows, 4 * routed_rows, 8 * routed_rows, 8 * half.experts)
-        )
-        normed_at, up_at, down_at, gates, products, gated, logits, ids, weights, order, counts = memory.starts
-        inner, stride = (gates, 4 * half.gate_up.n) if half.clamped is None else (gated, 4 * half.down.k)
-        _fill(up, half.gate_up, m, (hidden, 4 * half.k, up_at, gates))
-        _fill(down, half.down, routed_rows, (inner, stride, down_at, products))
-        cuts = shares(routed_rows * panels, threads), shares(-(-half.k // PANEL), threads)
-        tables = [(ctypes.c_int64 * len(cut))(*cut) for cut in cuts]
-        common = {"rows": m, "experts": half.experts, "chosen": half.chosen}
-        common |= {"logits": logits, "ids": ids, "weights": weights, "order": order, "counts": counts}
-        of_up: Fields = {
-            **common,
-            "linear": ctypes.addressof(up),
-            "private": up_all if alone else 0,
-            "normed": normed_at,
-            "normed_row": 4 * half.k,
-            "normed_thread": normed if alone else 0,
-            "gate": panels,
-            "groups": len(cuts[0]) - 1,
-            "shares": ctypes.addressof(tables[0]),
-            "expert_bytes": half.gate_up.kernel.nbytes,
-            "expert_bias": 4 * half.gate_up.n,
-            "gated": gated,
-            "gated_stride": stride,
-            "alpha_limit": half.clamped or (0.0, 0.0),
-        }
-        of_down: Fields = {
-            **common,
-            "linear": ctypes.addressof(down),
-            "private": down_all if alone else 0,
-            "hidden": hidden,
-            "groups": len(cuts[1]) - 1,
-            "shares": ctypes.addressof(tables[1]),
-            "expert_bytes": half.down.kernel.nbytes,
-            "expert_bias": 4 * half.k,
-        }
-        self._up, self._kept, of_all = up, [memory, tables, up, down], list[Buffer]()
-        if router is not None:
-            of_up |= {"norm": router.before.weight, "eps": (router.before.eps, 0.0), "router": router.weight, "router_bias": router.bias}
-            of_up |= {"correction": router.correction, "factor": (router.factor, 0.0)}
-        if router is not None and half.shared is not None:
-            of_all, of_down["shared"] = self._of_all(half.shared, router, m, threads, hidden)
-            of_up["shared_gate"] = half.shared.gate
-        self._down = _block(ExpertsStep("down", alone, alone), of_down)
-        self._ups = [_block(ExpertsStep("up", alone, alone and router is None, clamped=half.clamped is not None), of_up)]
-        choosing = [_block(ExpertsStep("sort"), of_up)] * (not alone)
-        if router is not None:
-            choosing = [_block(ExpertsStep("logits", alone, alone, router.kind), of_up)]
-            choosing += [_block(ExpertsStep("choose", alone, normalized=router.normalized, scores=router.scores), of_up)]
-        rows_up, rows_down = ([] if alone else [arguments(EXPERTS, phase(Step("rows")), of)] for of in (of_up, of_down))
-        self.blocks = [*rows_up, *choosing, *of_all, *self._ups, *rows_down, self._down]
-        self._given = [*choosing, *self._ups, self._down] if router is None else []
-
-    def _of_all(self, half: SharedExpert, router: Router, m: int, threads: int, hidden: int) -> tuple[list[Buffer], int]:
-        """The steps of the shared expert, and where its rows are."""
-        products = half.gate_up, half.down
-        memory = shared("shared expert", (*Laid.sizes(products, m, threads), 4 * m * half.gate_up.n, 4 * m * half.down.n))
-        laid, (gates, out) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
-        first = laid.steps(half.gate_up, hidden, gates, norm=router.before, gates="silu")
-        last = laid.steps(half.down, gates, out, stride=4 * half.gate_up.n)
-        self._kept += [memory, first, last]
-        return [*first.blocks, *last.blocks], out
-
-    def point(self, out: int, _x: int = 0) -> None:
-        """From now on y, contiguous float32, goes to that address."""
-        _pack_one(self._down, EXPERTS.offset("out"), out)
-
-    def point_all(self, x: int, ids: int, weights: int, out: int) -> None:
-        """What is given where there is no router: the addresses of x, float32 [m, K], ids, int64 [m, T], weights, float32 [m, T], and y."""
-        _pack_one(self._up, LINEAR.offset("x"), x)
-        for block in self._given:
-            _pack_two(block, EXPERTS.offset("ids"), ids, weights)
-        self.point(out)
-
-
-class Mixture:
-    """E experts whose ids and weights are given: y [m, K] is the weighted sum of theirs."""
-
-    def __init__(self, gate_up: Product, down: Product, experts: int, clamped: Clamped | None = None) -> None:
-        self._stacks, self._work, self._clamped = (gate_up, down, experts), gate_up.n * gate_up.k, clamped
-        self._plans: PlanCache[tuple[ExpertsPlan, StepSequence]] = PlanCache()
-
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [m, K], ids [m, T] in 0 … E - 1, int64, weights [m, T], the others float32, all contiguous -> y, float32."""
-        m, chosen = ids.shape
-        threads = max(1, min(runtime.threads(), m * chosen * self._work // WORK_A_THREAD))
-        plan, sequence = self._plans.get((m, chosen, threads), lambda: self._plan(m, chosen, threads))
-        out = torch.empty_like(x)
-        plan.point_all(x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr())
-        sequence.run()
-        return out
-
-    def _plan(self, m: int, chosen: int, threads: int) -> tuple[ExpertsPlan, StepSequence]:
-        plan = Experts(*self._stacks, chosen, clamped=self._clamped).plan(m, threads, 0)
-        return plan, StepSequence(plan.blocks, threads)
-
-
-def _fill(linear: Buffer, product: Product, rows: int, places: tuple[int, int, int, int]) -> None:
-    """The arguments of a product of so many rows, each a tile; places: of rows, bytes between them, where they are laid out, of outputs."""
-    x, stride, laid_out, out = places
-    pack_call(linear, CALL, 0, x, stride, laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
-    for field in ("m", "tiles"):
-        _pack_one(linear, LINEAR.offset(field), rows)
-
-
-def _block(step: ExpertsStep, fields: Fields) -> Buffer:
-    return arguments(EXPERTS, compiled(build, step, current()), fields)
