@@ -140,14 +140,17 @@ def rows(pictures: dict[str, Tensor], data: Data, sizes: dict[str, float]) -> li
     return found
 
 
-def megabytes(model: nn.Module, names: Collection[str]) -> dict[str, float]:
-    """Of the parameters and buffers of these contenders."""
+def megabytes(model: nn.Module, names: Collection[str], calls: list[tuple[Tensor, Tensor, Tensor]]) -> dict[str, float]:
+    """Of the parameters and buffers of these contenders, scales of calibrated inputs included; what is not quantized is float32."""
 
     def size(one: nn.Module) -> float:
         return sum(tensor.numel() * tensor.element_size() for tensor in one.state_dict().values()) / 1e6
 
     found = {FLOAT: size(model), "bfloat16": size(model) / 2}
-    return found | {name: size(hb.quantize_(copy.deepcopy(model), config)) for name, config in configs().items() if name in names}
+    for name, config in configs().items():
+        if name in names:
+            found[name] = size(hb.quantize_(copy.deepcopy(model), config, calls if config.low_rank else None))
+    return found
 
 
 def results(found: list[dict[str, object]], args: argparse.Namespace) -> dict[str, object]:
@@ -204,7 +207,7 @@ def main() -> None:
     write_png(args.out / "grid.png", grid(torch.cat(shown).float() / 127.5 - 1, min(12, args.count)), scale=2)
     if args.sample_only:
         return
-    found = rows(pictures, data, megabytes(model, pictures))
+    found = rows(pictures, data, megabytes(model, pictures, calibration(data, plain.shape.classes)))
     for row in found:
         print("  ".join(f"{key} {value}" for key, value in row.items() if key != "id"))
     if args.json:

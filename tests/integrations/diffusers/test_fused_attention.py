@@ -76,7 +76,7 @@ def test_the_same_as_unfused(name: str, dtype: torch.dtype, how: str) -> None:
     found = run(fused, call, dtype)
     if name == "unet" and dtype == torch.bfloat16:
         # GELU and its product are rounded once, not twice, and what follows is not the same to the bit. Both are as far from the float32
-        # network: two norms of 504 roundings of one size differ by 1 / sqrt(504), or a multiple, as blocks pass on what they have in common.
+        # network: norms of 504 roundings of one size differ by 1 / sqrt(504), or a multiple, as blocks pass on what they have in common.
         exact32 = run(exact.float(), call)
         assert float((found - exact32).norm()) < 1.25 * float((unfused - exact32).norm())
     else:
