@@ -89,8 +89,8 @@ def main() -> None:
         names=np.array([name for _, name, *_ in pictures]),
         classes=np.array(classes),
     )
-    held_out_count = sum(held_out for _, _, held_out, _ in pictures)
-    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(pictures)} pictures, of which {held_out_count} are held out, {len(classes)} classes")
+    count = sum(held_out for _, _, held_out, _ in pictures)
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {len(pictures)} pictures, of which {count} are held out, {len(classes)} classes")
 
 
 if __name__ == "__main__":
