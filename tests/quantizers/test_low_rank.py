@@ -37,7 +37,7 @@ def test_a_weight_of_that_rank_is_taken_whole() -> None:
 
 def test_balanced_channels() -> None:
     inputs, weight = torch.tensor([8.0, 0.5, 0.0, 2.0]), torch.tensor([[2.0, 2.0, 1.0, 0.0], [-1.0, 1.0, 1.0, 0.0]])
-    scale = balancing_scale(inputs, weight)
+    scale = balancing_scale(inputs, weight, 0.5)
     torch.testing.assert_close(scale[0] / scale[1], torch.tensor(0.25))  # sqrt((2 / 8) / (2 / 0.5))
     torch.testing.assert_close(scale[2], scale[3])  # nothing is known of them
     torch.testing.assert_close(scale.log().mean(), torch.tensor(0.0), atol=1e-6, rtol=0)

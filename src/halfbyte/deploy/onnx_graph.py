@@ -1,6 +1,6 @@
 """What replaces halfbyte's ops in a traced model that becomes an ONNX file, with the same codes and scales.
 
-    halfbyte::linear, linear_gelu    MatMulNBits of com.microsoft, where it can hold the weight
+    halfbyte::linear, linear_gelu, linear_geglu    MatMulNBits of com.microsoft, where it can hold the weight
     halfbyte::conv2d                 Conv with a weight of DequantizeLinear: int8 codes
     halfbyte::embedding              Gather of codes and scales, and their product
     halfbyte::dequantize, _conv      a constant
@@ -32,6 +32,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import Filter, PackedConv, channels_first
 from halfbyte.ops.conv.images import filter_from_numbers
 from halfbyte.ops.ends import ends
+from halfbyte.ops.tensors import geglu
 
 _INT8 = 4  # the accuracy level of MatMulNBits that rounds activations to int8, as compute="int8" does
 _FLOAT32 = 1
@@ -73,6 +74,13 @@ class _LinearGelu(_Linear):
 
     def forward(self, x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
         return functional.gelu(super().forward(x, bias, None, None, None))
+
+
+class _LinearGeglu(_Linear):
+    """halfbyte::linear_geglu"""
+
+    def forward(self, x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
+        return geglu(super().forward(x, bias, None, None, None))
 
 
 class _Embedding(nn.Module):
@@ -141,7 +149,7 @@ def replace_ops(traced: fx.GraphModule) -> list[str]:
         if node.op != "call_function" or getattr(node.target, "namespace", "") != "halfbyte":
             continue
         name = str(node.target._opname)
-        weight = node.args[1 if name in ("linear", "linear_gelu", "embedding", "conv2d") else 0]
+        weight = node.args[1 if name in ("linear", "linear_gelu", "linear_geglu", "embedding", "conv2d") else 0]
         if name not in _FORMS:
             raise UnsupportedError(f"halfbyte::{name} has no form in ONNX, only {', '.join(_FORMS)} have: leave that part out")
         module, inputs, note = _FORMS[name](traced, *node.args)
@@ -185,6 +193,13 @@ def _linear_gelu(
     return _LinearGelu(codes, compute), [x, bias], why_not(codes)
 
 
+def _linear_geglu(
+    traced: fx.GraphModule, x: Argument, weight: fx.Node, bias: Argument, format: str, n: int, k: int, compute: str, activation: str
+) -> _Form:
+    codes = _codes(traced, weight, format, n, k)
+    return _LinearGeglu(codes, compute), [x, bias], why_not(codes)
+
+
 def _embedding(traced: fx.GraphModule, ids: Argument, weight: fx.Node, format: str, n: int, k: int, dtype: torch.dtype) -> _Form:
     return _Embedding(_codes(traced, weight, format, n, k), dtype), [ids], None
 
@@ -215,6 +230,7 @@ def _dequantize_conv(traced: fx.GraphModule, weight: fx.Node, format: str, sizes
 _FORMS: dict[str, Callable[..., _Form]] = {
     "linear": _linear,
     "linear_gelu": _linear_gelu,
+    "linear_geglu": _linear_geglu,
     "embedding": _embedding,
     "dequantize": _dequantize,
     "conv2d": _conv2d,

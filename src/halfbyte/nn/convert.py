@@ -14,7 +14,7 @@ from halfbyte.errors import ArgumentError, FormatError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.nn.calibration.calibrate import Calibration, Result, as_calibration, calibrate, calibrated_names, unreached
-from halfbyte.nn.calibration.low_rank import branches
+from halfbyte.nn.calibration.low_rank import Quantization, branches
 from halfbyte.nn.calibration.runs import Progress
 from halfbyte.nn.candidates import CUSTOM_LOADER, candidates, quantized
 from halfbyte.nn.config import Config, Decisions, as_config, check_patterns, decide, formats_of, take_calibration
@@ -115,7 +115,9 @@ def _quantize_expanded_(
         return _quantize_static_(model, config, decisions, calibration)
     notes: list[str] = [others] if others else []
     if config.low_rank:
-        replacements, more = branches(model, formats, config.low_rank, calibration)
+        activation = "row" if config.activation == "image" else config.activation  # see Config
+        how = Quantization(config.low_rank, config.method, config.compute, activation)
+        replacements, more = branches(model, formats, how, calibration)
         renamed = {f"{name}.{RESIDUAL}" if name in replacements else name: fmt for name, fmt in formats.items()}
         with placed(model, replacements):
             rests = {f"{name}.{RESIDUAL}": branch.rest for name, branch in replacements.items()}

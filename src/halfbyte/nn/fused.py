@@ -1,5 +1,5 @@
-"""Fused linear layers: those with the same input (queries, keys and values; gate and up) in one product, and GELU within the product
-before it.
+"""Fused linear layers: those with the same input (queries, keys and values; gate and up) in one product, and GELU or GEGLU within the
+product before it.
 
 Their weights are concatenated along the rows, and their outputs are slices of one product; no number changes. A token then takes fewer
 and larger products, which matters where each is short: activations are quantized once, and threads or thread blocks synchronize less often.
@@ -32,6 +32,7 @@ from halfbyte.nn.modules.packed_check import digest
 from halfbyte.nn.modules.quantized import DerivedLinear, QuantLinear, QuantModule, why_not_hooks
 from halfbyte.nn.modules.weight_view import AnyPacked, WeightView, traced
 from halfbyte.nn.report import REMARK
+from halfbyte.ops.tensors import geglu
 
 _Approximate = Literal["none", "tanh"]
 
@@ -109,7 +110,10 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
                         setattr(home, key, FusedLinear(group, i, linear))
                     _remark(parent, [name for name, _, _ in some])
         proj = parent._modules.get("proj")
-        if _is_gelu_of_diffusers(parent) and type(proj) is QuantLinear and not _watched(proj):
+        if path and _is_of_diffusers(parent, "GEGLU") and type(proj) is QuantLinear and not _watched(parent) and not _watched(proj):
+            model.set_submodule(path, fused := Geglu(proj).train(parent.training))
+            _remark(fused, ("proj", "geglu"))
+        if _is_of_diffusers(parent, "GELU") and type(proj) is QuantLinear and not _watched(proj):
             parent.proj = GeluLinear(proj, parent.approximate)
             vars(parent)["gelu"] = _unchanged  # comes before the method
             _remark(parent, ("proj", "gelu"))
@@ -149,9 +153,9 @@ def _gelu(module: object) -> _Approximate | None:
     return cast("_Approximate", module.approximate) if type(module) is nn.GELU else None
 
 
-def _is_gelu_of_diffusers(module: nn.Module) -> bool:
-    """Whether it computes gelu(proj(x)), by a method `gelu`."""
-    is_class = type(module).__name__ == "GELU" and type(module).__module__ == "diffusers.models.activations"
+def _is_of_diffusers(module: nn.Module, name: str) -> bool:
+    """Whether it is one of diffusers' activations, which compute proj(x) and have a method `gelu`."""
+    is_class = type(module).__name__ == name and type(module).__module__ == "diffusers.models.activations"
     return is_class and "gelu" not in vars(module) and "forward" not in vars(module)
 
 
@@ -380,6 +384,24 @@ class GeluLinear(DerivedLinear):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         settings = {"compute": self.compute, "activation": self.activation}
         return ops.linear_gelu(x, self.packed, self.bias, approximate=self.approximate, **settings)
+
+
+class Geglu(nn.Module):
+    """y = (x W₁ᵀ + b₁) * gelu(x W₂ᵀ + b₂) with [W₁; W₂] the weight of `proj`: x [..., K] -> y [..., N / 2].
+
+    In the place of diffusers' GEGLU, and saved as that. A `proj` that is replaced later, by one with an adapter for example, or has hooks,
+    is called, and torch gates.
+    """
+
+    def __init__(self, proj: QuantLinear) -> None:
+        super().__init__()
+        self.proj: nn.Module = proj
+
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+        proj = self.proj
+        if type(proj) is not QuantLinear or why_not_hooks(proj) is not None:
+            return geglu(proj(hidden_states))
+        return ops.linear_geglu(hidden_states, proj.packed, proj.bias, compute=proj.compute, activation=proj.activation)
 
 
 def _part(group: _Group, index: int) -> Packed:

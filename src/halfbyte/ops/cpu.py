@@ -19,7 +19,7 @@ from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.ops import long_sums
 from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
-from halfbyte.ops.tensors import aligned, empty_sum, empty_sum_codes
+from halfbyte.ops.tensors import aligned, empty_sum, empty_sum_codes, geglu
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.linear.linear import LinearKernel
@@ -50,7 +50,7 @@ def linear(
     high: float,
     gelu: Gelu = "",
 ) -> Tensor:
-    """With `gelu`, GELU is applied instead of the clamp."""
+    """With `gelu`, GELU is applied instead of the clamp, and multiplied with the residual, not added to it."""
     kernel = PLANS.linear_kernels.get((format, n, k, weight.numel(), x.dtype, compute, activation, gelu))
     if kernel is None:
         kernel = _linear_kernel(x, weight, format, n, k, compute, activation, gelu)
@@ -66,8 +66,10 @@ def linear(
         check_residual(residual, x, (*shape[:-1], n))
         residual = residual.contiguous()
     if x.numel() == 0 or n == 0:
-        empty = empty_sum(x, (*shape[:-1], n), bias, residual)
-        return (functional.gelu(empty, approximate=gelu) if gelu else empty.clamp_(low, high)).to(x.dtype)
+        if gelu:
+            active = functional.gelu(empty_sum(x, (*shape[:-1], n), bias, None), approximate=gelu)
+            return (active if residual is None else active * residual).to(x.dtype)
+        return empty_sum(x, (*shape[:-1], n), bias, residual).clamp_(low, high).to(x.dtype)
     weight = aligned(weight)
     if not x.is_contiguous():
         x = x.reshape(-1, k)
@@ -89,6 +91,22 @@ def linear_gelu(
     approximate: Gelu = "none",
 ) -> Tensor:
     return linear(x, weight, bias, None, format, n, k, compute, activation, -_INFINITE, _INFINITE, gelu=approximate)
+
+
+def linear_geglu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, compute: str, activation: str
+) -> Tensor:
+    """Two products, by the halves of the weight, of which the second one's epilogue has the GELU and the other factor.
+
+    Where halves are no whole panels, torch computes these after one product.
+    """
+    if n % (2 * cpu_tiles.PANEL):
+        return geglu(linear(x, weight, bias, None, format, n, k, compute, activation, -_INFINITE, _INFINITE))
+    half, settings = n // 2, (compute, activation, -_INFINITE, _INFINITE)
+    weights = weight.tensor_split(2)  # panels follow each other
+    biases = (None, None) if bias is None else bias.tensor_split(2)
+    up = linear(x, weights[0], biases[0], None, format, half, k, *settings)
+    return linear(x, weights[1], biases[1], up, format, half, k, *settings, gelu="none")
 
 
 def _linear_kernel(x: Tensor, weight: Tensor, format: str, n: int, k: int, compute: str, activation: str, gelu: Gelu) -> LinearKernel:

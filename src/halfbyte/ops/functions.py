@@ -26,6 +26,7 @@ from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_her
 from halfbyte.ops.ends import optional
 from halfbyte.ops.library import OPS, differentiated, gpu_ops, plain, transformed, transformed_linear
 from halfbyte.ops.long_sums import starts
+from halfbyte.ops.tensors import geglu
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.check import check_scales, check_weight
 
@@ -260,6 +261,31 @@ def linear_gelu(
             return cpu.linear_gelu(x, packed.data, bias, packed.name, n, k, compute, activation, approximate)
         settings = packed.name, n, k, compute, activation, approximate
         return OPS.linear_gelu.default(x, packed.data, bias, *settings)  # type: ignore[no-any-return]
+    except Exception:
+        check_operands(x, packed, Packed, bias)
+        raise
+
+
+def linear_geglu(
+    x: Tensor, packed: Packed, bias: Tensor | None = None, *, compute: str = "auto", activation: str = "block"
+) -> Tensor:
+    """Multiply with both halves of a weight, and gate one product with the GELU of the other (GEGLU, Shazeer, arXiv:2002.05202).
+
+        y = (x · W₁ᵀ + b₁) * gelu(x · W₂ᵀ + b₂),  W = [W₁; W₂] [N, K]; x [..., K] -> y [..., N / 2]
+
+    On the CPU the second product's epilogue gates, before it is rounded, if N is a multiple of 64; elsewhere, and where gradients are
+    needed, torch does after one product. Otherwise as `linear`.
+    """
+    n, k = _matrix(packed)
+    if n % 2:
+        raise ArgumentError(f"linear_geglu takes a weight with an even number of rows, the two halves, got [{n}, {k}]")
+    if transformed():
+        return geglu(linear(x, packed, bias, compute=compute, activation=activation))
+    try:
+        arguments = x, packed.data, bias, packed.name, n, k, compute, activation
+        if plain(x, bias) and x.is_cpu and not differentiated(x, bias, None):
+            return cpu.linear_geglu(*arguments)
+        return OPS.linear_geglu.default(*arguments)  # type: ignore[no-any-return]
     except Exception:
         check_operands(x, packed, Packed, bias)
         raise

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.ops import cpu
 from halfbyte.ops.ends import bounded, ends
+from halfbyte.ops.tensors import geglu
 
 _library = torch.library.Library("halfbyte", "DEF")
 _library.define(
@@ -30,6 +31,7 @@ _library.define(
 _library.define(
     "linear_gelu(Tensor x, Tensor weight, Tensor? bias, str format, int n, int k, str compute, str activation, str approximate) -> Tensor"
 )
+_library.define("linear_geglu(Tensor x, Tensor weight, Tensor? bias, str format, int n, int k, str compute, str activation) -> Tensor")
 _library.define("qlinear(Tensor x, Tensor weight, Tensor table, str format, int n, int k, int low, int high) -> Tensor")
 _library.define("embedding(Tensor ids, Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
 _library.define("dequantize(Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
@@ -273,17 +275,22 @@ _gradients = Gradients(OPS.linear.default, _linear_product, _linear_gradient, la
 transformed_linear = transformation(_gradients)
 
 
-def _linear_then_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
-    y: Tensor = OPS.linear.default(x, weight, bias, None, *settings[:-1], None, None)
-    return functional.gelu(y, approximate=str(settings[-1]))
+def _linear_then(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
+    """The product, then GELU or GEGLU by torch."""
+    y: Tensor = OPS.linear.default(x, weight, bias, None, *settings[:5], None, None)
+    return geglu(y) if name == "linear_geglu" else functional.gelu(y, approximate=str(settings[5]))
 
 
-def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
+def _linear_with(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: object) -> Tensor:
     """Under autograd, which needs the argument of GELU."""
     if differentiated(x, bias, None):
-        return _linear_then_gelu(x, weight, bias, *settings)
+        return _linear_then(name, x, weight, bias, *settings)
     with torch._C._AutoDispatchBelowAutograd():
-        return OPS.linear_gelu.default(x, weight, bias, *settings)  # type: ignore[no-any-return]
+        return getattr(OPS, name).default(x, weight, bias, *settings)  # type: ignore[no-any-return]
+
+
+def _linear_geglu_fake(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, *_: object) -> Tensor:
+    return _linear_fake(x, weight, bias, None, format, n, k).new_empty((*x.shape[:-1], n // 2))
 
 
 def _linear_vmap(
@@ -325,23 +332,26 @@ def _home(device: str, name: str) -> Callable[..., Tensor]:
     return run
 
 
-_library.impl("linear_gelu", cpu.linear_gelu, "CPU")
-_library.impl("linear_gelu", _linear_then_gelu, "CUDA")
+for _name in ("linear_gelu", "linear_geglu"):
+    _library.impl(_name, getattr(cpu, _name), "CPU")
+    _library.impl(_name, partial(_linear_then, _name), "CUDA")
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, partial(_linear_with, _name), f"Autograd{_device}")
+    casts(_library, _name, 0)
 for _device in ("CPU", "CUDA"):
-    _library.impl("linear_gelu", _linear_gelu, f"Autograd{_device}")
     _library.impl("linear", bounded(_home(_device, "linear")), _device)
     _library.impl("linear", partial(differentiable, _gradients, bounded(_home(_device, "linear"))), f"Autograd{_device}")
     _library.impl("qlinear", _home(_device, "qlinear"), _device)
     _library.impl("embedding", _home(_device, "embedding"), _device)
     _library.impl("dequantize", _home(_device, "dequantize"), _device)
 casts(_library, "linear", 0, 3)
-casts(_library, "linear_gelu", 0)
-loops(_library, "linear_gelu", "qlinear", "embedding")
+loops(_library, "linear_gelu", "linear_geglu", "qlinear", "embedding")
 torch.library.register_fake("halfbyte::linear", _linear_fake, lib=_library)
 torch.library.register_vmap("halfbyte::linear", _linear_vmap, lib=_library)
 torch.library.register_fake(
     "halfbyte::linear_gelu", lambda x, weight, bias, *sizes: _linear_fake(x, weight, bias, None, *sizes[:-1]), lib=_library
 )
+torch.library.register_fake("halfbyte::linear_geglu", _linear_geglu_fake, lib=_library)
 torch.library.register_fake(
     "halfbyte::qlinear", lambda x, weight, table, format, n, k, low, high: x.new_empty((*x.shape[:-1], n)), lib=_library
 )

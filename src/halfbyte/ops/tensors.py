@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -26,3 +27,9 @@ def empty_sum(x: Tensor, shape: Sequence[int], *terms: Tensor | None) -> Tensor:
 def empty_sum_codes(x: Tensor, table: Tensor, n: int, low: int, high: int) -> Tensor:
     """`qlinear` of x [..., 0]: the same as one code that is 0, int8 [..., N]."""
     return table[0, :n].round().clamp(low, high).to(torch.int8).expand(*x.shape[:-1], n).clone()
+
+
+def geglu(y: Tensor) -> Tensor:
+    """y[..., : N / 2] * gelu(y[..., N / 2 :]), as diffusers computes it."""
+    up, gate = y.chunk(2, dim=-1)
+    return up * functional.gelu(gate)

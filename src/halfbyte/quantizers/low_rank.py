@@ -33,13 +33,19 @@ def _orthogonal(columns: Tensor) -> Tensor:
     return basis
 
 
-def balancing_scale(inputs: Tensor, weight: Tensor) -> Tensor:
-    """The scale s [K] of inputs x * s and weights W / s whose channels have equal ranges then (SmoothQuant, Xiao and others,
-    arXiv:2211.10438, with alpha = 1/2); with a geometric mean of 1.
+def balancing_scale(inputs: Tensor, weight: Tensor, alpha: float) -> Tensor:
+    """Compute the scale s [K] of inputs x * s and weights W / s that moves outliers from one to the other (SmoothQuant, Xiao and others,
+    arXiv:2211.10438).
 
-    inputs  max |x| of each channel [K]
-    weight  [N, K]
+        s = max|w|^(1 - alpha) / max|x|^alpha, divided by its geometric mean
+
+    Args:
+        inputs: max |x| of each channel [K].
+        weight: [N, K].
+        alpha: 0: the weight's channels have equal ranges then; 1: the inputs' have; 1/2: each channel has the same range in both.
     """
-    ratio = weight.abs().amax(0) / inputs
-    exponent = torch.where((ratio > 0) & ratio.isfinite(), ratio, 1.0).log() / 2
-    return (exponent - exponent.mean()).clamp(-7, 7).exp()
+    ranges = weight.abs().amax(0)
+    known = (ranges > 0) & (inputs > 0) & (ranges / inputs).isfinite()
+    exponent = (1 - alpha) * torch.where(known, ranges, 1.0).log() - alpha * torch.where(known, inputs, 1.0).log()
+    mean = exponent[known].mean() if known.any() else 0.0
+    return torch.where(known, exponent - mean, 0.0).clamp(-7, 7).exp()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 
@@ -17,7 +17,7 @@ from test_diffusers_gguf import flux, output, qwen_image, sd3, wan
 
 import halfbyte as hb
 from halfbyte.nn.dequantized import dequantize_
-from halfbyte.nn.fused import FusedLinear, GeluLinear
+from halfbyte.nn.fused import FusedLinear, Geglu, GeluLinear
 
 
 def unet() -> tuple[Any, None, dict[str, Any]]:
@@ -68,11 +68,20 @@ def test_the_same_as_unfused(name: str, dtype: torch.dtype, how: str) -> None:
     gelus = [module for module in fused.modules() if type(module).__name__ == "GELU" and hasattr(module, "proj")]
     assert all(type(module.proj) is GeluLinear and module.approximate == module.proj.approximate for module in gelus)
     assert bool(gelus) == (name != "unet")  # which has GEGLU
+    geglus = [module for module in fused.modules() if type(module) is Geglu]
+    assert bool(geglus) == (name == "unet")
+    assert not any(type(module).__name__ == "GEGLU" for module in fused.modules())
     if name == "flux":
         assert type(fused.single_transformer_blocks[0].proj_mlp) is GeluLinear
     found = run(fused, call, dtype)
-    # The same products of the same codes: sums in another order in float32, each rounded once to the dtype; a few blocks pass that on.
-    assert float((found - unfused).norm() / unfused.norm()) < (1e-5 if dtype == torch.float32 else 2**-7)
+    if name == "unet" and dtype == torch.bfloat16:
+        # GELU and its product are rounded once, not twice, and what follows is not the same to the bit. Both are as far from the float32
+        # network: norms of 504 roundings of one size differ by 1 / sqrt(504), or a multiple, as blocks pass on what they have in common.
+        exact32 = run(exact.float(), call)
+        assert float((found - exact32).norm()) < 1.25 * float((unfused - exact32).norm())
+    else:
+        # The same products of the same codes: sums in another order in float32, each rounded once to the dtype; a few blocks pass that on.
+        assert float((found - unfused).norm() / unfused.norm()) < (1e-5 if dtype == torch.float32 else 2**-7)
     # int8 rounds each activation by 2^-8 of the largest of its block.
     assert float((found - floats).norm() / floats.norm()) < (0.05 if how == "int8" else 1e-4 if dtype == torch.float32 else 0.03)
 
@@ -96,7 +105,8 @@ def test_activations_are_multiplied_once(name: str, monkeypatch: pytest.MonkeyPa
     sizes = {name: module for name, module in fused.named_modules() if isinstance(module, FusedLinear)}
     rows = [sum(module._group.sizes) for module in sizes.values() if module.index == 0]
     assert sizes
-    others = [module for module in fused.modules() if type(module) is hb.QuantLinear]
+    gated = [module.proj for module in fused.modules() if type(module) is Geglu]  # which call ops.linear_geglu
+    others = [module for module in fused.modules() if type(module) is hb.QuantLinear and module not in gated]
     assert len(products) == len(rows) + len(others)  # none of the groups is computed twice
 
 
@@ -132,3 +142,28 @@ def test_offloaded_in_groups(kind: str) -> None:
     blocks = {"num_blocks_per_group": 1} if kind == "block_level" else {}
     fused.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type=kind, **blocks)
     assert torch.equal(run(fused, call), want)
+
+
+def test_a_feed_forward_layer_with_geglu() -> None:
+    """diffusers' own GEGLU is the oracle; what replaces it is saved as before, copied, and gives way to an adapter or a hook."""
+    from diffusers.models.attention import FeedForward
+
+    torch.manual_seed(0)
+    model: Any = hb.quantize_(nn.Sequential(FeedForward(64)), hb.Config("q8_0", compute="float"))
+    x, state = torch.randn(2, 7, 64), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    want = model(x)
+    hb.optimize_(model)
+    gated = model[0].net[0]
+    assert type(gated) is Geglu
+    assert "computed together: proj+geglu" in str(hb.report(model))
+    torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert state.keys() == model.state_dict().keys()
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    seen = []
+    handle = gated.proj.register_forward_hook(lambda *arguments: seen.append(arguments[2].shape))
+    torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
+    handle.remove()
+    assert seen == [(2, 7, 512)]
+    dequantize_(model)
+    torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-4)  # sums of 64 and 256 products in another order

@@ -1,6 +1,7 @@
 """The epilogue of a tile: totals -> outputs.
 
-    y[i, n] = clamp(total[i, n] + bias[n] + residual[i, n])     or GELU of the sum, converted to the output's type
+    y[i, n] = clamp(total[i, n] + bias[n] + residual[i, n])     converted to the output's type
+    y[i, n] = gelu(total[i, n] + bias[n]) * residual[i, n]      with GELU; residual: the other half of a gated linear unit, or none
     o[i, n] = clamp(round(fma(float(total[i, n]), multiplier[n], offset[n])))       int8, ties to even
 
 Outputs of a panel beyond `columns`, which pad the weight, are not touched.
@@ -60,7 +61,7 @@ class Epilogue(BlockEnd):
             self._write_elements(row_offset, residual)
 
     def _write_vectors(self, row_offset: Value, residual: Value | None) -> None:
-        """All outputs of the tile. `residual`: bytes from an output to what is added to it."""
+        """All outputs of the tile. `residual`: bytes from an output to what is added to it, or multiplied with its GELU."""
         isa, f, kind, stored = self.isa, self.f, self.spec.out, element_of(self.spec.out).stored
         stride, (low, high) = LINEAR.load(self.args, "out_stride"), (bound.splat(isa.lanes) for bound in self._clamp())
         for n in range(self.count):
@@ -68,10 +69,16 @@ class Epilogue(BlockEnd):
             to = self.out + stride * row + row_offset * self.out_bytes
             bias = (self.bias + row_offset * 4).load(isa.floats, column * 4, 4)
             value = self.scratch.load(isa.floats, n * isa.lanes * 4, isa.lanes * 4) + bias
+            other = None
             if residual is not None:
                 raw = (to + residual).load(vector(stored, isa.lanes), column * self.out_bytes, self.out_bytes)
-                value = value + isa.to_float(raw, kind)
-            to.store(isa.from_float(self._finished(value, low, high), kind), column * self.out_bytes, self.out_bytes)
+                other = isa.to_float(raw, kind)
+            if other is not None and not self.spec.gelu:
+                value = value + other
+            value = self._finished(value, low, high)
+            if other is not None and self.spec.gelu:
+                value = value * other
+            to.store(isa.from_float(value, kind), column * self.out_bytes, self.out_bytes)
             f.fence()
 
     def _write_elements(self, row_offset: Value, residual: Value) -> None:
@@ -86,7 +93,11 @@ class Epilogue(BlockEnd):
                 value = value + self.bias.load("float", (c + row_offset) * 4, 4)
                 # Without a residual this reads the output's own memory, and what it finds there is not taken.
                 other = isa.to_float((to + residual).load(stored, 0, self.out_bytes), kind)
-                value = self._finished(residual.equals(0).select(value, value + other), low, high)
+                if self.spec.gelu:
+                    value = self._finished(value, low, high)
+                    value = residual.equals(0).select(value, value * other)
+                else:
+                    value = self._finished(residual.equals(0).select(value, value + other), low, high)
                 to.store(isa.from_float(value, kind), 0, self.out_bytes)
 
     def _finished(self, value: Value, low: Value, high: Value) -> Value:

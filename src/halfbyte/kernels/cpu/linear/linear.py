@@ -115,7 +115,7 @@ class LinearKernel:
     def __call__(self, x: Tensor, weights: int, bias: Tensor | None, low: float, high: float, residual: Tensor | None = None) -> Tensor:
         """x [..., K], or [M, K] with contiguous rows -> [..., N]; `weights` is the address of the packed bytes.
 
-        `residual` [..., N] is added before the clamp.
+        `residual` [..., N] is added before the clamp, or multiplied with the GELU.
         """
         *lead, k = x.shape
         m = math.prod(lead)
@@ -135,7 +135,7 @@ class LinearKernel:
         return out if self.out_dtype == self.dtype else out.to(self.dtype)
 
     def _pass(self, x: Tensor, m: int, weights: int, bias: Tensor | None, low: float, high: float, out: Tensor, residual: int = 0) -> None:
-        """`residual`: bytes from `out` to what is added to it, 0 for nothing."""
+        """`residual`: bytes from `out` to what is added to it, or multiplied with it, 0 for nothing."""
         plans, available = PLANS, runtime.threads()
         call = plans.linear.get((self.number, m, available)) or self._prepare(m, available)
         _memory, address = plans.memory(call.scratch_bytes)
