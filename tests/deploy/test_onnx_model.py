@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
+from halfbyte import ops
 from halfbyte.deploy import onnx_graph, onnx_static
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 
@@ -108,6 +109,23 @@ def test_weight_only_networks(fmt: str, tmp_path: Path) -> None:
     assert bool(notes) == (fmt in ("q4_0", "q4_1", "int8_g32"))  # convolutions with blocks, float offsets
     for images in (x, x[:1]):  # fewer than 64 roundings follow each other, and sums of up to 384 products have another order
         assert error(computed(tmp_path / "m.onnx", input_0=images), model(images).double()) < 64 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("activation", ["none", "tanh", "geglu"])
+@torch.no_grad()
+def test_activations_within_products(activation: str, tmp_path: Path) -> None:
+    packed, x = hb.pack(hb.quantize(torch.randn(64, 32), "q8_0")), torch.randn(3, 32)
+
+    class Active(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if activation == "geglu":
+                return ops.linear_geglu(x, packed, compute="float")
+            return ops.linear_gelu(x, packed, compute="float", approximate=activation)
+
+    model = Active().eval()
+    hb.export_onnx(model, tmp_path / "m.onnx", [x])
+    # As above; another 64 roundings for GELU itself.
+    assert error(computed(tmp_path / "m.onnx", x=x), model(x).double()) < 128 * torch.finfo(torch.float32).eps
 
 
 class _Static(nn.Module):

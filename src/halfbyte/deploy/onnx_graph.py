@@ -72,8 +72,12 @@ def _finished(y: Tensor, residual: Tensor | None, low: float | None, high: float
 class _LinearGelu(_Linear):
     """halfbyte::linear_gelu"""
 
+    def __init__(self, weight: Codes, compute: str, approximate: str) -> None:
+        super().__init__(weight, compute)
+        self.approximate = approximate
+
     def forward(self, x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
-        return functional.gelu(super().forward(x, bias, None, None, None))
+        return functional.gelu(super().forward(x, bias, None, None, None), approximate=self.approximate)
 
 
 class _LinearGeglu(_Linear):
@@ -187,10 +191,19 @@ def _linear(
 
 
 def _linear_gelu(
-    traced: fx.GraphModule, x: Argument, weight: fx.Node, bias: Argument, format: str, n: int, k: int, compute: str, activation: str
+    traced: fx.GraphModule,
+    x: Argument,
+    weight: fx.Node,
+    bias: Argument,
+    format: str,
+    n: int,
+    k: int,
+    compute: str,
+    activation: str,
+    approximate: str,
 ) -> _Form:
     codes = _codes(traced, weight, format, n, k)
-    return _LinearGelu(codes, compute), [x, bias], why_not(codes)
+    return _LinearGelu(codes, compute, approximate), [x, bias], why_not(codes)
 
 
 def _linear_geglu(
