@@ -93,9 +93,7 @@ def linear_gelu(
     return linear(x, weight, bias, None, format, n, k, compute, activation, -_INFINITE, _INFINITE, gelu=approximate)
 
 
-def linear_geglu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, compute: str, activation: str
-) -> Tensor:
+def linear_geglu(x: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, compute: str, activation: str) -> Tensor:
     """Two products, by the halves of the weight, of which the second one's epilogue has the GELU and the other factor.
 
     Where halves are no whole panels, torch computes these after one product.

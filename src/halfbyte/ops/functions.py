@@ -266,9 +266,7 @@ def linear_gelu(
         raise
 
 
-def linear_geglu(
-    x: Tensor, packed: Packed, bias: Tensor | None = None, *, compute: str = "auto", activation: str = "block"
-) -> Tensor:
+def linear_geglu(x: Tensor, packed: Packed, bias: Tensor | None = None, *, compute: str = "auto", activation: str = "block") -> Tensor:
     """Multiply with both halves of a weight, and gate one product with the GELU of the other (GEGLU, Shazeer, arXiv:2002.05202).
 
         y = (x · W₁ᵀ + b₁) * gelu(x · W₂ᵀ + b₂),  W = [W₁; W₂] [N, K]; x [..., K] -> y [..., N / 2]

@@ -12,7 +12,8 @@ from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import GATES, PROJECTIONS, GateFunction, Projections, RopeInterleaved, key_value_heads
 from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.checks import FLOATS, place
-from halfbyte.ops.transformer.layers import Addresses, Weight, exactly, given, why_not_packed
+from halfbyte.ops.transformer.layers import TensorAddresses, Weight, why_not_packed
+from halfbyte.ops.transformer.unrounded import rounded, unrounded
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import attention_half, feed_forward, halves, per_layer
@@ -147,12 +148,12 @@ class Attention(NamedTuple):
         small = [*_norms(k, self.pre_norm, self.post_norm), *of_heads, *sinks, *_biases(weights)]
         _check(joined == expected and heads.projections in PROJECTIONS, "attention", shapes, expected, small, self.o_proj.packed.device)
 
-    def inner(self, tensors: Addresses) -> attention_half.Attention:
+    def inner(self, tensors: TensorAddresses) -> attention_half.Attention:
         from halfbyte.kernels.cpu.transformer import attention_half
 
         heads = self.heads
         qk_norm = None if heads.qk_norm is None else (norm_of(tensors, heads.qk_norm[0]), norm_of(tensors, heads.qk_norm[1]))
-        sinks = 0 if heads.sinks is None else tensors.of(heads.sinks)
+        sinks = 0 if heads.sinks is None else tensors.as_float32(heads.sinks)
         changed = {"qk_norm": qk_norm, "rotary_dim": heads.rotary_width, "sinks": sinks}  # the other fields are the same
         of_heads = attention_half.Heads(**heads._asdict() | changed)
         before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.pre_norm, self.post_norm))
@@ -176,7 +177,7 @@ class FeedForward(Protocol):
     def check(self) -> None:
         """Raises ArgumentError for tensors that do not fit together."""
 
-    def inner(self, tensors: Addresses) -> halves.FeedForward:
+    def inner(self, tensors: TensorAddresses) -> halves.FeedForward:
         """The same by the addresses of tensors, which these keep alive."""
 
 
@@ -250,7 +251,7 @@ class MLP(NamedTuple):
         small = [*_norms(k, self.pre_norm, self.post_norm), *_biases(weights), *_scales(self.layer_scale)]
         _check(shapes == expected, "feed-forward", shapes, expected, small, self.down_proj.packed.device)
 
-    def inner(self, tensors: Addresses) -> feed_forward.MLP:
+    def inner(self, tensors: TensorAddresses) -> feed_forward.MLP:
         from halfbyte.kernels.cpu.transformer import feed_forward
 
         before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.pre_norm, self.post_norm))
@@ -259,7 +260,7 @@ class MLP(NamedTuple):
             self.gate_function,
             self.gated,
             self.parallel_residual,
-            0 if self.layer_scale is None else tensors.of(self.layer_scale),
+            0 if self.layer_scale is None else tensors.as_float32(self.layer_scale),
         )
         return feed_forward.MLP(tensors.product(self.gate_up), tensors.product(self.down_proj), before, after, *how)
 
@@ -307,11 +308,11 @@ class PerLayerInput(NamedTuple):
         small = [*_norms(k, self.post_norm), *_biases(weights), *_scales(self.layer_scale)]
         _check(shapes == expected, "last", shapes, expected, small, self.gate.packed.device)
 
-    def inner(self, tensors: Addresses) -> per_layer.PerLayerInput:
+    def inner(self, tensors: TensorAddresses) -> per_layer.PerLayerInput:
         from halfbyte.kernels.cpu.transformer import per_layer
 
         products = tensors.product(self.gate), tensors.product(self.projection)
-        scale = 0 if self.layer_scale is None else tensors.of(self.layer_scale)
+        scale = 0 if self.layer_scale is None else tensors.as_float32(self.layer_scale)
         return per_layer.PerLayerInput(*products, norm_of(tensors, self.post_norm), self.activation, scale)
 
 
@@ -337,7 +338,7 @@ class DecoderLayer:
                 raise ArgumentError("a layer with an input of its own has a feed-forward half, got none: pass it")
         if (reason := why_not(attention, second, per_layer)) is not None:
             raise ArgumentError(f"this layer is not computed in one call: {reason}")
-        self.tensors = Addresses()
+        self.tensors = TensorAddresses()
         of_second = None if second is None else second.inner(self.tensors)
         self.per_layer_width = None if per_layer is None else per_layer.width
         of_third = None if per_layer is None else per_layer.inner(self.tensors)
@@ -431,8 +432,8 @@ def run_layers(
     for layer in layers:
         layer.tensors.refresh()
     inner, places = [layer.inner for layer in layers], [decoder.Entry(*entry) for entry in entries]
-    return given(
-        decoder.run(inner, exactly(x), (cos, sin), places, mask, None if per_layer_input is None else in_rows(per_layer_input)), x.dtype
+    return rounded(
+        decoder.run(inner, unrounded(x), (cos, sin), places, mask, None if per_layer_input is None else in_rows(per_layer_input)), x.dtype
     )
 
 
@@ -448,14 +449,14 @@ def why_not(attention: Attention, feed_forward: FeedForward | None, per_layer: P
     return attention.why_not() or next((reason for reason in more if reason is not None), None)
 
 
-def norm_of(tensors: Addresses, norm: Norm) -> halves.Norm:
+def norm_of(tensors: TensorAddresses, norm: Norm) -> halves.Norm:
     """The layer by the addresses of its tensors."""
     from halfbyte.kernels.cpu.transformer import halves
 
     shift = 0
     if norm.layer_norm:
-        shift = tensors.of(torch.zeros(norm.weight.shape, dtype=torch.float32, device="cpu") if norm.bias is None else norm.bias)
-    return halves.Norm(tensors.of(norm.weight), norm.eps, norm.unit_offset, norm.layer_norm, shift)
+        shift = tensors.as_float32(torch.zeros(norm.weight.shape, dtype=torch.float32, device="cpu") if norm.bias is None else norm.bias)
+    return halves.Norm(tensors.as_float32(norm.weight), norm.eps, norm.unit_offset, norm.layer_norm, shift)
 
 
 def _norms(k: int, *norms: Norm | None) -> list[tuple[Tensor, int]]:

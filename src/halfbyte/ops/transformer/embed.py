@@ -10,7 +10,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.transformer.layers import Addresses, LayerNorm, why_not_packed
+from halfbyte.ops.transformer.layers import LayerNorm, TensorAddresses, why_not_packed
 
 
 class NormedEmbeddings:
@@ -32,11 +32,12 @@ class NormedEmbeddings:
             raise ArgumentError(f"these embeddings are not computed in one call: {reason}")
         self.rows = [table.shape[0] for table in tables]
         self._data = [table.data for table in tables]
-        self._tensors = Addresses()
+        self._tensors = TensorAddresses()
         geometries = [cpu_tiles.geometry(table.format, table.shape, sparse=table.layout == cpu_tiles.SPARSE) for table in tables]
         addresses = [table.data.data_ptr() for table in tables]
         self._tables = embed.Tables(
-            list(zip(geometries, addresses, strict=True)), (self._tensors.of(norm.weight), self._tensors.of(norm.bias), norm.eps)
+            list(zip(geometries, addresses, strict=True)),
+            (self._tensors.as_float32(norm.weight), self._tensors.as_float32(norm.bias), norm.eps),
         )
 
     def __call__(self, ids: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.checks import FLOATS
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, norm_of
-from halfbyte.ops.transformer.layers import Addresses, exactly, given, why_not_packed
+from halfbyte.ops.transformer.layers import TensorAddresses, why_not_packed
+from halfbyte.ops.transformer.unrounded import rounded, unrounded
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import encoder
@@ -39,7 +40,7 @@ class EncoderLayer:
         (qkv,), heads = attention.qkv, attention.heads
         before, norms = _norms_of(attention, mlp)
         self.k, self.heads = qkv.packed.shape[1], heads.num_heads
-        self._tensors = tensors = Addresses()
+        self._tensors = tensors = TensorAddresses()
         products = (
             tensors.product(qkv),
             tensors.product(attention.o_proj),
@@ -88,11 +89,11 @@ def run_layers(layers: Sequence[EncoderLayer], x: Tensor, mask: Tensor | None, b
         mask = mask.contiguous()
     if bias is not None:
         bias = bias.float() if bias.stride(3) == 1 else bias.float().contiguous()
-    outputs = encoder.run([layer._refreshed() for layer in layers], exactly(x), mask, bias)
+    outputs = encoder.run([layer._refreshed() for layer in layers], unrounded(x), mask, bias)
     if x.dtype != torch.float32:
         most = torch.finfo(x.dtype).max  # more becomes that, not infinite, as in Whisper's layers
         outputs = [y.clamp(-most, most) for y in outputs]
-    return given(outputs, x.dtype)
+    return rounded(outputs, x.dtype)
 
 
 def _are_scores(scores: Tensor, x: Tensor, heads: int) -> bool:

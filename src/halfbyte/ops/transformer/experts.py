@@ -14,7 +14,7 @@ from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.experts import PREFIX
 from halfbyte.ops.checks import FLOATS, place
 from halfbyte.ops.transformer.decoder import MLP, Norm, norm_of
-from halfbyte.ops.transformer.layers import Addresses, Weight
+from halfbyte.ops.transformer.layers import TensorAddresses, Weight
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import experts as kernel
@@ -54,7 +54,7 @@ class Mixture:
         if (reason := why_not(gate_up, down)) is not None:
             raise ArgumentError(f"these experts are not computed in one call: {reason}")
         self._experts, self._k, _ = down.packed.shape
-        self._tensors = Addresses()
+        self._tensors = TensorAddresses()
         gates = None if clamped is None else clamped.inner()
         self._inner = Inner(self._tensors.product(gate_up), self._tensors.product(down), self._experts, gates)
 
@@ -166,20 +166,20 @@ class Experts(NamedTuple):
             )
         check_scores(self.scores, self.correction_bias)
 
-    def inner(self, tensors: Addresses) -> halves.FeedForward:
+    def inner(self, tensors: TensorAddresses) -> halves.FeedForward:
         """The same by the addresses of tensors, which these keep alive."""
         from halfbyte.kernels.cpu.codegen.elements import kind_of
         from halfbyte.kernels.cpu.transformer import experts_plan
 
         rows = [self.router, *([] if self.shared_expert is None or self.shared_expert.gate is None else [self.shared_expert.gate])]
         same_dtype = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in FLOATS
-        router, *gates = map(tensors.same if same_dtype else tensors.of, rows)
+        router, *gates = map(tensors.as_stored if same_dtype else tensors.as_float32, rows)
         kind = kind_of(self.router.dtype) if same_dtype else "f32"
         correction = 0
         if self.scores:
             none = torch.zeros(len(self.router), dtype=torch.float32, device="cpu")
-            correction = tensors.of(none if self.correction_bias is None else self.correction_bias)
-        bias = 0 if self.router_bias is None else tensors.of(self.router_bias)
+            correction = tensors.as_float32(none if self.correction_bias is None else self.correction_bias)
+        bias = 0 if self.router_bias is None else tensors.as_float32(self.router_bias)
         before = norm_of(tensors, self.pre_norm)
         shared = None
         if self.shared_expert is not None:

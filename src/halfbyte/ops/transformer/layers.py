@@ -1,13 +1,13 @@
-"""Building blocks of whole layers in one call: products with packed weights, and small tensors, passed by address."""
+"""The weights of a transformer layer, by address: what native programs that run a whole layer, or a whole model, read."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfbyte.kernels.layer_kinds import Gelu
 from halfbyte.kernels.problem import Activation, Problem, check_compute
@@ -35,54 +35,55 @@ class LayerNorm(NamedTuple):
     eps: float
 
 
-# Unrounded float32 outputs of layers by the 16-bit tensors that they returned, so that layers called one by one compute the same as in one
-# native call: one for each output, as long as it lives. `exactly` compares both, as the output may have been written to. An output is known
-# to the thread that computed it, so that no two threads add one entry.
-_unrounded: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+@dataclass
+class _Copied:
+    """A float32 copy of a tensor of another type.
+
+    version  torch's version counter of the tensor when it was copied; None: not looked at, the tensor is copied by each `refresh`
+    """
+
+    copy: Tensor
+    source: Tensor
+    version: int | None = None
 
 
-def exactly(x: Tensor) -> Tensor:
-    """x in float32, contiguous; the unrounded values if x is an unchanged output of a layer."""
-    exact = _unrounded.get(x) if x.dtype != torch.float32 else None
-    return x.float().contiguous() if exact is None or not torch.equal(exact.to(x.dtype), x) else exact
+class TensorAddresses:
+    """Addresses of the tensors that a native program reads on the CPU, which live as long as this object.
 
-
-def given(outputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """What layers give, in `dtype`; the last of it will be known `exactly`."""
-    rounded = tuple(y.to(dtype) for y in outputs)
-    if dtype != torch.float32:
-        _unrounded[rounded[-1]] = outputs[-1]
-    return rounded
-
-
-class Addresses:
-    """Keeps alive the tensors whose addresses a layer uses."""
+    Programs read small tensors as float32. One of another type is copied, and `refresh` has to be called before the program runs, so that
+    what was written to the tensor meanwhile is seen.
+    """
 
     def __init__(self) -> None:
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._counted: list[tuple[Tensor, Tensor, list[int]]] = []
+        self._copied: list[_Copied] = []
         self._kept: list[Tensor] = []
 
-    def of(self, tensor: Tensor) -> int:
-        """The address of its elements as float32: its own, or that of a copy that `refresh` updates."""
+    def as_float32(self, tensor: Tensor) -> int:
+        """The address of a tensor's elements in float32: its own, or that of a copy."""
+        return self._as_float32(tensor).data_ptr()
+
+    def _as_float32(self, tensor: Tensor, version: int | None = None) -> Tensor:
         tensor = tensor.detach()
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():
             with torch.inference_mode(False):  # it is written again, and not always in that mode
                 copy = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
             copy.copy_(tensor)
-            self._copies.append((copy, tensor))
+            self._copied.append(_Copied(copy, tensor, version))
             tensor = copy
         self._kept.append(tensor)
-        return tensor.data_ptr()
+        return tensor
 
-    def same(self, tensor: Tensor) -> int:
-        """The address of a contiguous tensor's elements, as they are."""
+    def as_stored(self, tensor: Tensor) -> int:
+        """The address of a contiguous tensor's elements, in their own type."""
         self._kept.append(tensor.detach())
         return tensor.data_ptr()
 
     def product(self, weight: Weight, *, gelu: Gelu = "") -> Product:
-        """The product of float32 activations and this weight, followed by GELU if `gelu`; of stacked weights that of the first."""
-        from halfbyte.dispatch.choose import cpu_kernel
+        """The product of float32 activations and a weight, followed by GELU if `gelu`.
+
+        Of stacked weights [E, N, K] it is that of the first; a program finds the others behind it.
+        """
+        from halfbyte.dispatch.choose import cpu_kernel  # as llvmlite is imported for CPU kernels alone
         from halfbyte.kernels.cpu.step_sequence import Product
 
         n, k = weight.packed.shape[-2:]
@@ -90,33 +91,31 @@ class Addresses:
         fmt, compute = weight.packed.format, check_compute(weight.compute)
         kernel = cpu_kernel(Problem("linear", 1, n, k, fmt, torch.float32, compute, weight.activation, sparse=sparse), gelu=gelu)
         self._kept.append(weight.packed.data)
-        bias = 0
-        if weight.bias is not None:
-            bias = self._of_many(weight.bias) if weight.bias.dim() > 1 else self.of(weight.bias)
+        bias = 0 if weight.bias is None else self._bias(weight.bias).data_ptr()
         return Product(kernel, weight.packed.data.data_ptr(), bias)
 
-    def _of_many(self, biases: Tensor) -> int:
-        """`of` for the biases of all experts: copied only when torch's version counters change, as copying them per token costs too
-        much."""
-        address = self.of(biases)
-        if self._copies and self._copies[-1][0].data_ptr() == address and not biases.is_inference():
-            copy, source = self._copies.pop()
-            self._counted.append((copy, source, [source._version]))
-        return address
+    def _bias(self, bias: Tensor) -> Tensor:
+        """The bias [N] of a layer, or those of all experts [E, N], in float32.
+
+        Copying those of all experts for each token takes too long: they are copied when torch's version counter says that they were
+        written to, which does not see writes through `.data`.
+        """
+        counted = bias.dim() > 1 and not bias.is_inference()
+        return self._as_float32(bias, bias._version if counted else None)
 
     @property
-    def copied(self) -> bool:
+    def has_copies(self) -> bool:
         """Whether there is anything to refresh."""
-        return bool(self._copies or self._counted)
+        return bool(self._copied)
 
     def refresh(self) -> None:
-        """Updates the copies."""
-        for copy, source in self._copies:
-            copy.copy_(source)
-        for copy, source, version in self._counted:
-            if source._version != version[0]:
-                version[0] = source._version
-                copy.copy_(source)
+        """Copy tensors of other types again, where they may have been written to."""
+        for copied in self._copied:
+            if copied.version is None:
+                copied.copy.copy_(copied.source)
+            elif copied.source._version != copied.version:
+                copied.version = copied.source._version
+                copied.copy.copy_(copied.source)
 
 
 def why_not_packed(weights: Sequence[Packed]) -> str | None:

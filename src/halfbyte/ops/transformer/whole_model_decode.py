@@ -13,7 +13,7 @@ from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.transformer.decoder import DecoderLayer, Norm, norm_of
-from halfbyte.ops.transformer.layers import Addresses, Weight, why_not_packed
+from halfbyte.ops.transformer.layers import TensorAddresses, Weight, why_not_packed
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer.whole_model import Steps
@@ -98,7 +98,7 @@ class DecodingStep:
             raise ArgumentError(f"this model is not computed in one call: {reason}")
         self._layers, self._tables, self._rows, self._k = layers, tables, min(one.shape[0] for one in tables), k
         self._width = k if head is None else head.packed.shape[0]
-        self._tensors = tensors = Addresses()
+        self._tensors = tensors = TensorAddresses()
         rows = [_rows_of(one) for one in tables]
         last = None if head is None else tensors.product(head)
         self._windows = tuple(windows or (None,) * len(layers))
@@ -109,14 +109,14 @@ class DecodingStep:
             # norm(s * y) is that of y with another eps.
             norm_of_each = norm_of(tensors, inputs.norm)._replace(eps=inputs.norm.eps / inputs.projection_multiplier**2)
             with torch.inference_mode(False):
-                scale = tensors.of(torch.tensor([inputs.scale], dtype=torch.float32, device="cpu"))
+                scale = tensors.as_float32(torch.tensor([inputs.scale], dtype=torch.float32, device="cpu"))
             product = tensors.product(inputs.projection)
             of_layers = whole_model.Inputs(rows[1], inputs.table_multiplier, product, norm_of_each, scale)
         of_last = norm_of(tensors, norm)
         self._model = whole_model.Model(inner, rows[0], factor, of_last, last, logits, self._windows, rope_index, of_layers)
         self._threads = runtime.threads
         self._kept: PlanCache[tuple[Steps, Hashable]] = PlanCache(_MOST_KINDS)
-        self._copied = [one for one in (*(layer.tensors for layer in layers), tensors) if one.copied]
+        self._copied = [one for one in (*(layer.tensors for layer in layers), tensors) if one.has_copies]
 
     def __call__(
         self,

@@ -23,7 +23,7 @@ from halfbyte.kernels.cpu.transformer import experts, experts_plan
 from halfbyte.ops.grouped import grouped_linear
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Clamped, Experts, Mixture, SharedExpert
-from halfbyte.ops.transformer.layers import Addresses, Weight
+from halfbyte.ops.transformer.layers import TensorAddresses, Weight
 
 ROUNDING = 2.0**-24
 Biases = tuple[Tensor | None, Tensor | None]
@@ -94,7 +94,7 @@ def halved(h: Tensor, half: Experts, codes: list[Codes], common: list[Codes] | N
 
 
 def run(half: Experts, h: Tensor, threads: int) -> Tensor:
-    tensors, out = Addresses(), torch.full_like(h, torch.nan)
+    tensors, out = TensorAddresses(), torch.full_like(h, torch.nan)
     half.check()
     assert half.why_not() is None
     tensors.refresh()
