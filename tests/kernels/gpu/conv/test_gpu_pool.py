@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+from aot import Job, compile_all
 from torch import nn
 
 from halfbyte.kernels.gpu.conv.pool import pool
+from halfbyte.kernels.gpu.runtime.launch import starts_early
 from halfbyte.kernels.problem import Window
+from halfbyte.machine import Gpu
 
 
 def codes(*shape: int) -> torch.Tensor:
@@ -49,3 +54,23 @@ def test_mean(size: tuple[int, int], device: torch.device) -> None:
     mean = (x.double() - zero).mean((2, 3), keepdim=True)  # far from a tie, or one in both types
     y = pool(x.to(device), size, Window(), (1, 1), zero)
     assert torch.equal(y.cpu().double(), (mean.float().round() + zero).double())
+
+
+def launch(gpu: Gpu, dtype: str, kernel: int, dilation: int, zero: int | None) -> None:
+    """What a pool launches on `gpu`, for images without memory."""
+    x = torch.empty(2, 64, 32, 32, dtype=getattr(torch, dtype), device="meta").contiguous(memory_format=torch.channels_last)
+    with mock.patch("halfbyte.kernels.gpu.conv.pool.early_after", lambda _: starts_early(gpu)):
+        pool(x, (kernel, kernel), Window(dilation=(dilation, dilation)), (4, 4), zero)
+
+
+CASES = [("int8", 3, 1, None), ("int8", 5, 2, None), ("float16", 3, 1, None), ("bfloat16", 3, 2, None), ("int8", 7, 1, -9)]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_pools_compile(arch: str) -> None:
+    names = ("dtype", "kernel", "dilation", "zero")
+    jobs = [Job(f"{__file__}:launch", arch, dict(zip(names, case, strict=True)), wanted="resources") for case in CASES]
+    for (binary,), (dtype, _, _, zero) in zip(compile_all(jobs), CASES, strict=True):
+        assert binary.spills == 0 or arch == "sm_80", binary.options  # there float16 spills 24 bytes
+        of_words = "max.s16x2" if dtype == "int8" else "max.NaN.f16x2" if dtype == "float16" else "max.NaN.bf16x2"
+        assert (of_words in binary.ptx) == (arch == "sm_90" and zero is None)

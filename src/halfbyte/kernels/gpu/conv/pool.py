@@ -1,10 +1,10 @@
-"""The largest number under each place of a window, or the mean of codes: pools of images in int8, the former also in 16 bits.
+"""Max pooling of images in int8, float16 or bfloat16, and average pooling of int8 codes without padding.
 
-    y[b, c, oy, ox] = max over kh, kw that lie inside of the image of  x[b, c, oy*stride - pad + kh*dilation, ox*stride - pad + kw*dilation]
-    y[b, c, oy, ox] = round(sum over kh, kw of (x[…] - zero) / (Kh * Kw)) + zero        where nothing is padded
+    max      y[b, c, oy, ox] = max over kh, kw inside of the image of  x[b, c, oy*stride - pad + kh*dilation, ox*stride - pad + kw*dilation]
+    average  y[b, c, oy, ox] = round(sum over kh, kw of (x[…] - zero) / (Kh * Kw)) + zero
 
-A NaN under a window is its largest number. A mean is exact but for its division and its one rounding, ties to even, as
-`kernels/cpu/conv/pool.py` has it. Images and results have their channels together (channels_last).
+The maximum of a window with a NaN is NaN. An average is that of `kernels/cpu/conv/pool.py`: the sum is exact, then it is converted to
+float32 (exact up to 2^24), divided, and rounded to the nearest integer, ties to even. Images and results are channels_last.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from halfbyte.kernels.gpu.runtime.launch import early_after, run
 from halfbyte.kernels.problem import Window
 
 _CHANNELS = 64  # of a program
-UNROLLED = tl.constexpr(16)  # places of a window, whose codes are on their way together
-_PLACES = 64  # that a program looks at together: outputs, of a mean places of the window
+UNROLLED = tl.constexpr(16)  # elements of a window up to which its loads are unrolled, so that they are in flight together
+_PLACES = 64  # outputs of a program that computes maxima; elements of the window in a step of one that computes an average
 
-# The elementwise maximum of two words of four codes: by halves, whose upper byte decides.
+# The maximum of each of four int8 in a word. max.s16x2 compares two 16-bit numbers, and the upper byte decides all comparisons but those
+# of equal upper bytes, of which either may be taken. Once the bytes 1 and 3 are the upper ones, once, moved up by 8 bits, 0 and 2; prmt
+# takes the upper bytes of both results: 1 and 3 of a, which become bytes 0 and 2, and 5 and 7 (those of b), which become 1 and 3.
 _OF_BYTES = tl.constexpr("""{
     .reg .b32 a, b;
     shl.b32 a, $1, 8;
@@ -35,10 +37,19 @@ _OF_BYTES = tl.constexpr("""{
 
 
 def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Tensor:
-    """int8, float16 or bfloat16 [B, C, H, W], channels_last and not empty -> [B, C, *out_size], channels_last.
+    """Launch max pooling (`zero` is None) or average pooling.
 
-    window   its padding below and to the right is not looked at: `out_size` says how far the kernel goes
-    zero     of a mean, the code that means 0
+    Args:
+        x: int8, or for max pooling float16 or bfloat16, [B, C, H, W], channels_last and not empty. An image has less than 2^31 elements
+            (`ops/conv/pool.py` checks that), as offsets within one are int32.
+        kernel: Kh and Kw.
+        window: Stride, padding and dilation. Its padding below and to the right is not read: `out_size` says how far the kernel goes.
+            Average pooling must not reach into padding: all that it reads is counted.
+        out_size: Ho and Wo.
+        zero: For average pooling, the code that means 0.
+
+    Returns:
+        [B, C, Ho, Wo] of the type of x, channels_last.
     """
     batch, channels, height, width = x.shape
     out = torch.empty((batch, channels, *out_size), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
@@ -53,8 +64,8 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
         (channels, height, width, *out_size),
         (*window.stride, top, left, *window.dilation, *kernel),
         0 if zero is None else zero,
-        TALL=kernel[0] if zero is None else 0,
-        WIDE=kernel[1] if zero is None else 0,
+        KERNEL_H=kernel[0] if zero is None else 0,  # an average's loop is not unrolled: one program for all kernels
+        KERNEL_W=kernel[1] if zero is None else 0,
         CHANNELS=_CHANNELS,
         PLACES=_PLACES,
         DENSE=window.dilation == (1, 1),
@@ -66,18 +77,19 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
 
 
 @triton.jit
-def _first(m, sizes, window):
-    """Return image, row and column of x where the window of output m begins."""
+def _window_origin(m, sizes, window):
+    """Return the index of the image, and the row and column of x where the window of output m begins, which may lie in the padding."""
     _channels, _height, _width, ho, wo = sizes
+    stride_y, stride_x, top, left, _dilation_y, _dilation_x, _kernel_h, _kernel_w = window
     row = m // wo
     b = row // ho
-    return b.to(tl.int64), (row - b * ho) * window[0] - window[2], (m - row * wo) * window[1] - window[3]
+    return b.to(tl.int64), (row - b * ho) * stride_y - top, (m - row * wo) * stride_x - left
 
 
 @triton.jit
 def _largest(
     x, out, outputs, sizes, window, zero,
-    TALL: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, PLACES: tl.constexpr, DENSE: tl.constexpr, HOPPER: tl.constexpr,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, CHANNELS: tl.constexpr, PLACES: tl.constexpr, DENSE: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     channels, height, width, _ho, _wo = sizes
     if HOPPER:
@@ -85,39 +97,43 @@ def _largest(
         gdc_wait()
     m = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    b, y0, x0 = _first(tl.minimum(m, outputs - 1), sizes, window)
-    real = (c < channels)[None, :]
+    b, y0, x0 = _window_origin(tl.minimum(m, outputs - 1), sizes, window)
+    valid = (c < channels)[None, :]
     least: tl.constexpr = -128 if x.dtype.element_ty == tl.int8 else float("-inf")
     largest = tl.full((PLACES, CHANNELS), least, x.dtype.element_ty)
-    xp = x + (b * (height * width * channels))[:, None] + c[None, :]
-    if TALL * WIDE <= UNROLLED:
-        for place in tl.static_range(TALL * WIDE):
-            largest = _larger(largest, _load_window(xp, place, y0, x0, real, sizes, window, least, WIDE, DENSE), HOPPER)
+    base = x + (b * (height * width * channels))[:, None] + c[None, :]
+    if KERNEL_H * KERNEL_W <= UNROLLED:
+        for place in tl.static_range(KERNEL_H * KERNEL_W):
+            largest = _larger(largest, _load_window(base, place, y0, x0, valid, sizes, window, least, KERNEL_W, DENSE), HOPPER)
     else:
-        for place in range(TALL * WIDE):
-            largest = _larger(largest, _load_window(xp, place, y0, x0, real, sizes, window, least, WIDE, DENSE), HOPPER)
-    tl.store(out + (m.to(tl.int64)[:, None] * channels + c[None, :]), largest, mask=(m < outputs)[:, None] & real)
+        for place in range(KERNEL_H * KERNEL_W):
+            largest = _larger(largest, _load_window(base, place, y0, x0, valid, sizes, window, least, KERNEL_W, DENSE), HOPPER)
+    tl.store(out + (m.to(tl.int64)[:, None] * channels + c[None, :]), largest, mask=(m < outputs)[:, None] & valid)
 
 
 @triton.jit
-def _load_window(xp, place, y0, x0, real, sizes, window, least: tl.constexpr, WIDE: tl.constexpr, DENSE: tl.constexpr):
-    """Load an element of the window; if it is outside of the image, the nearest one inside (DENSE: there is one), or `least`."""
+def _load_window(base, place, y0, x0, valid, sizes, window, least: tl.constexpr, KERNEL_W: tl.constexpr, DENSE: tl.constexpr):
+    """Load an element of each window, or what does not change the maximum where it lies outside of the image.
+
+    DENSE: dilation is 1, so that the image's pixel that is nearest to an element outside belongs to the same window: it is loaded again.
+    """
     channels, height, width, _ho, _wo = sizes
-    iy = y0 + place // WIDE * window[4]
-    ix = x0 + place % WIDE * window[5]
+    _stride_y, _stride_x, _top, _left, dilation_y, dilation_x, _kernel_h, _kernel_w = window
+    iy = y0 + place // KERNEL_W * dilation_y
+    ix = x0 + place % KERNEL_W * dilation_x
     if DENSE:
         iy = tl.minimum(tl.maximum(iy, 0), height - 1)
         ix = tl.minimum(tl.maximum(ix, 0), width - 1)
-        return tl.load(xp + ((iy * width + ix) * channels)[:, None], mask=real, other=0)
+        return tl.load(base + ((iy * width + ix) * channels)[:, None], mask=valid, other=0)
     else:
-        inside = ((iy >= 0) & (iy < height) & (ix >= 0) & (ix < width))[:, None] & real
-        numbers = tl.load(xp + ((iy * width + ix) * channels)[:, None], mask=inside, other=0)
-        return tl.where(inside, numbers, least)  # of four bytes that are read together, `other` is put into one
+        inside = ((iy >= 0) & (iy < height) & (ix >= 0) & (ix < width))[:, None] & valid
+        numbers = tl.load(base + ((iy * width + ix) * channels)[:, None], mask=inside, other=0)
+        return tl.where(inside, numbers, least)  # not `other=least`, of which Triton fills one of four int8 that it loads together
 
 
 @triton.jit
 def _larger(a, b, HOPPER: tl.constexpr):
-    """Return the larger of each pair; NaN is the largest."""
+    """Return the larger of each pair; NaN is the largest. With HOPPER in one instruction for two or four of them."""
     if HOPPER and a.dtype == tl.int8:
         return tl.inline_asm_elementwise(_OF_BYTES, "=r,r,r", [a, b], dtype=tl.int8, is_pure=True, pack=4)
     elif HOPPER and a.dtype == tl.float16:
@@ -131,7 +147,7 @@ def _larger(a, b, HOPPER: tl.constexpr):
 @triton.jit
 def _mean(
     x, out, outputs, sizes, window, zero,
-    TALL: tl.constexpr, WIDE: tl.constexpr, CHANNELS: tl.constexpr, PLACES: tl.constexpr, DENSE: tl.constexpr, HOPPER: tl.constexpr,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, CHANNELS: tl.constexpr, PLACES: tl.constexpr, DENSE: tl.constexpr, HOPPER: tl.constexpr,
 ):  # fmt: skip
     channels, height, width, _ho, _wo = sizes
     if HOPPER:
@@ -139,14 +155,16 @@ def _mean(
         gdc_wait()
     m = tl.program_id(0)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    b, y0, x0 = _first(m, sizes, window)
-    count = window[6] * window[7]
+    b, y0, x0 = _window_origin(m, sizes, window)
+    _stride_y, _stride_x, _top, _left, dilation_y, dilation_x, kernel_h, kernel_w = window
+    count = kernel_h * kernel_w
     total = tl.zeros((CHANNELS,), tl.int32)
     for first in range(0, count, PLACES):
         place = first + tl.arange(0, PLACES)
-        at = ((b * height + y0 + place // window[7] * window[4]) * width + x0 + place % window[7] * window[5]) * channels
+        at = ((b * height + y0 + place // kernel_w * dilation_y) * width + x0 + place % kernel_w * dilation_x) * channels
         codes = tl.load(x + (at[:, None] + c[None, :]), mask=(place < count)[:, None] & (c < channels)[None, :], other=0)
         total += tl.sum(codes.to(tl.int32), axis=0)
     mean = tl.div_rn((total - count * zero).to(tl.float32), tl.zeros((CHANNELS,), tl.float32) + count)
+    # Adding and subtracting MAGIC rounds to the nearest integer, ties to even.
     y = tl.minimum(tl.maximum((mean + MAGIC) - MAGIC + zero, -128.0), 127.0)
     tl.store(out + m.to(tl.int64) * channels + c, y.to(tl.int8), mask=c < channels)
