@@ -3,8 +3,9 @@
     pip install openvino nncf
     python benchmarks/diffusion.py --latents 32 --width 0.5
 
-Weights are random and not 0; the contenders are interleaved in one process. `--width`: of SD1.5's channels, as all of them take 3.4 GB in float32
-for each contender. OpenVINO's int8 is that of nncf.quantize, static, with the model type "transformer" as its documents advise for UNets.
+Weights are random and not 0. Each contender is timed before the next one's libraries are loaded, then all are interleaved in one process: a
+run in which one is slower among the others prints no figures. `--width`: of SD1.5's channels, all of which take 3.4 GB in float32 for each
+contender. OpenVINO's int8 is that of nncf.quantize, static, with the model type "transformer" for the UNet.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import copy
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,11 +22,12 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.machine import machine
-from halfbyte.timing import interleave
+from halfbyte.timing import interleave, measure
 
 CHANNELS, VAE_CHANNELS = (320, 640, 1280, 1280), (128, 256, 512, 512)
 TEXT, TOKENS = 768, 77
 CALIBRATION = 2
+SLOWED = 1.5  # times its time before the others were loaded, from which a contender's time is not its own
 
 
 class Step(nn.Module):
@@ -68,7 +71,7 @@ def inputs_of(part: str, latents: int, seed: int) -> tuple[Tensor, ...]:
 
 
 def openvino_int8(model: nn.Module, part: str, latents: int, threads: int) -> Callable[[], Tensor]:
-    import nncf
+    import nncf  # type: ignore[import-not-found]
     import openvino
 
     example = inputs_of(part, latents, 0)
@@ -82,7 +85,7 @@ def openvino_int8(model: nn.Module, part: str, latents: int, threads: int) -> Ca
 
 def contenders(part: str, args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     torch.manual_seed(0)
-    model = (Step if part == "unet" else Decoder)(args.width).eval()
+    model = (Step if part == "unet" else Decoder)(args.width).eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     example = inputs_of(part, args.latents, 0)
     yield "torch float32", lambda: model(*example)
     for name, config in {
@@ -92,7 +95,7 @@ def contenders(part: str, args: argparse.Namespace) -> Iterator[tuple[str, Calla
     }.items():
         if name in args.only:
             small = hb.optimize_(hb.quantize_(copy.deepcopy(model), config))
-            yield name, lambda small=small: small(*example)
+            yield name, partial(small, *example)
     if "openvino" in args.only:
         yield "OpenVINO int8", openvino_int8(model, part, args.latents, torch.get_num_threads())
 
@@ -110,7 +113,9 @@ def main() -> None:
     rows = []
     for part in args.parts:
         with torch.inference_mode():
-            calls = dict(contenders(part, args))
+            calls, alone = dict[str, Callable[[], Tensor]](), dict[str, float]()
+            for name, call in contenders(part, args):  # timed before the next one loads its libraries
+                calls[name], alone[name] = call, measure(call, min_runs=3).median
             exact = calls["torch float32"]()
             errors = {name: float((call() - exact).norm() / exact.norm()) for name, call in calls.items()}
             if args.profile:
@@ -120,8 +125,11 @@ def main() -> None:
                 print(profile.key_averages(group_by_input_shape=False).table(sort_by="self_cpu_time_total", row_limit=30))
                 continue
             times = interleave(calls, rounds=args.rounds)
+        if slowed := [f"{n}: {alone[n] * 1e3:.0f} -> {times[n].median * 1e3:.0f} ms" for n in calls if times[n].median > SLOWED * alone[n]]:
+            raise SystemExit(f"{part}: contenders slow each other down, so no ratio of this run means anything ({'; '.join(slowed)})")
         for name, error in errors.items():
-            row = {"part": part, "contender": name, "ms": round(times[name].median * 1e3, 1), "error": round(error, 4)}
+            row: dict[str, object] = {"part": part, "contender": name, "ms": round(times[name].median * 1e3, 1), "error": round(error, 4)}
+            row["alone_ms"] = round(alone[name] * 1e3, 1)
             row["speedup"] = round(times["torch float32"].median / times[name].median, 2)
             rows.append(row)
             print(json.dumps(row), flush=True)

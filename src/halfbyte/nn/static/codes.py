@@ -44,7 +44,7 @@ from halfbyte.nn.static.traced import ADDS, RELUS, Tracer, copy_node, erase_iden
 from halfbyte.ops.checks import FLOATS, check_floats
 from halfbyte.ops.conv import functions as conv
 
-# As `Weights`, also of the moments of the layer's inputs, None where they are not measured.
+# `Weights` that also take the moments of the layer's inputs, None where they are not measured.
 CalibratedWeights = Callable[[str, Layer, InputMoments | None], LayerWeight | str]
 
 _PERCENTILE = 0.9999  # of a result's values lie inside the range that "percentile" chooses
