@@ -53,22 +53,23 @@ def main() -> int:
     calibration = calibration[torch.randperm(len(calibration), generator=torch.Generator().manual_seed(0))]
     tests = [crops(photo, args.crops, seed=2 * i + 1) for i, photo in enumerate(photos.values())]
 
-    def on_codes(*skip: str) -> nn.Module:
-        config = hb.Config("int8_channel", activations="static", observer=args.observer, skip=skip)
+    def on_codes(method: str, *skip: str) -> nn.Module:
+        config = hb.Config("int8_channel", method, activations="static", observer=args.observer, skip=skip)
         return hb.quantize_(copy.deepcopy(model), config, calibration.split(32))
 
-    static = on_codes()
+    static, gptq = on_codes("absmax"), on_codes("gptq")
     threads = torch.get_num_threads()
     networks: dict[str, Callable[[Tensor], Tensor]] = {
         "torch float32": model,
         "halfbyte int8_channel": hb.fuse_(hb.quantize_(hb.fold_batch_norms_(copy.deepcopy(model)), "int8_channel")),
         "halfbyte int8, static": static,
-        "the same, two first layers in float": on_codes("1", "4"),
+        'the same, method="gptq"': gptq,
+        'method="gptq", skip=["1", "4"]': on_codes("gptq", "1", "4"),
     }
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         try:
-            hb.export_onnx(static, Path(folder, "static.onnx"), [tests[0][:2]], {"input_0": {0: "batch"}})
-            networks["ONNX Runtime int8, the same codes"] = onnxruntime_session(Path(folder, "static.onnx"), threads)
+            hb.export_onnx(gptq, Path(folder, "static.onnx"), [tests[0][:2]], {"input_0": {0: "batch"}})
+            networks["ONNX Runtime int8, codes of gptq"] = onnxruntime_session(Path(folder, "static.onnx"), threads)
         except (hb.HalfbyteError, ImportError) as error:
             print(f"without ONNX Runtime: {error}", file=sys.stderr)
         wanted = [model(x) for x in tests]

@@ -220,8 +220,9 @@ def take_calibration(config: Config, given: object, *, in_memory: bool = True) -
         raise UnsupportedError('activations="static" traces a model that is in memory: use quantize_(model, config, calibration=images)')
     elif calibration is None:
         raise ArgumentError('activations="static" needs calibration, which was not given: pass calibration=images, such as a DataLoader')
-    elif config.method in CALIBRATED:
-        raise ArgumentError(f'activations="static" has no use for {config.method}, which learns from text: use one of {", ".join(METHODS)}')
+    elif config.method in CALIBRATED and config.method != "gptq":
+        use = ", ".join((*METHODS, "gptq"))
+        raise ArgumentError(f'activations="static" has no use for {config.method}, which learns from text: use one of {use}')
     return replace(config, calibration=None), calibration
 
 

@@ -27,6 +27,7 @@ from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, NOTES, add_kept, add_notes
 from halfbyte.nn.static.bias_correction import Layer, LayerWeight
 from halfbyte.nn.static.codes import calibrated, on_codes, replace_
+from halfbyte.nn.static.moments import InputMoments
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 
 NO_RESTS: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})
@@ -226,12 +227,16 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
 
     kept: dict[str, str] = {}
 
-    def weight_of(name: str, layer: Layer) -> LayerWeight | str:
+    def weight_of(name: str, layer: Layer, moments: InputMoments | None) -> LayerWeight | str:
         fmt = decisions[name]
         if isinstance(fmt, str):
             return fmt
+        method = UNCALIBRATED.get(config.method, config.method)
         try:
-            codes = quantize_weight(kind_of(layer), layer.weight, fmt, config.method, name=f"{name}.weight")
+            if moments is None:
+                codes = quantize_weight(kind_of(layer), layer.weight, fmt, method, name=f"{name}.weight")
+            else:
+                codes = moments.codes(layer, fmt, f"{name}.weight")
         except FormatError as e:
             if config.strict:
                 raise
@@ -240,7 +245,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
         error, bias = relative_error(layer.weight, codes), None if layer.bias is None else layer.bias.detach()
         return LayerWeight(pack_weight(layer, codes, layer.weight.device), bias, error)
 
-    network = on_codes(model, cast("Iterable[object]", images), weight_of, observer=config.observer)
+    network = on_codes(model, cast("Iterable[object]", images), weight_of, observer=config.observer, moments=config.method == "gptq")
     from_ = calibrated(network)
     assert from_ is not None
     replace_(model, network)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import halfbyte as hb
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.static.bias_correction import BiasCorrector, LayerWeight, channel_means
-from halfbyte.nn.static.integer import IntegerConv2d
+from halfbyte.nn.static.integer import IntegerConv2d, IntegerLinear, Requantize
 
 
 def quantized(weight: Tensor, bias: Tensor | None) -> LayerWeight:
@@ -66,3 +66,44 @@ def test_the_head_gives_floats_and_padding_runs_in_the_convolution() -> None:
     shared = nn.Sequential(nn.ZeroPad2d(1), nn.MaxPool2d(2), nn.Conv2d(3, 4, 1)).eval()  # a pool reads the zeros
     network = hb.quantize_(shared, hb.Config("int8_channel", activations="static"), [x])
     assert any("ZeroPad2d" in note for note in hb.report(network).notes)
+
+
+@torch.no_grad()
+def test_means_before_a_head_have_more_than_8_bits() -> None:
+    """A mean of 64 codes has 6 bits more than a code; behind a head that nothing on codes reads it stays a number."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout()).eval()
+    x = torch.rand(16, 3, 8, 8)
+    for head in (nn.Linear(8, 5), nn.Identity()):
+        network = hb.quantize_(nn.Sequential(copy.deepcopy(model), head).eval(), hb.Config("int8_channel", activations="static"), [x])
+        features = network if isinstance(head, nn.Identity) else network.get_submodule("0.2")
+        found: list[Tensor] = []
+        handle = features.register_forward_hook(lambda _module, _args, y, found=found: found.append(y))
+        network(x)
+        handle.remove()
+        assert found[0].dtype == torch.float32
+
+
+@torch.no_grad()
+def test_sums_of_numbers_are_numbers() -> None:
+    """An addition whose two operands are computed in floating point runs there; one of two with codes does not."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(torch.relu(self.a(x) + self.b(x)))  # type: ignore[no-any-return]
+
+    x = torch.randn(4, 4, 9, 9)
+    for skip, on_codes in ((["a", "b"], False), (["a"], True), ([], True)):
+        network = hb.quantize_(Sum().eval(), hb.Config("int8_channel", activations="static", skip=skip), [x])
+        assert any(isinstance(module, Requantize) for module in network.modules()) is on_codes
+
+
+def test_a_linear_layer_before_a_relu_is_no_head() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    hb.quantize_(model, hb.Config("int8_channel", activations="static"), [torch.randn(16, 8)])
+    assert isinstance(model.get_submodule("0"), IntegerLinear)
+    assert isinstance(model.get_submodule("2"), QuantLinear)

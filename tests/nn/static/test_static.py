@@ -376,7 +376,7 @@ def test_nan_becomes_the_least_code() -> None:
         ({"calibration": None}, "needs calibration, which was not given: pass calibration=images"),
         ({"calibration": 3}, "takes batches of images, got int: pass a DataLoader"),
         ({"calibration": hb.Calibration(torch.ones(1, 32, dtype=torch.int64))}, "takes batches of images, got halfbyte.Calibration"),
-        ({"method": "gptq"}, "has no use for gptq"),
+        ({"method": "awq"}, "has no use for awq"),
         ({"format": "q4_0"}, "one scale|a scale per channel"),
         ({"observer": "best"}, "observer is one of"),
         ({"activations": "fixed"}, "activations is one of"),

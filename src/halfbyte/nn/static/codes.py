@@ -37,10 +37,14 @@ from halfbyte.nn.static.integer import (
     nearest,
 )
 from halfbyte.nn.static.memory_format import Formats
+from halfbyte.nn.static.moments import InputMoments
 from halfbyte.nn.static.network import IntegerNetwork
 from halfbyte.nn.static.traced import ADDS, IN_PLACE, RELUS, Tracer, copy_node, erase_identities, graph_of, module_of, why_overridden
 from halfbyte.ops.checks import FLOATS, check_floats
 from halfbyte.ops.conv import functions as conv
+
+# `Weights` that also take the moments of the layer's inputs, None where they are not measured.
+CalibratedWeights = Callable[[str, Layer, InputMoments | None], LayerWeight | str]
 
 _PERCENTILE = 0.9999  # of a result's values lie inside the range that "percentile" chooses
 _SAMPLES = 1 << 16  # of a result, from one batch, that percentiles and squared errors are made of
@@ -74,26 +78,35 @@ def calibrated(model: nn.Module) -> Calibrated | None:
     return found if isinstance(found, Calibrated) else None
 
 
-def on_codes(model: nn.Module, images: Iterable[object], weights: Weights, *, observer: Observer) -> fx.GraphModule:
+def on_codes(
+    model: nn.Module, images: Iterable[object], weights: CalibratedWeights, *, observer: Observer, moments: bool = False
+) -> fx.GraphModule:
     """A copy of `model`, in evaluation, that computes on int8 codes.
 
     images      batches that show what the network meets, each a tensor or a tuple that begins with one, as a DataLoader gives them;
                 one hundred images or so
     observer    how a result's range is chosen: "minmax"; "percentile": without the outermost values; "mse": the one with the least
                 squared error of the codes
+    moments     whether `weights` takes the moments of the inputs of a layer, for which images are kept in memory
 
     Raises UnsupportedError for a model that torch.fx cannot trace, ArgumentError without images.
     """
     traced, folded = _traced(model)
-    range_observer = _RangeObserver(traced, observer, {layer for layer, _ in folded})
-    corrector = BiasCorrector(traced, weights)
+    range_observer = _RangeObserver(traced, observer, {layer for layer, _ in folded}, moments)
+    corrector = BiasCorrector(traced, lambda name, layer: weights(name, layer, range_observer.moments.get(name)))
+    kept: list[tuple[Tensor, Mapping[str, Tensor]]] = []
     with torch.no_grad():
         for batch in [images] if isinstance(images, Tensor) else images:
             image = _image_of(batch)
             if image.is_floating_point():  # others may be ids
                 check_floats(image, "calibration takes images")
             range_observer.run(image)
-            corrector.collect(image, range_observer.means)
+            if moments:
+                kept.append((image, dict(range_observer.means)))
+            else:
+                corrector.collect(image, range_observer.means)
+        for image, means in kept:
+            corrector.collect(image, means)
     if not range_observer.seen:
         raise ArgumentError("there are no calibration images of float32, bfloat16 or float16: pass at least one batch")
     notes = (f"{len(folded)} batch norm{' was' if len(folded) == 1 else 's were'} folded into the layers before",) if folded else ()
@@ -222,7 +235,7 @@ def _image_of(batch: object) -> Tensor:
 class _RangeObserver(fx.Interpreter):
     """Runs the network and remembers, of each tensor, what its range is chosen from."""
 
-    def __init__(self, traced: fx.GraphModule, observer: Observer, folded: Set[str]) -> None:
+    def __init__(self, traced: fx.GraphModule, observer: Observer, folded: Set[str], moments: bool) -> None:
         super().__init__(traced)
         self.extra_traceback = False  # errors stay one sentence
         self.observer, self.folded = observer, folded
@@ -231,6 +244,7 @@ class _RangeObserver(fx.Interpreter):
         self.dtype = _dtype(traced)
         self.seen: dict[str, tuple[float, float]] = {}
         self.samples: dict[str, list[Tensor]] = {}
+        self.takes_moments, self.moments = moments, dict[str, InputMoments]()
         self.means: dict[str, Tensor] = {}  # of the outputs of each layer, for the last images
 
     def run_node(self, n: fx.Node) -> object:
@@ -247,6 +261,8 @@ class _RangeObserver(fx.Interpreter):
             )
         if isinstance(layer := module_of(n, self.modules), Layer) and isinstance(value, Tensor) and value.numel():
             self.means[str(n.target)] = channel_means(layer, value)
+            if self.takes_moments:
+                self.moments.setdefault(str(n.target), InputMoments()).add(layer, self.env[_first(n)])
         if isinstance(value, Tensor) and value.dtype in FLOATS and value.numel() and n.op != "output":
             low, high = (float(end) for end in torch.aminmax(value))
             if value.dtype != self.dtype:  # that of all results that codes stand for
@@ -369,6 +385,11 @@ class _Rewriter:
         module = module_of(node, self.modules)
         known = self.scales.keys() >= {node.name, *(source.name for source in _sources(node))}
         make, reason = self._maker(node, module) if known else None, ""
+        if make in (self._add, self._relu) and not any(source in self.codes_of for source in _sources(node)):
+            make = None  # of numbers: codes of the result have a smaller step
+        if make in (self._average, self._as_it_is) and self._is_before_head(node):  # a mean has more bits than a code
+            self.float_of[node] = copy_node(node, self.traced, self.graph, self.root, self._floats)
+            return
         given: nn.Module | tuple[Layer, LayerWeight] | None = module
         if make is not None and module is not None and (why_not := why_overridden(module)) and not isinstance(module, Layer):
             make, reason = None, f": {why_not}"
@@ -400,6 +421,15 @@ class _Rewriter:
         users = [user for user in node.users if user.op != "output"]
         return isinstance(module_of(node, self.modules), nn.Linear) and not any(self._maker(u, module_of(u, self.modules)) for u in users)
 
+    def _is_before_head(self, node: fx.Node) -> bool:
+        """Whether all that reads a node, directly or through operations that only move numbers, is a head or the output."""
+
+        def ends(user: fx.Node) -> bool:
+            moves = self._maker(user, module_of(user, self.modules)) == self._as_it_is
+            return self._is_before_head(user) if moves else user.op == "output" or self._is_head(user)
+
+        return all(map(ends, node.users))
+
     def _maker(self, node: fx.Node, module: nn.Module | None) -> Callable[..., tuple[fx.Node, Scale, list[fx.Node]]] | None:
         """The function that makes a node on codes; None for an operation that has none."""
         target = node.target
@@ -408,7 +438,7 @@ class _Rewriter:
         if target in ADDS and len(_sources(node)) == 2 and not node.kwargs:
             return self._add
         if isinstance(module, nn.ReLU | nn.ReLU6) or target in RELUS:
-            return self._relu if _first(node) in self.codes_of else None  # of floats: codes of its result have a smaller step
+            return self._relu
         if isinstance(module, nn.Flatten) or target in _SHAPES:
             return None if any(isinstance(size, torch.dtype) for size in (*node.args, *node.kwargs.values())) else self._as_it_is
         if isinstance(module, nn.MaxPool1d | nn.MaxPool2d):
