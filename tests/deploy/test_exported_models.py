@@ -100,7 +100,7 @@ def test_a_resnet(tmp_path: Path, form: str) -> None:
         assert isinstance(found, Tensor)
         if form == "float":
             assert _distance(found, wanted) < 256 * _EPS  # ten layers, each a sum in another order
-        else:  # the same kernels on the same codes; only the float head's sums differ
-            assert _distance(found, wanted) < 1e-5
+        else:  # the same kernels on the same codes; only the sums of 128 products of the float head differ
+            assert _distance(found, wanted) < 128 * _EPS
     done = subprocess.run([sys.executable, str(tmp_path / "cnn" / "load.py")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
