@@ -3,12 +3,14 @@
     python benchmarks/serve.py SmolLM2-135M-Instruct.Q4_1.gguf --clients 1 4 16
     python benchmarks/serve.py models/tiny-llama --format q4_0 --contenders halfbyte halfbyte-generate
     python benchmarks/serve.py llama-8b --synthetic --device cuda --format int4_g128 --contenders halfbyte halfbyte-generate
+    python benchmarks/serve.py SmolLM2-135M-Instruct.Q4_1.gguf --step-ms 7.8 --clients 128 --contenders halfbyte halfbyte-generate
 
 Contenders: `halfbyte serve`; `halfbyte-generate`, the same model without a server, its prompts as one batch; `llama.cpp`, its server from
 the package xllamacpp, for .gguf files. Each runs in a process of its own, in turn, and only while it is measured; a ratio is the median
 over rounds of the ratio within a round. A client asks for the continuation of a prompt of its own, greedily, as a stream, and asks again as
 soon as it has its answer. All answers have the same number of tokens. "CPU s" is the time that the contender's process has computed: where
-other programs run, it tells more than tokens per second. llama.cpp needs xllamacpp.
+other programs run, it tells more than tokens per second. With `--step-ms` nothing is computed: the model is one on a GPU whose steps take
+so long, and tokens are random, so that the CPU time is that of Python. llama.cpp needs xllamacpp.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ def main() -> int:
     parser.add_argument("--synthetic", action="store_true", help="MODEL is FAMILY-SIZE of llm.py, with random weights")
     parser.add_argument("--format", help="of a model in floating point")
     parser.add_argument("--device", default="cpu", help="of halfbyte (default: %(default)s)")
+    parser.add_argument("--step-ms", type=float, help="of halfbyte: compute nothing, sleep as long as a GPU's decode step would take")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the requests (default: greedy)")
     parser.add_argument("--top-p", type=float, help="of the requests")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
@@ -192,6 +195,10 @@ def opened(args: argparse.Namespace) -> Any:
     from halfbyte.language.model import LanguageModel
 
     torch.set_num_threads(args.threads)
+    if args.step_ms is not None:
+        from serve_simulated import simulated
+
+        return simulated(LanguageModel.open(args.model, format=args.format), args.step_ms / 1000)
     if not args.synthetic:
         return LanguageModel.open(args.model, format=args.format, device=args.device)
     from llm_models import make_config, make_spec, make_tokenizer

@@ -80,6 +80,16 @@ def streamed(actual: Tokenizer, ids: Sequence[int], stop: Sequence[str] = ()) ->
     return [*pieces, stream.flush()], taken
 
 
+def together(actual: Tokenizer, ids: Sequence[int], data: st.DataObject) -> list[str]:
+    """Pieces of text of several tokens at a time."""
+    stream, pieces, start = TextStream(actual), [], 0
+    while start < len(ids):
+        count = data.draw(st.integers(1, 24))
+        pieces.append(stream.extend(ids[start : start + count]))
+        start += count
+    return [*pieces, stream.flush()]
+
+
 def cut(text: str, stop: Sequence[str]) -> str | None:
     """A text up to the stop string that is complete first; None where none is in it."""
     ends = [(end, -len(s)) for end in range(len(text) + 1) for s in stop if text[:end].endswith(s)]
@@ -100,6 +110,7 @@ def test_the_pieces_are_the_whole(kind: str, data: st.DataObject) -> None:
     actual = tokenizer(kind)
     ids = data.draw(st.lists(st.integers(0, actual.backend.get_vocab_size() + 1), max_size=40))  # and ids that have no token
     assert "".join(streamed(actual, ids)[0]) == actual.decode(ids)
+    assert "".join(together(actual, ids, data)) == actual.decode(ids)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "sentencepiece with prefix"])
@@ -113,6 +124,7 @@ def test_bytes_that_are_characters_or_not(kind: str, data: st.DataObject) -> Non
     ids = [actual.backend.token_to_id(name) for name in names]
     assert None not in ids
     assert "".join(streamed(actual, ids)[0]) == actual.decode(ids)  # type: ignore[arg-type]
+    assert "".join(together(actual, ids, data)) == actual.decode(ids)  # type: ignore[arg-type]
 
 
 def _bytes() -> list[int]:
@@ -204,6 +216,10 @@ def test_a_long_text_is_decoded_a_few_tokens_at_a_time(monkeypatch: pytest.Monke
         pieces = [stream.push(id) for id in ids]
         assert "".join([*pieces, stream.flush()]) == actual.decode(ids)
         assert longest < 40
+        pieces, longest = [stream.extend(ids)], 0
+        pieces += [stream.push(id) for id in ids]
+        assert "".join([*pieces, stream.flush()]) == actual.decode([*ids, *ids])
+        assert longest < 40, "few of many tokens are decoded again"
 
 
 @pytest.mark.parametrize("stop", [[""], "ab", [5]])

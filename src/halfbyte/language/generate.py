@@ -45,9 +45,9 @@ class Generation:
         prompt_ids: Token ids of the prompt.
         sampling: How its tokens are chosen.
         max_new_tokens: How many are generated at most.
+        stream: Decodes their text.
         ids: Token ids of the answer so far.
         choices: Log probabilities of these, where `sampling` asks for them.
-        text: Text of the answer so far.
         finish_reason: "stop" after an end token or a stop string, "length" after `max_new_tokens`, "cancelled"; None while it runs.
         cached_tokens: Tokens of the prompt that were in the cache already.
         processors: Change its logits before a token is chosen.
@@ -57,15 +57,42 @@ class Generation:
     prompt_ids: list[int]
     sampling: Sampling
     max_new_tokens: int
+    stream: TextStream = field(repr=False)
     ids: list[int] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
-    text: str = ""
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     processors: Sequence[LogitsProcessor] = ()
     started: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
+    _text: str = field(default="", repr=False)
+    _undecoded: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def text(self) -> str:
+        """Text of the answer so far. Tokens are decoded when it is asked for, many in one call."""
+        self._decode()
+        return self._text
+
+    def _decode(self) -> None:
+        if self._undecoded:
+            self._text += self.stream.extend(self._undecoded)
+            self._undecoded = []
+
+    def accept(self, token: int, *, ends: bool) -> None:
+        """Append a token to the answer, without text if it `ends` the sequence, and set `finish_reason` where that was the last one."""
+        self.ids.append(token)
+        if not ends:
+            self._undecoded.append(token)
+        if self.sampling.stop:
+            self._decode()
+        if ends or self.stream.finished:
+            self.finish_reason = "stop"
+        elif len(self.ids) >= self.max_new_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason is not None:
+            self._text = self.text + self.stream.flush()
 
     @property
     def prompt_rate(self) -> float:
@@ -84,7 +111,6 @@ class _Running:
 
     generation: Generation
     sampler: Sampler
-    stream: TextStream
     cache: Cache | None  # its own; None: it has a slot
     waiting: int  # the token that is chosen and not in the cache yet
     guesser: Guesser | None = None
@@ -102,8 +128,8 @@ class Batch:
         batch = Batch(model, tokenizer)
         one, two = batch.submit([1, 2, 3], Sampling()), batch.submit([1, 5], Sampling(temperature=0.7))
         while batch.running:
-            for generation, piece in batch.step():
-                print(piece, end="")
+            batch.step()
+        print(one.text, two.text)
     """
 
     def __init__(
@@ -198,7 +224,8 @@ class Batch:
             raise ArgumentError(f"the prompt has {len(ids)} tokens, and {longest}: use a shorter text{more}")
         if asked is not None and asked > left:
             raise ArgumentError(f"max_new_tokens is at most {left} after {len(ids)} tokens, as {longest}, got {asked}: use less{more}")
-        generation = Generation(ids, sampling, min(wanted, left), processors=processors)
+        stream = TextStream(self._tokenizer, sampling.stop)
+        generation = Generation(ids, sampling, min(wanted, left), stream, processors=processors)
         self._waiting.append(generation)
         return generation
 
@@ -216,11 +243,11 @@ class Batch:
             generation.finish_reason = "cancelled"
             self._leave(running)
 
-    def step(self) -> list[tuple[Generation, str]]:
+    def step(self) -> list[Generation]:
         """Read a chunk of the next prompt that waits, or decode a token of each sequence that runs.
 
         Returns:
-            The sequences that have new tokens, and their new text, which may be empty.
+            The sequences that have new tokens.
         """
         try:
             return self._step()
@@ -239,7 +266,7 @@ class Batch:
         """Free the KV caches of earlier sequences."""
         self._prefixes.clear()
 
-    def _step(self) -> list[tuple[Generation, str]]:
+    def _step(self) -> list[Generation]:
         while self._preempted:
             self._resume(self._preempted[0])
         start, before = time.perf_counter(), self._prefilled
@@ -291,7 +318,7 @@ class Batch:
     def _new_slots(self) -> Slots:
         return Slots(self._model.spec, self._capacity, int8=self._int8, most=self._model.spec.max_positions, where=self._model.where)
 
-    def _continue_prefill(self) -> list[tuple[Generation, str]]:
+    def _continue_prefill(self) -> list[Generation]:
         """Read a chunk of the first prompt that waits; after the last one, choose the first token."""
         if self._prefill is None:
             generation = self._waiting[0]
@@ -334,7 +361,7 @@ class Batch:
             found.append(generation)
         return found[: 1 << (len(found).bit_length() - 1)] if found else found
 
-    def _prefill_together(self, generations: Sequence[Generation]) -> list[tuple[Generation, str]]:
+    def _prefill_together(self, generations: Sequence[Generation]) -> list[Generation]:
         """Read short prompts side by side, and choose their first tokens."""
         slots, lengths = self._slots, [len(generation.prompt_ids) for generation in generations]
         assert slots is not None
@@ -362,11 +389,10 @@ class Batch:
     def _running_of(self, generation: Generation, cache: Cache | None) -> _Running:
         is_float16 = self._model.where is not None and self._model.where.dtype == torch.float16
         sampler = Sampler(generation.sampling, generation.prompt_ids, generation.processors, is_float16=is_float16)
-        stream = TextStream(self._tokenizer, generation.sampling.stop)
         guesser = self._draft or PromptLookup() if self._speculate else None
-        return _Running(generation, sampler, stream, cache, 0, guesser)
+        return _Running(generation, sampler, cache, 0, guesser)
 
-    def _start(self, runs: Sequence[_Running], logits: Tensor) -> list[tuple[Generation, str]]:
+    def _start(self, runs: Sequence[_Running], logits: Tensor) -> list[Generation]:
         """Choose the token after each prompt, whose logits [B, N] are given; the sequences run from then on."""
         samplers = [one.sampler for one in runs]
         if self._model.where is None:
@@ -378,7 +404,7 @@ class Batch:
         for one in runs:
             self._active.append(one)
             self._waiting.remove(one.generation)
-        return [(one.generation, self._accept(one, chosen)) for one, chosen in zip(runs, first, strict=True)]
+        return [self._accept(one, chosen) for one, chosen in zip(runs, first, strict=True)]
 
     def _cache_for(self, prompt: list[int]) -> tuple[Cache, int]:
         """A cache for a prompt, and how many of its tokens are in there."""
@@ -394,7 +420,7 @@ class Batch:
                 self._prefixes.put([*running.generation.prompt_ids, *running.generation.ids], running.cache)
             running.cache = None
 
-    def _decode_alone(self, running: _Running) -> tuple[Generation, str]:
+    def _decode_alone(self, running: _Running) -> Generation:
         generation, switch = running.generation, self._model.spec.rope_switch
         assert running.cache is not None
         if running.cache.length == switch and not running.long_rope:
@@ -407,9 +433,10 @@ class Batch:
         if running.guesser is not None and left > 0 and not generation.sampling.logprobs:
             most = min(self._speculate, left, self._model.most_verify - 1)
             if guesses := running.guesser.guess([*generation.prompt_ids, *generation.ids], most):
-                return generation, self._check_guesses(running, running.guesser, cache, guesses)
+                self._check_guesses(running, running.guesser, cache, guesses)
+                return generation
         (chosen,) = self._chosen([running], cache)
-        return generation, self._accept(running, chosen)
+        return self._accept(running, chosen)
 
     def _chosen(self, runs: Sequence[_Running], cache: Cache) -> Iterable[int | Choice]:
         """Decode the token that waits of each sequence, and choose the next one."""
@@ -423,7 +450,7 @@ class Batch:
         tokens = cast("GpuModel", self._model).decode_tokens(waiting, cache, choose=chooser, launch_ahead=launch_ahead)
         return tokens if chooser is None else chooser.accept(tokens)
 
-    def _check_guesses(self, running: _Running, guesser: Guesser, cache: Cache, guesses: list[int]) -> str:
+    def _check_guesses(self, running: _Running, guesser: Guesser, cache: Cache, guesses: list[int]) -> None:
         """Read the waiting token and guesses behind it at once, and accept the tokens that would have been chosen one by one."""
         before = cache.length
         logits = self._model.verify([running.waiting, *guesses], cache)
@@ -434,16 +461,13 @@ class Batch:
         self.accepted += len(chosen) - 1
         guesser.checked(len(guesses), len(chosen) - 1)
         whole = cache.cut(before + len(chosen))  # the newest chosen token is not in the cache yet, a wrong guess no more
-        pieces = []
         for count, token in enumerate(chosen, 1):
-            pieces.append(self._accept(running, token))
-            if running.generation.finish_reason is not None:
+            if self._accept(running, token).finish_reason is not None:
                 if count < len(chosen):  # the cache that stays is the one without speculation
                     cache.cut(before + count)
-                return "".join(pieces)
+                return
         if not whole:
             self._read_again(running, cache)
-        return "".join(pieces)
 
     def _read_again(self, running: _Running, cache: Cache) -> None:
         """Read a sequence into an empty cache, without the token that waits."""
@@ -452,7 +476,7 @@ class Batch:
         switch = self._model.spec.rope_switch
         running.long_rope = switch is not None and len(tokens) > switch
 
-    def _decode_slots(self) -> list[tuple[Generation, str]]:
+    def _decode_slots(self) -> list[Generation]:
         slots, switch = self._slots, self._model.spec.rope_switch
         assert slots is not None
         positions = zip(self._active, slots.positions(), strict=True)
@@ -464,31 +488,23 @@ class Batch:
         runs = list(self._active)
         # From the last slot on: the last one that is taken moves to one that becomes free.
         chosen = list(self._chosen(runs, slots))
-        accepted = [(run.generation, self._accept(run, token)) for run, token in zip(runs[::-1], chosen[::-1], strict=True)]
+        accepted = [self._accept(run, token) for run, token in zip(runs[::-1], chosen[::-1], strict=True)]
         return accepted[::-1]
 
-    def _accept(self, running: _Running, chosen: int | Choice) -> str:
-        """Append a token to the answer; the new text."""
+    def _accept(self, running: _Running, chosen: int | Choice) -> Generation:
+        """Append a token to the answer of a sequence, which leaves with its last one."""
         generation = running.generation
         token = chosen if isinstance(chosen, int) else chosen.id
-        generation.ids.append(token)
-        generation.last_token = time.perf_counter()
-        if len(generation.ids) == 1:
-            generation.first_token = generation.last_token
         if isinstance(chosen, Choice):
             generation.choices.append(chosen)
         running.waiting = token
-        ends = token in self._tokenizer.eos_ids and not generation.sampling.ignore_eos
-        piece = "" if ends else running.stream.push(token)
-        if ends or running.stream.finished:
-            generation.finish_reason = "stop"
-        elif len(generation.ids) >= generation.max_new_tokens:
-            generation.finish_reason = "length"
+        generation.last_token = time.perf_counter()
+        if not generation.ids:
+            generation.first_token = generation.last_token
+        generation.accept(token, ends=token in self._tokenizer.eos_ids and not generation.sampling.ignore_eos)
         if generation.finish_reason is not None:
-            piece += running.stream.flush()
             self._leave(running)
-        generation.text += piece
-        return piece
+        return generation
 
     def _leave(self, running: _Running) -> None:
         ids = [*running.generation.prompt_ids, *running.generation.ids]
@@ -530,13 +546,19 @@ def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[tuple[int, 
         The index of a sequence and its new text, where there is any.
     """
     shown = [0] * len(generations)
+    for _ in steps(batch, generations):
+        for index, generation in enumerate(generations):  # others that run this batch may have generated some of its text
+            if piece := generation.text[shown[index] :]:
+                shown[index] = len(generation.text)
+                yield index, piece
+
+
+def steps(batch: Batch, generations: Sequence[Generation]) -> Iterator[None]:
+    """Run sequences of a batch until all of them have finished, and yield before the first step and after each one."""
     try:
         while True:
             ended = all(generation.finish_reason is not None for generation in generations)
-            for index, generation in enumerate(generations):  # others that run this batch may have generated some of its text
-                if piece := generation.text[shown[index] :]:
-                    shown[index] = len(generation.text)
-                    yield index, piece
+            yield
             if ended:
                 return
             batch.step()

@@ -25,7 +25,7 @@ from halfbyte.io.gguf import File, is_gguf, read_header
 from halfbyte.language.chat_template import render
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.device import find_device, find_gpu, fitting, free_memory, no_memory_to_run
-from halfbyte.language.generate import MOST_GUESSES, Batch, Generation, run
+from halfbyte.language.generate import MOST_GUESSES, Batch, Generation, run, steps
 from halfbyte.language.report import LanguageReport, Times
 from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
@@ -209,11 +209,11 @@ class LanguageModel:
             self._batch.free()
             batch = self.batch(min(max(1, len(texts)), self.most_sequences))
             generations = [batch.submit(self._ids(text), chosen) for text in texts]
-            for _ in run(batch, generations):
+            for _ in steps(batch, generations):
                 pass
             return generations
         generation = self._batch.submit(self._ids(prompts), chosen)
-        for _ in run(self._batch, [generation]):
+        for _ in steps(self._batch, [generation]):
             pass
         return generation
 

@@ -1,8 +1,8 @@
 """Token ids → text as it is generated.
 
-Called by the generation loop with one id at a time. The text of a token can depend on its neighbours: a character of several bytes is in
-several tokens, the first token of a SentencePiece text loses its space, WordPiece joins or separates. So a token is decoded behind a few
-tokens of context, and only text that no later token can change is given out.
+Called by a `Generation` with the ids since the last call. The text of a token can depend on its neighbours: a character of several bytes
+is in several tokens, the first token of a SentencePiece text loses its space, WordPiece joins or separates. So tokens are decoded behind a
+few tokens of context, and only text that no later token can change is given out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _CONTEXT = 8  # tokens, of a byte each at least: more than a character of UTF-8 
 class TextStream:
     """The text of one sequence, piece by piece, up to a stop string.
 
-    What `push` returns, one after the other, and then `flush`, is what `tokenizer.decode` gives for all ids, cut before the first stop
-    string that is complete.
+    What `push` and `extend` return, one after the other, and then `flush`, is what `tokenizer.decode` gives for all ids, cut before the
+    first stop string that is complete.
 
     Attributes:
         finished: Whether a stop string has come; ids that are pushed afterwards are ignored.
@@ -62,9 +62,13 @@ class TextStream:
         Returns:
             The text that cannot change any more and is not the beginning of a stop string; often "" or several characters.
         """
+        return self.extend([id])
+
+    def extend(self, ids: Sequence[int]) -> str:
+        """Appends tokens, which are decoded together; otherwise like `push`. A stop string may end before the last of them."""
         if self.finished:
             return ""
-        text, outlook = self._raw.push(id, bool(self._stop))
+        text, outlook = self._raw.extend(ids, bool(self._stop))
         if self._clean_up:
             text, outlook = self._cleaned(text, outlook)
         text = self._stop.push(text, outlook)
@@ -91,7 +95,7 @@ class TextStream:
 
 
 class _RawStream:
-    """`backend.decode`, one token at a time.
+    """`backend.decode`, a few tokens at a time.
 
     Invariant: for all further ids X, the text of all ids is what was given out followed by decode(context + tokens + X)[given:].
     `context` may be any earlier tokens for which this holds: those that were decoded at last, if they have text of their own, which then
@@ -110,14 +114,18 @@ class _RawStream:
         self._tokens: list[int] = []
         self._given = 0
 
-    def push(self, id: int, look_ahead: bool) -> tuple[str, str]:
+    def extend(self, ids: Sequence[int], look_ahead: bool) -> tuple[str, str]:
         """(text that cannot change any more, further text of the ids so far where `look_ahead` asks for it)."""
-        token = None if id in self._skipped else self._backend.id_to_token(id)
-        if token is None:
+        last = None
+        for id in ids:
+            token = None if id in self._skipped else self._backend.id_to_token(id)
+            if token is not None:
+                last = token
+                self._tokens.append(id)
+        if last is None:
             return "", ""
-        self._tokens.append(id)
         # A run of byte tokens becomes U+FFFD as a whole where one of them is no UTF-8, so it is known at its end only.
-        if not self._streams or (self._bytes_as_tokens and _is_byte(token)):
+        if not self._streams or (self._bytes_as_tokens and _is_byte(last)):
             return "", self._decode(self._context + self._tokens)[self._given :] if look_ahead else ""
         text = self._decode(self._context + self._tokens)
         end = len(text)
@@ -139,9 +147,9 @@ class _RawStream:
 
     def _move_context(self) -> None:
         """Forgets earlier tokens, if the last ones have text of their own."""
-        alone = self._decode(self._tokens)
-        if alone:
-            self._context, self._tokens, self._given = self._tokens, [], len(alone)
+        last = self._tokens[-_CONTEXT:]
+        if alone := self._decode(last):
+            self._context, self._tokens, self._given = last, [], len(alone)
 
     def _decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, False)

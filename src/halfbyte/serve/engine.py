@@ -1,15 +1,18 @@
 """`Engine`: the thread that owns a language model's `Batch`, and how the event loop talks to it.
 
 The event loop puts `Job`s, the sequences of a `Request`, into a queue. The thread moves them into the batch, decodes step by step, and
-hands new text to the event loop, of each sequence 60 times a second at most: many steps of a GPU are shorter than that, and each event
-of a stream takes the time of a token of others. The loop never waits for the model, and the model never for a client: text
+hands new text to the event loop, of each sequence 60 times a second at most, and less often where many run: many steps of a GPU are shorter
+than that, and each event of a stream takes the time of a token of others. Until then tokens are not even decoded to text. Each step sends
+the text of some sequences, so that none takes the time of all. The loop never waits for the model, and the model never for a client: text
 that a slow client has not read yet waits in its request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -26,6 +29,7 @@ from halfbyte.serve.replies import ApiError
 
 _log = logging.getLogger("halfbyte.serve")
 _INTERVAL = 1 / 60  # seconds between the texts that are sent of a sequence, at least: those of a display's frames
+_PER_TEXT = 1 / 4000  # seconds between the texts of all sequences: the event loop then takes some tenth of a core from the engine
 
 
 class Processor(LogitsProcessor, Protocol):
@@ -61,6 +65,7 @@ class Job:
     processors: Sequence[Processor] = ()
     generation: Generation | None = None
     sent_tokens: int = 0
+    sent_text: int = 0
     text: list[str] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     new_tokens: int = 0
@@ -141,7 +146,7 @@ class Request:
 
 
 class _Change(NamedTuple):
-    """What the event loop is told of a sequence after a step."""
+    """What the event loop is told of a sequence."""
 
     job: Job
     text: str
@@ -149,19 +154,6 @@ class _Change(NamedTuple):
     new_tokens: int
     finish_reason: str | None
     error: ApiError | None
-    is_first: bool = False
-
-    def after(self, before: _Change | None) -> _Change:
-        """Return both changes as one."""
-        if before is None:
-            return self
-        text, choices, new_tokens = before.text + self.text, before.choices + self.choices, before.new_tokens + self.new_tokens
-        return self._replace(text=text, choices=choices, new_tokens=new_tokens)
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether a client waits for it: the first text of a sequence, or its end."""
-        return self.is_first or self.finish_reason is not None
 
 
 class Engine:
@@ -187,8 +179,8 @@ class Engine:
         self._most = parallel + most_waiting
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._jobs: dict[Generation, Job] = {}  # the thread's
-        self._unsent: dict[Job, _Change] = {}  # the thread's
-        self._sent = 0.0  # time at which all changes were sent
+        self._unsent: dict[Job, None] = {}  # the thread's: with tokens that were not sent; the one that waits longest is the first
+        self._stepped = 0.0  # time of the last step; the thread's
         self._unfinished = 0  # the event loop's
         self._closing, self._ending = False, False
         self._idle, self._hurried = asyncio.Event(), asyncio.Event()
@@ -251,7 +243,7 @@ class Engine:
         await asyncio.to_thread(self._thread.join, 30.0)
 
     def _deliver(self, changes: list[_Change]) -> None:
-        for job, text, choices, new_tokens, finish_reason, error, _ in changes:
+        for job, text, choices, new_tokens, finish_reason, error in changes:
             if text:
                 job.text.append(text)
             job.choices += choices
@@ -295,10 +287,11 @@ class Engine:
                 job.generation = self._batch.submit(job.prompt_ids, job.sampling, job.processors)
                 self._jobs[job.generation] = job
             except HalfbyteError as e:
-                self._notify([self._failure(job, ApiError(400, str(e)))])
+                self._notify([self._change(job, "cancelled", ApiError(400, str(e)))])
             except Exception as e:  # the thread and other requests go on
                 _log.error("a request could not be started", exc_info=e)
-                self._notify([self._failure(job, ApiError(500, f"{type(e).__name__}, which the server's log describes", "model_failed"))])
+                error = ApiError(500, f"{type(e).__name__}, which the server's log describes", "model_failed")
+                self._notify([self._change(job, "cancelled", error)])
 
     def _drop(self) -> None:
         """End sequences that no client waits for, or whose time is over."""
@@ -310,34 +303,55 @@ class Engine:
             self._batch.cancel(generation)
             del self._jobs[generation]
             error = ApiError(504, "the time of this request is over: ask for fewer tokens, or later", "timeout") if is_late else None
-            changes.append(self._failure(job, error))
-        if changes:
-            self._notify(changes)
+            changes.append(self._change(job, "cancelled", error))
+        self._notify(changes)
 
     def _step(self) -> None:
+        """Decode a token of each sequence. First tokens and ends are sent at once, for a client waits for them, others now and then."""
         try:
-            pieces = self._batch.step()
+            stepped = self._batch.step()
         except Exception as e:
             self._fail(e)
             return
-        changes = []
-        for generation, text in pieces:
+        urgent = []
+        for generation in stepped:
             job = self._jobs[generation]
-            count, reason = len(generation.ids), generation.finish_reason
-            choices = generation.choices[job.sent_tokens :] if generation.choices else []
-            if not job.sent_tokens:
-                self._metrics.first_token(generation)
-                job.cached_tokens = generation.cached_tokens
-            error = None
-            if reason is not None:
-                del self._jobs[generation]
-                self._metrics.finished(generation)
-                faults = [processor.error for processor in job.processors if processor.error is not None]
-                error = ApiError(400, faults[0], "schema_too_complex", "response_format") if faults else None
-            changes.append(_Change(job, text, choices, count - job.sent_tokens, reason, error, is_first=not job.sent_tokens))
-            job.sent_tokens = count
-        self._metrics.generated(sum(change.new_tokens for change in changes))
-        self._notify(changes)
+            if not job.sent_tokens or generation.finish_reason is not None:
+                self._unsent.pop(job, None)
+                urgent.append(job)
+            else:
+                self._unsent[job] = None
+        now = time.monotonic()
+        share = (now - self._stepped) / max(_INTERVAL, _PER_TEXT * len(stepped))
+        count = len(self._unsent) if self._batch.reads_prompt else math.ceil(share * len(self._unsent))  # a prompt may take long
+        self._stepped = now
+        self._notify([self._new(job) for job in [*urgent, *itertools.islice(self._unsent, count)]])
+
+    def _new(self, job: Job) -> _Change:
+        """What is new of a sequence that runs, or has just finished."""
+        generation, error = job.generation, None
+        assert generation is not None
+        if not job.sent_tokens:
+            self._metrics.first_token(generation)
+            job.cached_tokens = generation.cached_tokens
+        if generation.finish_reason is not None:
+            del self._jobs[generation]
+            self._metrics.finished(generation)
+            faults = [processor.error for processor in job.processors if processor.error is not None]
+            error = ApiError(400, faults[0], "schema_too_complex", "response_format") if faults else None
+        return self._change(job, generation.finish_reason, error)
+
+    def _change(self, job: Job, finish_reason: str | None, error: ApiError | None) -> _Change:
+        """What the event loop has not been told of a sequence."""
+        generation = job.generation
+        self._unsent.pop(job, None)
+        if generation is None:
+            return _Change(job, "", [], 0, finish_reason, error)
+        text, choices = generation.text[job.sent_text :], generation.choices[job.sent_tokens :]
+        new_tokens = len(generation.ids) - job.sent_tokens
+        job.sent_text += len(text)
+        job.sent_tokens += new_tokens
+        return _Change(job, text, choices, new_tokens, finish_reason, error)
 
     def _fail(self, error: Exception) -> None:
         """End the sequences whose prompts could not be read, or all of them after an error of another step."""
@@ -349,7 +363,8 @@ class Engine:
             self._batch.cancel(job.generation)
             del self._jobs[job.generation]
         said = str(error) if isinstance(error, HalfbyteError) else f"{type(error).__name__}, which the server's log describes"
-        self._notify([self._failure(job, ApiError(500, f"the model has failed ({said}): ask again", "model_failed")) for job in ended])
+        failure = ApiError(500, f"the model has failed ({said}): ask again", "model_failed")
+        self._notify([self._change(job, "cancelled", failure) for job in ended])
 
     def _end_all(self, error: ApiError) -> None:
         left = list(self._jobs.values())
@@ -358,24 +373,12 @@ class Engine:
             while True:
                 job = self._inbox.get(block=False)
                 left += [] if job is None else [job]
-        self._notify([self._failure(job, error) for job in left])
-
-    def _failure(self, job: Job, error: ApiError | None) -> _Change:
-        return _Change(job, "", [], 0, "cancelled", error)
+        self._notify([self._change(job, "cancelled", error) for job in left])
 
     def _notify(self, changes: list[_Change]) -> None:
-        """Tell the event loop of changes: the beginnings and ends of sequences at once, others after `_INTERVAL`."""
+        """Tell the event loop of changes."""
         assert self._loop is not None
-        now, urgent = time.monotonic(), []
-        for change in changes:
-            whole = change.after(self._unsent.pop(change.job, None))
-            if whole.is_urgent:
-                urgent.append(whole)
-            else:
-                self._unsent[change.job] = whole
-        if now - self._sent >= _INTERVAL or self._batch.reads_prompt:  # which may take long
-            urgent += self._unsent.values()
-            self._unsent, self._sent = {}, now
-        if urgent:
+        if changes:
+            self._metrics.generated(sum(change.new_tokens for change in changes))
             with suppress(RuntimeError):  # the loop is closed: no client waits
-                self._loop.call_soon_threadsafe(self._deliver, urgent)
+                self._loop.call_soon_threadsafe(self._deliver, changes)

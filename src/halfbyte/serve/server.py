@@ -31,7 +31,7 @@ _BACKLOG = 1024
 _KEEP_ALIVE = 30  # seconds that a connection may be idle
 _AFTER = 2.0  # seconds for the last bytes of responses, after the time of grace
 _TEXT_THREADS = 2  # that tokenize, render templates and compile grammars
-_SWITCH = 5e-4  # seconds until the event loop lets the engine's thread run, which has to launch the next step
+_SWITCH = 1e-4  # seconds until the event loop lets the engine's thread run, which releases Python's lock in each launch of a step
 
 
 class Language(NamedTuple):
