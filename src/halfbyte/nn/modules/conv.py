@@ -98,7 +98,7 @@ class QuantConv2d(QuantModule):
         """x [B, C, H, W] or [C, H, W] in float32, bfloat16 or float16 -> [B, Co, Ho, Wo] of the same dtype; with `added` to it, of whatever
         shape, and then clamped; `channels_last`: in this memory format whatever x has, which saves a copy."""
         if self.padding_mode != "zeros":
-            x = folded.repeated(x, self)
+            x = folded.pad_with_own_values(x, self)
         if added is None or self._is_residual(added, x):
             return self._convolve(x, channels_last, residual=added, clamp=clamp)
         y = self._convolve(x, channels_last) + added
@@ -213,8 +213,8 @@ class QuantConv3d(_FoldedConv):
     def _convolve(self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None) -> Tensor:
         if x.dim() == 4:
             return self._convolve(x[None], channels_last, None if residual is None else residual[None], clamp)[0]
-        epilogue = folded.Epilogue(self.bias, self.compute, self.activation, clamp, residual)
-        y = folded.convolve(x, self.packed, self.fold, folded.movement_of(self, zeros=self._zeros), epilogue)
+        epilogue = folded.Epilogue(self.bias, self.compute, self.activation, clamp)
+        y = folded.convolve(x, self.packed, self.fold, folded.movement_of(self, zeros=self._zeros), epilogue, residual)
         return y if channels_last else in_memory_format_of(y, x)
 
 

@@ -1,14 +1,18 @@
-"""3-D and transposed convolutions, by one call of the 2-D op: `layouts/folding.py` says how their weights become one of images.
+"""3-D and transposed convolutions by one call of the op for images, `halfbyte::conv2d`.
 
-Taps along time are gathered as channels of each frame, and frames are images of the batch, so sums over all taps stay in float32 within
-the kernel, and bias, residual and clamp are fused as they are in 2-D. All of it is views and copies of torch around `halfbyte::conv2d`,
-which has derivatives and is traced.
+    3-D          the frames of a video are images of the batch, and the inputs under the kernel's taps along time are gathered as channels
+                 of each frame
+    transposed   outputs whose index has the same remainder by the stride are an ordinary convolution; all of them are computed as output
+                 channels of one, and interleaved
+
+`layouts/folding.py` rearranges weights in the same way. Sums over all taps stay in float32 within the kernel, and bias, residual and clamp
+are fused as for images. All the rest is views and copies of torch, so that the op's derivatives and tracing are enough.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -24,7 +28,7 @@ from halfbyte.ops.conv.functions import conv2d
 _Value = TypeVar("_Value")
 Sides = tuple[int, int]
 _Window = tuple[Sides, tuple[Sides, Sides], Sides]  # stride, padding and dilation of images
-GATHERED_BYTES = 1 << 28  # the most memory of frames with their taps as channels at a time
+GATHERED_BYTES = 1 << 28  # of frames with their taps as channels, above which a video is computed in pieces
 
 
 class Layer(Protocol):
@@ -66,8 +70,10 @@ def fold_of(layer: Layer, *, transposed: bool = False) -> Fold:
 
 
 class Movement(NamedTuple):
-    """How a kernel moves: along each dimension its stride and dilation, and how many zeros there are before and after; where these are
-    negative, so many inputs are left out."""
+    """How a kernel moves along each dimension.
+
+    sides  how many zeros are added before and after the input. Where a number is negative, so many inputs are left out.
+    """
 
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -75,40 +81,51 @@ class Movement(NamedTuple):
 
 
 def movement_of(layer: Layer, *, zeros: str | tuple[int, ...]) -> Movement:
-    """How the kernel of a 3-D convolution moves. zeros: its padding with zeros."""
+    """How the kernel of a 3-D convolution moves; `zeros` is the part of its padding that is zeros."""
     return Movement(layer.stride, layer.dilation, sides_of(layer, zeros))
 
 
-def repeated(x: Tensor, layer: Layer) -> Tensor:
-    """x [B, C, *size] or [C, *size], padded with its own values, as the layer's padding_mode says."""
+def pad_with_own_values(x: Tensor, layer: Layer) -> Tensor:
+    """Pad x [B, C, *size] or [C, *size] as the layer's padding_mode, which is not "zeros", says.
+
+    Raises:
+        ArgumentError: The input is smaller than the padding that it is to fill.
+    """
     sides, mode = sides_of(layer, layer.padding), layer.padding_mode
-    if x.dim() == len(sides) + 1:
-        return repeated(x[None], layer)[0]
-    most = max((max(pair) - size for pair, size in zip(sides, x.shape[2:], strict=False)), default=0)
-    if x.dim() != len(sides) + 2 or (mode != "replicate" and most > (0 if mode == "circular" else -1)):
+    unbatched = x.dim() == len(sides) + 1
+    images = x[None] if unbatched else x
+    beyond = max((max(pair) - size for pair, size in zip(sides, images.shape[2:], strict=False)), default=0)
+    allowed = {"replicate": math.inf, "circular": 0, "reflect": -1}[mode]  # "reflect" leaves out the edge itself
+    if images.dim() != len(sides) + 2 or beyond > allowed:
         than = "of at least" if mode == "circular" else "greater than"
         raise ArgumentError(f"padding_mode {mode!r} takes [B, C, *size] with sizes {than} its padding {layer.padding}, got {list(x.shape)}")
-    return functional.pad(x, [size for pair in reversed(sides) for size in pair], mode=mode)
+    padded = functional.pad(images, [size for pair in reversed(sides) for size in pair], mode=mode)
+    return padded[0] if unbatched else padded
 
 
 class Epilogue(NamedTuple):
-    """What the 2-D op does besides the sums."""
+    """What the op for images does besides the sums, and how; as in `ops.conv.functions.conv2d`."""
 
     bias: Tensor | None
     compute: str
     activation: str
     clamp: tuple[float, float] | None = None
-    residual: Tensor | None = None
 
     def convolve(self, images: Tensor, packed: PackedConv, window: _Window, residual: Tensor | None) -> Tensor:
-        settings = {
-            "residual": residual,
-            "compute": self.compute,
-            "activation": self.activation,
-            "clamp": self.clamp,
-            "channels_last": True,
-        }
-        return conv2d(images, packed, self.bias, *window, **settings)  # type: ignore[arg-type]
+        stride, padding, dilation = window
+        return conv2d(
+            images,
+            packed,
+            self.bias,
+            stride,
+            padding,
+            dilation,
+            residual=residual,
+            compute=self.compute,
+            activation=self.activation,
+            clamp=self.clamp,
+            channels_last=True,
+        )
 
 
 def out_size(size: Sequence[int], fold: Fold, move: Movement) -> tuple[int, ...]:
@@ -123,62 +140,90 @@ def out_size(size: Sequence[int], fold: Fold, move: Movement) -> tuple[int, ...]
     return tuple(length // stride + 1 for length, stride in zip(room, move.stride, strict=True))
 
 
-def convolve(x: Tensor, packed: PackedConv, fold: Fold, move: Movement, epilogue: Epilogue) -> Tensor:
-    """The ordinary convolution of x [B, C, *size] with a folded weight -> [B, Co, *size], channels together in memory."""
+def convolve(x: Tensor, packed: PackedConv, fold: Fold, move: Movement, epilogue: Epilogue, residual: Tensor | None = None) -> Tensor:
+    """Compute an ordinary convolution in one to three dimensions with a folded weight.
+
+    Args:
+        x: [B, C, *size].
+        packed: The weight, as `fold` rearranges it.
+        fold: How.
+        move: Stride, dilation and zeros along each dimension.
+        epilogue: Bias, clamp and how the op computes.
+        residual: Added before the clamp, of the result's shape.
+
+    Returns:
+        [B, Co, *out], channels together in memory.
+
+    Raises:
+        ArgumentError: x has other dimensions or channels, or is smaller than the kernel.
+    """
     n, folded = len(fold.kernel), fold.folded
     inputs = packed.sizes.groups * packed.sizes.channels // fold.channels
     if x.dim() != n + 2 or x.shape[1] != inputs:
-        raise ArgumentError(
-            f"a convolution with a weight of {inputs} input channels takes [B, {inputs}{', D' * (n > 2)}{', H' * (n > 1)}, "
-            f"{'W' if n > 1 else 'L'}], got {list(x.shape)}"
-        )
+        shape = ", ".join(["B", str(inputs), *(["L"] if n == 1 else ["D", "H", "W"][-n:])])
+        raise ArgumentError(f"a convolution with a weight of {inputs} input channels takes [{shape}], got {list(x.shape)}")
     out_size(x.shape[2:], fold, move)  # refuses a kernel that is too large
     sides = list(move.sides)
     for i in range(n):
-        if i < folded or min(sides[i]) < 0:
-            x, sides[i] = _with_sides(x, 2 + i, sides[i], padded=i < folded)
-    if folded and fold.steps[0] > move.stride[0] and x.stride(1) != 1:  # each frame is copied several times
-        x = x.contiguous(memory_format=torch.channels_last_3d)
-    numbers = x.numel()
-    for i in range(folded):
-        x = x.unfold(2 + i, (fold.steps[i] - 1) * move.dilation[i] + 1, move.stride[i])[..., :: move.dilation[i]]
+        if i < folded or min(sides[i]) < 0:  # the op for images adds the other zeros itself
+            x, sides[i] = _cropped(x, 2 + i, sides[i], padded=i < folded)
+    before = x.numel()
+    x = _with_taps(x, fold, move)
     window = _two(move.stride[folded:], 1), _two(sides[folded:], (0, 0)), _two(move.dilation[folded:], 1)
     if fold.depthwise and fold.phases:
         x = x.repeat(1, math.prod(fold.phases), *(1,) * (x.dim() - 2))
-    if n < 3:
-        flat: Callable[[Tensor], Tensor] = (lambda images: images.unsqueeze(-2)) if n == 1 else lambda images: images
-        residual = None if epilogue.residual is None else flat(epilogue.residual)
-        y = epilogue.convolve(flat(x), packed, window, residual)
-        return y.squeeze(-2) if n == 1 else y
-
-    def run(frames: Tensor, residual: Tensor | None) -> Tensor:
-        more, groups = None if residual is None else _images(residual, 1), 1 if fold.depthwise else packed.sizes.groups
-        taps = math.prod(fold.steps[:folded]) if fold.depthwise else 1
-        multiply = epilogue.convolve if taps == 1 else partial(_sum_of_taps, epilogue, taps)
-        y = multiply(_images(frames, groups), packed, window, more)
-        videos: Tensor = y.unflatten(0, (frames.shape[0], frames.shape[2]))
-        return videos.movedim(1, 2)
-
-    gathered, pieces = x.numel() * x.element_size(), 1
-    if not torch.compiler.is_compiling() and x.numel() > numbers:
+    if n == 1:
+        lines = None if residual is None else residual.unsqueeze(-2)
+        return epilogue.convolve(x.unsqueeze(-2), packed, window, lines).squeeze(-2)
+    if n == 2:
+        return epilogue.convolve(x, packed, window, residual)
+    pieces, gathered = 1, x.numel() * x.element_size()
+    if x.numel() > before and not torch.compiler.is_compiling():  # a traced graph is for other sizes, too
         pieces = max(1, min(x.shape[2], -(-gathered // GATHERED_BYTES)))
+    run = partial(_of_frames, packed=packed, fold=fold, window=window, epilogue=epilogue)
     if pieces == 1:
-        return run(x, epilogue.residual)
-    residuals = [None] * pieces if epilogue.residual is None else epilogue.residual.tensor_split(pieces, 2)
+        return run(x, residual)
+    residuals = [None] * pieces if residual is None else residual.tensor_split(pieces, 2)
     return torch.cat([run(*pair) for pair in zip(x.tensor_split(pieces, 2), residuals, strict=True)], 2)
 
 
+def _with_taps(x: Tensor, fold: Fold, move: Movement) -> Tensor:
+    """Gather what lies under the taps of the folded dimensions: [B, C, *size] -> [B, C, *size, *taps], a view."""
+    if fold.folded and fold.steps[0] > move.stride[0] and x.stride(1) != 1:  # each frame is read several times
+        x = x.contiguous(memory_format=torch.channels_last_3d)
+    for i in range(fold.folded):
+        x = x.unfold(2 + i, (fold.steps[i] - 1) * move.dilation[i] + 1, move.stride[i])[..., :: move.dilation[i]]
+    return x
+
+
+def _of_frames(frames: Tensor, residual: Tensor | None, *, packed: PackedConv, fold: Fold, window: _Window, epilogue: Epilogue) -> Tensor:
+    """Convolve frames [B, C, T, H, W, *taps] as images -> [B, Co, T, *out]."""
+    taps = math.prod(fold.steps[: fold.folded]) if fold.depthwise else 1
+    multiply = epilogue.convolve if taps == 1 else partial(_sum_of_taps, epilogue, taps)
+    images = _images(frames, 1 if fold.depthwise else packed.sizes.groups)
+    y = multiply(images, packed, window, None if residual is None else _images(residual, 1))
+    videos: Tensor = y.unflatten(0, (frames.shape[0], frames.shape[2]))
+    return videos.movedim(1, 2)
+
+
 def _sum_of_taps(epilogue: Epilogue, taps: int, images: Tensor, packed: PackedConv, window: _Window, residual: Tensor | None) -> Tensor:
-    """A depthwise convolution whose channels are taps of the same ones: sums in float32."""
-    each = Epilogue(None, epilogue.compute, epilogue.activation).convolve(images.float(), packed, window, None)
-    y: Tensor = each.permute(0, 2, 3, 1).unflatten(-1, (taps, -1)).sum(-2).permute(0, 3, 1, 2)
+    """A depthwise convolution in 3-D: each tap along time has channels of its own, and results are added in float32."""
+    of_taps = Epilogue(None, epilogue.compute, epilogue.activation).convolve(images.float(), packed, window, None)
+    y: Tensor = of_taps.permute(0, 2, 3, 1).unflatten(-1, (taps, -1)).sum(-2).permute(0, 3, 1, 2)
     for term in (None if epilogue.bias is None else epilogue.bias.float().view(-1, 1, 1), residual):
         y = y if term is None else y + term
     return (y if epilogue.clamp is None else y.clamp(*epilogue.clamp)).to(images.dtype)
 
 
-def _with_sides(x: Tensor, dim: int, sides: Sides, *, padded: bool) -> tuple[Tensor, Sides]:
-    """x without what negative sides leave out, and the zeros that are still to be added; `padded`: which are added."""
+def _cropped(x: Tensor, dim: int, sides: Sides, *, padded: bool) -> tuple[Tensor, Sides]:
+    """Leave out inputs where sides are negative, and add zeros if `padded`.
+
+    A negative side may reach beyond all inputs into the zeros of the other one: of 2 inputs with sides (5, -3), the last 3 of 7 are left
+    out, which are both inputs and a zero, so that 4 zeros remain.
+
+    Returns:
+        x, and the zeros that are still to be added before and after it.
+    """
     size, (before, after) = x.shape[dim], sides
     first, end = min(max(-before, 0), size), size + min(after, 0)
     total = size + before + after
@@ -208,12 +253,17 @@ def _images(x: Tensor, groups: int) -> Tensor:
 
 
 class _Axis(NamedTuple):
-    """One dimension of a transposed convolution. Output o + padding = residue + stride * q of phase m is result q - shift of the ordinary
-    convolution, (shift, residue) = divmod(m * dilation, stride).
+    """One dimension of a transposed convolution as an ordinary one of all phases.
 
-    before  zeros before the input
-    rows    how many q there are
-    skip, out  outputs before the first, and how many there are then
+    Tap k = m + phases * j of phase m adds to outputs o with o + padding = i * stride + k * dilation. With
+    (shift, residue) = divmod(m * dilation, stride), result number q - shift of the ordinary convolution of phase m is
+    output o = residue + stride * q - padding. With stride 2, kernel 3, dilation 1 and padding 1 there are two phases: taps 0 and 2 (m = 0,
+    residue 0) give outputs 1, 3, 5, …, and tap 1 (m = 1, residue 1) gives outputs 0, 2, 4, ….
+
+    sides   zeros before and after the input of the ordinary convolution; negative: inputs that are left out
+    rows    how many q there are for each residue
+    skip    interleaved results before the first output
+    out     the size of the output
     """
 
     stride: int
@@ -226,24 +276,27 @@ class _Axis(NamedTuple):
 
     @classmethod
     def of(cls, size: int, steps: int, phases: int, stride: int, dilation: int, padding: Sides, out: int) -> _Axis:
-        skip = padding[0]
-        first, last = skip // stride, (skip + out - 1) // stride
-        most = (phases - 1) * dilation // stride
-        reach = (steps - 1) * (dilation // math.gcd(stride, dilation))
-        sides = reach + most - first, last - (size - 1)
-        return cls(stride, dilation, phases, sides, last - first + 1, skip - first * stride, out)
+        first, last = padding[0] // stride, (padding[0] + out - 1) // stride  # q of the first and of the last output
+        reach = (steps - 1) * (dilation // math.gcd(stride, dilation))  # of the kernel of one phase
+        sides = reach + _largest_shift(phases, dilation, stride) - first, last - (size - 1)
+        return cls(stride, dilation, phases, sides, last - first + 1, padding[0] - first * stride, out)
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
-        """For each residue that has one its phase, and where its results begin."""
-        most = (self.phases - 1) * self.dilation // self.stride
+        """By residue, if one has a phase: that phase, and where its results begin."""
+        largest = _largest_shift(self.phases, self.dilation, self.stride)
         found = ((m, *divmod(m * self.dilation, self.stride)) for m in range(self.phases))
-        return {residue: (m, most - shift) for m, shift, residue in found}
+        return {residue: (m, largest - shift) for m, shift, residue in found}
 
 
-def transposed_size(size: Sequence[int], layer: Layer, more: Sequence[int]) -> tuple[int, ...]:
+def _largest_shift(phases: int, dilation: int, stride: int) -> int:
+    """The shift of the last phase: so much earlier the ordinary convolution begins, for its results."""
+    return (phases - 1) * dilation // stride
+
+
+def transposed_size(size: Sequence[int], layer: Layer, output_padding: Sequence[int]) -> tuple[int, ...]:
     """The sizes of a transposed convolution's result. Raises ArgumentError where one is less than 1."""
-    numbers = zip(size, layer.stride, sides_of(layer, layer.padding), layer.dilation, layer.kernel_size, more, strict=True)
+    numbers = zip(size, layer.stride, sides_of(layer, layer.padding), layer.dilation, layer.kernel_size, output_padding, strict=True)
     out = tuple((n - 1) * stride - sum(sides) + dilation * (taps - 1) + extra + 1 for n, stride, sides, dilation, taps, extra in numbers)
     if min(out) < 1:
         raise ArgumentError(f"a transposed convolution of {list(size)} with padding {layer.padding} has no result, got sizes {list(out)}")
@@ -251,16 +304,22 @@ def transposed_size(size: Sequence[int], layer: Layer, more: Sequence[int]) -> t
 
 
 def convolve_transposed(
-    x: Tensor, packed: PackedConv, fold: Fold, layer: Layer, more: Sequence[int], epilogue: Epilogue, *, channels_last: bool
+    x: Tensor, packed: PackedConv, fold: Fold, layer: Layer, output_padding: Sequence[int], epilogue: Epilogue, *, channels_last: bool
 ) -> Tensor:
-    """The transposed convolution of x [B, C, *size] with a folded weight -> [B, Co, *size]. more: output_padding."""
+    """Compute a transposed convolution of x [B, C, *size] with a folded weight -> [B, Co, *out].
+
+    Raises:
+        ArgumentError: x has other dimensions or channels, or the result would be empty.
+    """
+    if x.dim() != len(fold.kernel) + 2:
+        raise ArgumentError(f"a transposed convolution in {len(fold.kernel)} dimensions takes [B, C, *size], got {list(x.shape)}")
     groups, bias = 1 if fold.depthwise else fold.groups, epilogue.bias
-    out = transposed_size(x.shape[2:], layer, more)
+    out = transposed_size(x.shape[2:], layer, output_padding)
     numbers = zip(x.shape[2:], fold.steps, fold.phases, layer.stride, layer.dilation, sides_of(layer, layer.padding), out, strict=True)
     axes = [_Axis.of(*sizes) for sizes in numbers]
     if bias is not None:
-        each = bias.view(groups, 1, -1).expand(-1, math.prod(fold.phases), -1).reshape(-1)
-        epilogue = Epilogue(each, epilogue.compute, epilogue.activation, epilogue.clamp)
+        of_phases = bias.view(groups, 1, -1).expand(-1, math.prod(fold.phases), -1).reshape(-1)
+        epilogue = epilogue._replace(bias=of_phases)
     dilation = tuple(axis.dilation // math.gcd(axis.stride, axis.dilation) for axis in axes)
     move = Movement((1,) * len(axes), dilation, tuple(axis.sides for axis in axes))
     y = convolve(x, packed, fold, move, epilogue)
@@ -271,8 +330,11 @@ def convolve_transposed(
 
 
 def _interleaved(y: Tensor, axes: Sequence[_Axis], empty: Tensor, *, channels_last: bool) -> Tensor:
-    """y [B, groups * phases * Co / groups, *size], the results of all phases -> [B, Co, *out]; `empty` [groups, Co / groups]: outputs that
-    no tap reaches."""
+    """Interleave the results of all phases, [B, groups * phases * Co / groups, *size] -> [B, Co, *out].
+
+    One axis after the other, its phases, a dimension of their own, become a dimension of residues behind that of its results. `empty`
+    [groups, Co / groups] is the value of outputs that no tap reaches.
+    """
     n, (groups, outputs) = len(axes), empty.shape
     y = y.unflatten(1, (groups, *(axis.phases for axis in axes), outputs))
     for i, axis in enumerate(axes):  # y: [B, groups, *phases from this axis on, Co / groups, *(rows, stride) before it, size, …]
@@ -281,9 +343,9 @@ def _interleaved(y: Tensor, axes: Sequence[_Axis], empty: Tensor, *, channels_la
             y = y.movedim(2, dim + 1)
             continue
         blank = empty.view(1, groups, *(1,) * (n - 1 - i), outputs, *(1,) * (n + i))
-        results = [None if r not in places else y.select(2, places[r][0]).narrow(dim, places[r][1], axis.rows) for r in range(axis.stride)]
-        shape = next(row for row in results if row is not None).shape
-        y = torch.stack([blank.expand(shape) if row is None else row for row in results], dim + 1)
+        of_residues = {residue: y.select(2, phase).narrow(dim, start, axis.rows) for residue, (phase, start) in places.items()}
+        shape = next(iter(of_residues.values())).shape
+        y = torch.stack([of_residues.get(residue, blank.expand(shape)) for residue in range(axis.stride)], dim + 1)
     sizes = [axis.rows * axis.stride for axis in axes]
     if channels_last:
         y = y.permute(0, *range(3, y.dim()), 1, 2).reshape(y.shape[0], *sizes, groups * outputs).movedim(-1, 1)
