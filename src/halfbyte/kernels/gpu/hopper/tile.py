@@ -1,10 +1,14 @@
-"""float32 sums [rows, block_m] of many rows of x and a weight in 4 or 8 bits on Hopper: the tile of `linear/gemm_hopper.py` and
-`experts/grouped_hopper.py`.
+"""The tile of matrix products with a weight in 4 or 8 bits on Hopper: float32 sums of `rows` rows of the weight and `block_m` rows of x.
 
-A producer warp loads K slabs (128 of K; of large tiles half a slab) of both operands into a ring of stages; two consumer warpgroups
-multiply `rows` rows of the weight each by `block_m` rows of x. A plane of a slab (32 of K), or two of large tiles, is dequantized while the
-wgmma of the previous ones run, so that each warpgroup's waits are covered by the other's products. They never synchronize with each other:
-one multiplies while the other finishes its tile, whose y goes through stages that the producer left free, from where TMA stores it.
+`kernels/gpu/linear/gemm_hopper.py` and `kernels/gpu/experts/grouped_hopper.py` make kernels of it.
+
+    producer      loads stages of x and of the weight's codes, scales and zeros into a ring of shared memory, by TMA
+    warpgroup 0   dequantizes a plane, wgmma, dequantizes the next one, wgmma, …  its own `rows` rows of the weight; then stores y
+    warpgroup 1   the same for the next `rows` rows
+
+A plane is 32 of K, a K slab (a record of `layouts/gpu_tiles.py`) 128 of K. A stage is a slab, or half a slab where tiles are large. The two
+warpgroups never synchronize with each other: while one waits for its wgmma, or stores its tile, the other one's products keep the tensor
+cores busy. A tile y goes to memory by TMA, too, out of ring stages that the producer has left free for it.
 
 Arithmetic: the weight is dequantized to x's type (`weights.py`), sums are float32. With one block along K its scale multiplies the sums.
 Weights from subnormal codes, and their sums, are 2**-24 times as large (products below 2**-102 may be lost); the end multiplies by 2**24.
@@ -31,7 +35,8 @@ from halfbyte.kernels.gpu.values import Value
 from halfbyte.kernels.gpu.weight_kinds import has_floats, zero_of
 from halfbyte.layouts import gpu_tiles
 
-# A branch that the compiler cannot predicate, over a loop that is never entered ($1 is not negative).
+# Without a branch behind it, ptxas moves the dequantization of the next planes, which is to overlap with wgmma, behind the wait for wgmma.
+# This is one that it can't turn into predicated instructions: over a loop that is never entered, as $1 is not negative.
 FENCE = gl.constexpr(
     "{.reg .pred p; setp.lt.s32 p, $1, 0; @!p bra.uni skip; again: nanosleep.u32 20; @p bra.uni again; skip: mov.b32 $0, $1;}"
 )
@@ -86,17 +91,19 @@ class Static(CompileTime):
         rows: Rows of the weight per warpgroup.
         block_m: Rows of x per tile.
         stages: Stages of the ring.
-        bits: Of a code.
+        bits: Bits of a code.
         blocks_per_slab: Quantization blocks in a K slab of a row.
         slabs_per_block: K slabs in a block.
         one_block: One block along K, whose scale multiplies the sums.
         zero: Kind of zero.
         clamp: Whether y is clamped.
         tma_store: Whether TMA writes y, from stages of x.
-        subnormal: bfloat16 codes are read as subnormal numbers: one instruction scales two and subtracts their zero point or adds the
-        offset. float_codes: Codes are 4-bit floats. paired: Codes are bytes in pairs (`layouts/gpu_tiles.py`). registers: Average per
-        thread; None: all. Fewer let the kernel that prepares the next x start during this one. stage_rows: Rows of x that fit in a stage,
-        if more than block_m.
+        subnormal: Codes are read as subnormal numbers in bfloat16: one instruction scales two and subtracts their zero point or adds the
+            offset.
+        float_codes: Codes are 4-bit floats.
+        paired: Codes are bytes in pairs (`layouts/gpu_tiles.py`).
+        registers: Average per thread; None: all. Fewer let the kernel that prepares the next x start during this one.
+        stage_rows: Rows of x that fit in a stage, where these are more than block_m; 0: block_m.
     """
 
     rows: int
@@ -122,12 +129,12 @@ class Static(CompileTime):
 
     @property
     def narrower(self) -> Static:
-        """For tiles with 64 rows of x fewer, in the same stages."""
+        """The same with tiles of 64 rows of x fewer, in stages of the same size: for the rows that are left after whole tiles."""
         return replace(self, block_m=self.block_m - 64, stage_rows=self.stage_rows or self.block_m)
 
     @property
     def sum_widths(self) -> tuple[int, ...]:
-        """Columns of the tensors of sums, which are powers of two."""
+        """Columns of the tensors of sums, which must be powers of two: block_m is one, or 192 = 128 + 64."""
         return (128, 64) if self.block_m == 192 else (self.block_m,)
 
     @property
@@ -152,7 +159,10 @@ class Static(CompileTime):
 
     @property
     def scale_slots(self) -> int:
-        """Slots for a slab's scales and zeros. They arrive with its first stage of x, so that half slabs take one more."""
+        """Slots for a slab's scales and zeros: as many as slabs in the ring, and one more where slabs are halved.
+
+        They arrive with a slab's first half, when the ring may still hold the second half of the oldest slab.
+        """
         return self.stages // self.stages_per_slab + self.stages_per_slab - 1
 
     @property
@@ -172,17 +182,17 @@ class Static(CompileTime):
 
     @property
     def store_stages(self) -> int:
-        """Stages that y takes on its way to TMA, a whole number of slabs: one per warpgroup, or one for both."""
+        """Stages that a tile of y takes on its way to TMA: [block_m, 2 * rows] in stages of [block_m, stage_k]."""
         return 2 * self.rows // self.stage_k
 
     @property
     def store_sharers(self) -> int:
-        """Warpgroups that share such a stage."""
+        """Warpgroups whose parts of y, [block_m, rows], are in one stage: 1 or 2."""
         return self.stage_k // self.rows
 
 
 def one_block(geo: gpu_tiles.Geometry) -> bool:
-    """Return `Static.one_block` of a weight."""
+    """Return whether a weight has one block along K, whose scale can multiply the sums (`Static.one_block`)."""
     return geo.block_rows == 1 and geo.format.zero != "offset"
 
 
@@ -198,7 +208,7 @@ class WeightFields(TypedDict):
 
 
 def of_weight(geo: gpu_tiles.Geometry) -> WeightFields:
-    """Return the fields of `Static` that the weight decides."""
+    """Return the fields of `Static` that the weight decides; a record of its layout is a K slab here."""
     return {
         "bits": geo.format.bits,
         "blocks_per_slab": geo.blocks_a_record,
@@ -224,7 +234,7 @@ def scale_descriptors(scale: Tensor, zero: Tensor | None, static: Static) -> tup
 
 @gluon.jit
 def allocate_ring(operands, S: gl.constexpr):
-    """Allocate the `Ring`."""
+    """Allocate the `Ring`. Where tiles of several widths share it, S is the Static of the widest."""
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     STAGES: gl.constexpr = S.stages
@@ -233,7 +243,7 @@ def allocate_ring(operands, S: gl.constexpr):
     x = gl.allocate_shared_memory(operands.x.dtype, [STAGES, BM, S.stage_k], operands.x.layout)
     WEIGHT: gl.constexpr = [S.weight_stages, ROWS * S.bits // 4, 64 if S.bits == 4 else S.stage_k]
     weight = gl.allocate_shared_memory(operands.weight.dtype, WEIGHT, operands.weight.layout)
-    scale = x  # a placeholder that is never read
+    scale = x  # Triton wants a value in each field: these two are not read where operands.scale and .zero are None
     zero = x
     if operands.scale is not None:
         scale = gl.allocate_shared_memory(operands.scale.dtype, [SLOTS, ROWS], FLAT)
@@ -247,12 +257,12 @@ def allocate_ring(operands, S: gl.constexpr):
 
 @gluon.jit
 def load_stage(operands, ring, rows, offset, pn, r, step, shape, S: gl.constexpr):
-    """Load stage r of a tile, the `step`-th of all.
+    """Load stage r of a tile into the ring; `step` counts the stages of all tiles of this program.
 
     Args:
-        rows: The tile's first row of x, and how many TMA boxes of x have rows inside.
+        rows: The tile's first row of x, and how many TMA boxes of x, at least 1, have rows inside of it.
         offset: The `WeightOffset`.
-        pn: The tile's place along N.
+        pn: Index of the tile along N.
     """
     mbarrier.wait(ring.empty.index(step % S.stages), ((step // S.stages) & 1) ^ 1)
     load_weight(operands, ring, rows[1], offset, pn, r, step, shape, S)
@@ -288,7 +298,9 @@ def _load_weight(operands, ring, boxes, offset, pn, r, step, shape, CODES: gl.co
     if CODES:
         to = weight_stage(ring, step, S)
         if S.bits == 8:
-            row, column = offset.lines // shape.k_slabs + pn * S.block_n, offset.lines % shape.k_slabs * 128 + r * S.stage_k
+            # A row of the descriptor is a row of all its slabs of 128 bytes. An expert's weight begins at any line, thus in mid-row, too.
+            row = offset.lines // shape.k_slabs + pn * S.block_n
+            column = offset.lines % shape.k_slabs * 128 + r * S.stage_k
             async_load(operands.weight, [row, column], bar, to)
         else:
             for p in gl.static_range(PANELS):
@@ -339,7 +351,7 @@ def _zero_sums(INDEX: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _multiply_plane(w, ring, stage, acc, PLANE: gl.constexpr, S: gl.constexpr):
-    """Start acc + plane PLANE of the weight times its columns of xᵀ [32, block_m], for each tensor of sums."""
+    """Start the wgmma of acc + w · xᵀ for plane PLANE, w [rows, 32] and xᵀ [32, width], for each tensor of sums."""
     sums = ()
     for i in gl.static_range(len(S.sum_widths)):
         rows = ring.x.index(stage)
@@ -356,10 +368,16 @@ def multiply_slabs(ring, stored, scale, first_n, count, step, high, shape, HALF:
     """Multiply `count` K slabs whose stages begin with `step`.
 
     Args:
+        ring: The `Ring`.
         stored: With S.tma_store: 1 if a tile came before, whose stages in front of `step` are released once TMA has read them.
         scale: With S.one_block: pointer to the scales, loaded before the products, as that takes longer than the rest of the tile.
         first_n: The warpgroup's first row of the weight.
+        count: K slabs, at least 1.
+        step: Number of the first stage, counted over all tiles of this program.
         high: What `high_bytes` returned.
+        shape: Sizes of the product (`ring.Shape`).
+        HALF: Which of the two warpgroups this is.
+        DTYPE: Type of x.
 
     Returns:
         float32 [rows, width] for each of `S.sum_widths`, and the step after the slabs.
@@ -395,14 +413,14 @@ def multiply_slabs(ring, stored, scale, first_n, count, step, high, shape, HALF:
         more = r + 1 < count
         if ONE:
             second = stage
-            following, following_phase = next_stage(stage, phase, STAGES)
+            next_first, next_first_phase = next_stage(stage, phase, STAGES)
         else:
-            last = step + 1  # of this slab's stages
-            next_step = last + gl.where(more, 1, 0)
-            far_step = next_step + gl.where(more, 1, 0)
-            stage, second = step % STAGES, last % STAGES
-            following, following_phase = next_step % STAGES, (next_step // STAGES) & 1
-            ahead, phase_ahead = far_step % STAGES, (far_step // STAGES) & 1
+            second_step = step + 1  # of this slab; behind a tile's last slab, the next one is that half itself, which has arrived
+            next_step = second_step + gl.where(more, 1, 0)
+            next_second_step = next_step + gl.where(more, 1, 0)
+            stage, second = step % STAGES, second_step % STAGES
+            next_first, next_first_phase = next_step % STAGES, (next_step // STAGES) & 1
+            next_second, next_second_phase = next_second_step % STAGES, (next_second_step // STAGES) & 1
         # Planes are dequantized while the ones before them are multiplied. Instructions after a wgmma wait until it has read its operand,
         # so that it is mostly the other warpgroup's products that overlap. Where products are short, planes are interleaved one by one.
         if ONE and S.bits == 8:
@@ -418,36 +436,38 @@ def multiply_slabs(ring, stored, scale, first_n, count, step, high, shape, HALF:
             if S.bits == 8:
                 codes = load_codes(ring.weight.index(stage), 3, HALF, OPERAND, S)
         else:
-            w2, w3 = dequantize_two_planes(weight_stage(ring, last, S), high, params, 2, HALF, OPERAND, DTYPE, S)
+            w2, w3 = dequantize_two_planes(weight_stage(ring, second_step, S), high, params, 2, HALF, OPERAND, DTYPE, S)
         a = _multiply_plane(w2, ring, second, a, 2, S)
         if ONE:
             w3 = dequantize_plane(codes, high, params, 3, OPERAND, DTYPE, S)
         a = _multiply_plane(w3, ring, second, a, 3, S)
+        # The products of w2 and w3 go on. w0 and w1 are dependencies so that their registers are kept until wgmma has read them.
         a = warpgroup_mma_wait(2 * SUMS, deps=a + (w0, w1))[:SUMS]  # noqa: RUF005
         if not ONE:
             mbarrier.arrive(ring.empty.index(stage), count=1)
         # After a tile's last slab the planes of whatever the stage holds are dequantized, and not used.
-        mbarrier.wait(ring.full.index(following), following_phase, pred=more | (not ONE))
+        mbarrier.wait(ring.full.index(next_first), next_first_phase, pred=more | (not ONE))
         if S.stages_per_weight == 2:  # 4 bits come with the slab's second stage
-            mbarrier.wait(ring.full.index(ahead), phase_ahead)
+            mbarrier.wait(ring.full.index(next_second), next_second_phase)
         if ONE:
-            next_params = load_block_params(ring, following, HALF, OPERAND, DTYPE, S)
-            codes = load_codes(ring.weight.index(following), 0, HALF, OPERAND, S)
+            next_params = load_block_params(ring, next_first, HALF, OPERAND, DTYPE, S)
+            codes = load_codes(ring.weight.index(next_first), 0, HALF, OPERAND, S)
             w0 = dequantize_plane(codes, high, next_params, 0, OPERAND, DTYPE, S)
         else:
             next_params = load_block_params(ring, next_step // 2 % S.scale_slots, HALF, OPERAND, DTYPE, S)
             w0, w1 = dequantize_two_planes(weight_stage(ring, next_step, S), high, next_params, 0, HALF, OPERAND, DTYPE, S)
-        # The compiler does not move dequantization over a branch: the wait for the next slab's second half, or FENCE.
+        # The compiler does not move dequantization over a branch: FENCE, or the wait for the next slab's second half (once more, where 4
+        # bits have waited for it already).
         if ONE:
             gl.inline_asm_elementwise(FENCE, "=r,r", [high], dtype=gl.int32, is_pure=False, pack=1)
         else:
-            mbarrier.wait(ring.full.index(ahead), phase_ahead)
+            mbarrier.wait(ring.full.index(next_second), next_second_phase)
         acc = warpgroup_mma_wait(0, deps=a + (w2, w3))[:SUMS]  # noqa: RUF005
         mbarrier.arrive(ring.empty.index(second), count=1)
         params = next_params
         step += S.stages_per_slab
         if ONE:
-            stage, phase = following, following_phase
+            stage, phase = next_first, next_first_phase
     total = ()
     for i in gl.static_range(SUMS):
         scaled = acc[i]  # type: ignore[var-annotated]

@@ -6,8 +6,7 @@
                 convert to float16, two PRMT and four LOP3 to bfloat16. Other weights are read by two bytes that are adjacent in a register:
                 8 rows by 16 bytes per warp, free of bank conflicts
     subnormal   codes alone, read as bfloat16, are subnormal numbers: 2**-133 times the code. LOP3, or PRMT and LOP3 or half of one, then
-    one
-                fused multiply-add by a scale that is larger by as much, which also subtracts the zero point or adds the offset
+                one fused multiply-add by a scale that is larger by as much, which also subtracts the zero point or adds the offset
 
 Arithmetic: the weight is rounded to x's type as in `skinny.py` ("weights"). Weights from subnormal codes are 2**-24 times as large
 (`SUBNORMAL_SCALE`). With 4 bits and zero points, their product of zero point and scale is rounded, too, by 2**-8 of it at most.
