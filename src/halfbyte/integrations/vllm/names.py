@@ -38,8 +38,9 @@ class QuantizedModules:
         self._modules = dict(modules)
 
     def rename(self, renamed: Callable[[dict[str, Module]], dict[str, Module]]) -> None:
-        """Applies the model's mapping from Hugging Face's names to vLLM's, a function of a dict by these names."""
-        self._modules = renamed(self._modules)
+        """Applies the model's mapping from Hugging Face's names of tensors to vLLM's, a function of a dict by these names."""
+        found = renamed({f"{name}.weight": module for name, module in self._modules.items()})
+        self._modules = {name.removesuffix(".weight"): module for name, module in found.items()}
 
     def of_layer(self, prefix: str, fused: Mapping[str, Sequence[str]]) -> tuple[Module | None, ...]:
         """Return the modules whose rows are the rows of the layer called `prefix`, in order; None for one that is not quantized.
