@@ -384,6 +384,17 @@ def test_inspect_shows_ties_once(run: Run, llama: Path, tmp_path: Path) -> None:
     assert "tied to" in run("inspect", tmp_path / "q").out
 
 
+def test_inspect_of_an_original_that_is_not_finite(run: Run, tmp_path: Path) -> None:
+    weight = torch.randn(8, 64)
+    safetensors.torch.save_file({"a.weight": weight}, tmp_path / "float.safetensors")
+    assert run("quantize", tmp_path / "float.safetensors", tmp_path / "q", "--format", "q8_0", "--quiet").code == 0
+    weight[2, 3] = torch.inf
+    safetensors.torch.save_file({"a.weight": weight}, tmp_path / "inf.safetensors")
+    found = run("inspect", tmp_path / "q", "--against", tmp_path / "inf.safetensors", "--json").json
+    assert found["rows"][0]["error"] is None
+    assert any("a.weight: the original has infinities or NaN" in note for note in found["notes"])
+
+
 def test_inspect_refuses(run: Run, quantized: Path, llama: Path, tmp_path: Path) -> None:
     run("inspect", tmp_path / "nowhere").refuses("nowhere")
     (tmp_path / "files").mkdir()
@@ -392,6 +403,8 @@ def test_inspect_refuses(run: Run, quantized: Path, llama: Path, tmp_path: Path)
     run("inspect", tmp_path / "files").refuses("but a.gguf and 1 more: name a GGUF file itself")
     run("inspect", quantized, "--against", llama).refuses("same model")
     run("inspect", quantized, "--against", quantized).refuses("as it was before it was quantized")
+    (tmp_path / "one.gguf").write_bytes(b"GGUF")
+    run("inspect", quantized, "--against", tmp_path / "one.gguf").refuses("is a GGUF file: name one in safetensors")
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for path in quantized.iterdir():

@@ -92,6 +92,7 @@ def test_what_is_refused() -> None:
         (lambda: take(codes, 2, ((0, 1),)), "dimensions 0 … 1, got 2"),
         (lambda: shard(codes, 0, 2, 2), "one of 0 … 1, got 2"),
         (lambda: unshard([], 0), "no parts"),
+        (lambda: unshard([make("q8_0", 4, 64).reshape((2, 2, 64)), make("q8_0", 2, 64)], 2), r"has 3 dimensions, got \[2, 64\]"),
         (lambda: unshard([codes, make("q8_0", 4, 96)], 0), r"is q4_0 \[4, 96\], got q8_0 \[4, 96\]"),
         (lambda: merge(codes.format, codes.shape, 1, [((0, 32),)], [shard(codes, 1, 0, 3)]), "32 of 96 along dimension 1: pass all"),
         (lambda: unshard([make("int8_channel", 2, 3), make("int8_channel", 2, 4)], 1), "one scale for what is cut along dimension 1"),

@@ -227,6 +227,9 @@ def test_refusals_of_qlinear() -> None:
         ({"in_zero": 128}, "in_zero is a whole number in -128 … 127, got 128"),
         ({"clamp": (5, 4)}, r"got \(5, 4\)"),
         ({"clamp": (-129, 4)}, r"got \(-129, 4\)"),
+        ({"in_scale": torch.tensor([0.1, 0.2])}, r"in_scale is a number, got torch.float32 \[2\]"),
+        ({"out_zero": torch.tensor([1, 2])}, r"out_zero is a whole number, got torch.int64 \[2\]"),
+        ({"in_scale": torch.tensor(1j)}, "in_scale is a number, got torch.complex64"),
     ):
         with pytest.raises(ArgumentError, match=message):
             hb.qlinear(x, packed, **{**good, **changed})

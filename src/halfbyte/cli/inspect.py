@@ -40,23 +40,25 @@ def run(args: argparse.Namespace) -> int:
     from halfbyte.io.safetensors import Reader
     from halfbyte.memory import size_text
 
-    model = open_model(args.path, floats=True) if _is_described(args.path) else None
+    model, notes = open_model(args.path, floats=True) if _is_described(args.path) else None, list[str]()
     if model is not None:
         rows = list(_model_rows(model))
         if args.against is not None:
             if not model.weights:
                 raise CheckpointError(f"nothing in {args.path} is quantized, so there is nothing to compare: leave --against out")
+            if _is_described(args.against):
+                which = "is a GGUF file: name one in safetensors" if is_file(args.against) else "is quantized"
+                raise CheckpointError(f"--against takes the model as it was before it was quantized, and {args.against} {which}")
             with progress(args, "comparing") as advance:
-                if _is_described(args.against):
-                    raise CheckpointError(f"--against takes the model as it was before it was quantized, and {args.against} is quantized")
-                _compare(model, Reader(weight_files(args.against)), rows, advance)
+                notes = _compare(model, Reader(weight_files(args.against)), rows, advance)
     elif args.against is not None:
         raise CheckpointError(f"{args.path} is not a halfbyte checkpoint, so there is nothing quantized to compare: leave --against out")
     else:
         rows = list(_plain_rows(Reader(weight_files(args.path))))
     weights = sum(math.prod(row["shape"]) for row in rows if row["tied_to"] is None)
     nbytes, halfbyte_bytes = (sum(row[key] for row in rows) for key in ("bytes", "held_bytes"))
-    notes = [] if model is None else list(model.report().notes)
+    if model is not None:
+        notes = [*model.report().notes, *notes]
     bits = 8 * nbytes / weights if weights else 0.0
     if args.json:
         totals = {"tensors": len(rows), "elements": weights, "bytes": nbytes, "held_bytes": halfbyte_bytes, "bits_per_element": bits}
@@ -170,10 +172,11 @@ def _row(
     }
 
 
-def _compare(model: StoredModel, source: Reader, rows: list[TensorRow], advance: Advance) -> None:
-    """Fills in the error of every quantized row, from the original's tensors."""
+def _compare(model: StoredModel, source: Reader, rows: list[TensorRow], advance: Advance) -> list[str]:
+    """Fill in the error of every quantized row, from the original's tensors; returns notes on those that have none."""
     from halfbyte.nn.kinds import relative_error
 
+    notes = []
     quantized = [row for row in rows if row["name"] in model.weights]
     for i, row in enumerate(quantized):
         advance(i, len(quantized), row["name"])
@@ -185,7 +188,11 @@ def _compare(model: StoredModel, source: Reader, rows: list[TensorRow], advance:
             raise CheckpointError(f"{row['name']} is {shapes}: is it the same model?")
         rows_first = source.read(original).mT if weight.transposed else source.read(original)
         codes = model.codes(row["name"])
-        row["error"] = relative_error(_columns(rows_first, model, row["name"]), codes, weight.kind, weight.fold)
+        error = relative_error(_columns(rows_first, model, row["name"]), codes, weight.kind, weight.fold)
+        row["error"] = error if math.isfinite(error) else None
+        if not math.isfinite(error):
+            notes.append(f"{row['name']}: the original has infinities or NaN, so that there is no error")
+    return notes
 
 
 def _name_in(source: Reader, name: str) -> str:

@@ -75,6 +75,9 @@ def unshard(parts: Sequence[Codes], dim: int) -> Codes:
     if not parts:
         raise FormatError("there are no parts to put together: pass at least one")
     first, axis = parts[0], _axis(parts[0].shape, dim)
+    for part in parts:
+        if len(part.shape) != len(first.shape):
+            raise FormatError(f"a part of these codes has {len(first.shape)} dimensions, got {list(part.shape)}")
     sizes = [part.shape[axis] for part in parts]
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     shape = (*first.shape[:axis], ends[-1], *first.shape[axis + 1 :])

@@ -152,17 +152,24 @@ def check_table(table: Tensor, shape: tuple[int, ...], device: torch.device, low
         raise ArgumentError(f"the table is contiguous float32 {list(shape)} on {place(device.type)}, got {got}: use {maker}")
 
 
+def _check_number(value: object, expected: str, remedy: str) -> None:
+    """Raises ArgumentError for what is neither a real number nor a tensor of one."""
+    check_type(value, (Real, Tensor), expected, remedy)
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        raise ArgumentError(f"{expected}, got {value.dtype} {list(value.shape)}: {remedy}")
+
+
 def check_requantization(fmt: Format, in_scale: float, in_zero: int, out_scale: float, out_zero: int) -> None:
     if fmt.zero != "none" or isinstance(fmt.block, int):
         raise FormatError(
             f"requantization takes symmetric weights with one scale per channel or tensor, got {fmt}: quantize to int8_channel"
         )
     for what, step in (("in_scale", in_scale), ("out_scale", out_scale)):
-        check_type(step, (Real, Tensor), f"{what} is a number", "pass the step of the codes, a float")
+        _check_number(step, f"{what} is a number", "pass the step of the codes, a float")
         if not 0 < step < _INFINITE:
             raise ArgumentError(f"{what} is positive and finite, got {step}: pass the step of the codes, as calibration gives it")
     for what, zero in (("in_zero", in_zero), ("out_zero", out_zero)):
-        check_type(zero, (Real, Tensor), f"{what} is a whole number", "pass the code of 0, an int")
+        _check_number(zero, f"{what} is a whole number", "pass the code of 0, an int")
         if not -128 <= zero <= 127 or int(zero) != zero:
             raise ArgumentError(f"{what} is a whole number in -128 … 127, got {zero}: pass the code of 0")
 

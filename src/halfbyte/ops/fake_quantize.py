@@ -229,7 +229,7 @@ def _fake_quantize_activation(x: Tensor, block: int, activation: str) -> Tensor:
     flat = x.reshape(-1, k).float()
     whole = k // size * size
     # The whole blocks of all rows at once, then the short last ones.
-    parts = [part for part in (flat[:, :whole].reshape(len(flat), -1, size), flat[:, whole:].unsqueeze(1)) if part.numel()]
+    parts = [part for part in (flat[:, :whole].reshape(len(flat), whole // size, size), flat[:, whole:].unsqueeze(1)) if part.numel()]
     rounded = []
     for part in parts:
         q, scale, offset = quantize_block(part, with_offset)

@@ -461,3 +461,13 @@ def test_codes_on_a_given_grid() -> None:
             assert torch.equal(quantize_to_grid(weight, as_format(fmt), codes.scale, codes.zero).data, codes.data)
     with pytest.raises(ArgumentError, match=r"is \[6, 1\], got scales \[6, 2\] and no zeros"):
         quantize_to_grid(weight, as_format("int4_channel"), torch.ones(6, 2), None)
+
+
+@pytest.mark.parametrize("activation", ["block", "row", "block_offset", "row_offset"])
+def test_a_batch_of_no_samples(activation: str) -> None:
+    for layer, x in ((nn.Linear(64, 16), torch.zeros(0, 64)), (nn.Conv1d(64, 16, 3), torch.zeros(0, 64, 5))):
+        model = nn.Sequential(layer)
+        wanted = model(x).shape
+        fmt = "q8_0" if activation.startswith("block") else "int8_channel"
+        hb.prepare_qat_(model, hb.Config(fmt, compute="int8", activation=activation))
+        assert model(x).shape == wanted

@@ -102,7 +102,7 @@ def has_bytes_each(fmt: Format, entry: Mapping[str, object]) -> bool:
     """Whether codes of 5 or 6 bits take whole bytes, by what config.json says of a weight. Raises FormatError for other numbers of bits."""
     bits = entry.get(BITS, 8)
     if fmt.packed_bits and (type(bits) is not int or bits not in (fmt.packed_bits, 8)):
-        raise FormatError(f"codes of {fmt} take {fmt.packed_bits} or 8 bits in files, got {short(bits)}: use a newer halfbyte")
+        raise FormatError(f"codes of {fmt} take {fmt.packed_bits} or 8 bits in files, got {short(bits)}")
     return bool(fmt.packed_bits) and bits == 8
 
 

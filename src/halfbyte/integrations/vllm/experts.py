@@ -92,9 +92,11 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """x [M, K], weights and ids [M, T] -> [M, K]."""
-        if layer.expert_map is not None:  # expert parallelism: ids of other processes' experts are -1
-            topk_ids = layer.expert_map[topk_ids.long()]
-            topk_weights = topk_weights.masked_fill(topk_ids < 0, 0)
+        remote = topk_ids < 0  # experts of other processes: with expert parallelism the map has -1 for them
+        topk_ids = topk_ids.long().clamp(min=0)
+        if layer.expert_map is not None:
+            topk_ids = layer.expert_map[topk_ids]
+            remote |= topk_ids < 0
             topk_ids = topk_ids.clamp(min=0)
         gate_up, down = self._packed["w13"], self._packed["w2"]
         up, second = self.stacks["w13"], self.stacks["w2"]
@@ -105,7 +107,8 @@ class HalfbyteExpertsMethod(api.FusedMoEMethodBase):
         activated = inner.new_empty((len(inner), width))
         api.apply_moe_activation(layer.activation, activated, inner, activation_config=self._activation())
         y = ops.grouped_linear(activated.view(*topk_ids.shape, width), down, topk_ids, compute=second.compute, activation=second.activation)
-        return (y * topk_weights.to(y.dtype).unsqueeze(-1)).sum(1)
+        # The first expert here was multiplied in the place of a remote one: what it gave, infinities too, does not count.
+        return (y * topk_weights.to(y.dtype).unsqueeze(-1)).masked_fill_(remote.unsqueeze(-1), 0).sum(1)
 
     def _activation(self) -> object:
         return api.ApplyMoEActivationConfig.from_configs(self.moe, api.FUSED_MOE_UNQUANTIZED_CONFIG)

@@ -98,7 +98,7 @@ class QuantConv2d(QuantModule):
         """x [B, C, H, W] or [C, H, W] in float32, bfloat16 or float16 -> [B, Co, Ho, Wo] of the same dtype; with `added` to it, of whatever
         shape, and then clamped; `channels_last`: in this memory format whatever x has, which saves a copy."""
         if self.padding_mode != "zeros":
-            x = folded.pad_with_own_values(x, self)
+            x = folded.pad_by_mode(x, self)
         if added is None or self._is_residual(added, x):
             return self._convolve(x, channels_last, residual=added, clamp=clamp)
         y = self._convolve(x, channels_last) + added

@@ -18,7 +18,7 @@ from halfbyte.nn.kinds import kind_of, quantize_weight
 from halfbyte.nn.modules.scaled import ScaledEmbedding, factor_of, scaled
 from halfbyte.nn.modules.subclassed import form_of
 from halfbyte.nn.modules.transposed import is_conv1d, is_transposed
-from halfbyte.ops.conv.folded import pad_with_own_values
+from halfbyte.ops.conv.folded import pad_by_mode
 from halfbyte.ops.conv.functions import module_window
 from halfbyte.ops.conv.images import in_memory_format_of
 from halfbyte.ops.fake_quantize import fake_quantize, fake_quantize_activation, fake_quantize_given, fake_quantize_images
@@ -141,7 +141,7 @@ class _FakeQuantConvolution(FakeQuantized):
         if self.target.compute == "int8" and not sizes.depthwise:
             one_scale = not isinstance(sizes.format.block, int) and sizes.format.zero == "none"
             if activation != "image" or not one_scale:  # as Config says
-                padded = x if self.padding_mode == "zeros" else pad_with_own_values(x, self)
+                padded = x if self.padding_mode == "zeros" else pad_by_mode(x, self)
                 y = self._on_patches(self._images(padded), sizes, "row" if activation == "image" else activation)
                 y = y.reshape(*x.shape[: -len(self.kernel_size) - 1], sizes.out, *y.shape[-len(self.kernel_size) :])
                 return in_memory_format_of(y, x)

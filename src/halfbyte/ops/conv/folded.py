@@ -85,7 +85,7 @@ def movement_of(layer: Layer, *, zeros: str | tuple[int, ...]) -> Movement:
     return Movement(layer.stride, layer.dilation, sides_of(layer, zeros))
 
 
-def pad_with_own_values(x: Tensor, layer: Layer) -> Tensor:
+def pad_by_mode(x: Tensor, layer: Layer) -> Tensor:
     """Pad x [B, C, *size] or [C, *size] as the layer's padding_mode, which is not "zeros", says.
 
     Raises:
@@ -283,7 +283,7 @@ class _Axis(NamedTuple):
 
     @property
     def places(self) -> dict[int, tuple[int, int]]:
-        """By residue, if one has a phase: that phase, and where its results begin."""
+        """The phase of each residue that has one, and where its results begin."""
         largest = _largest_shift(self.phases, self.dilation, self.stride)
         found = ((m, *divmod(m * self.dilation, self.stride)) for m in range(self.phases))
         return {residue: (m, largest - shift) for m, shift, residue in found}

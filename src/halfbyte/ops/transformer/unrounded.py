@@ -16,7 +16,7 @@ _unrounded: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
 def unrounded(x: Tensor) -> Tensor:
-    """x in float32, contiguous: what it was before it was rounded, if a layer returned it and nobody has written to it since."""
+    """x in float32, contiguous: what it was before it was rounded, if a layer returned it and it was not written to since."""
     before = _unrounded.get(x) if x.dtype != torch.float32 else None
     return x.float().contiguous() if before is None or not torch.equal(before.to(x.dtype), x) else before
 

@@ -43,7 +43,7 @@ class Arranged(NamedTuple):
     corrections  int32 [groups, rows]: what the sums of products of the bytes lack
     sources      int64 [groups, chunks]: the lane that a chunk is made of
     flip         uint8 [groups, chunks, 16]: what the codes of it are combined with by xor
-    take         uint8 [groups, chunks, 16]: which of them are in its slots then, or NOTHING
+    take         uint8 [groups, chunks, 16]: which of them are in its slots then, or ZERO_BYTE
     weights      int8 [groups, chunks, 4, rows, 4]
     """
 
