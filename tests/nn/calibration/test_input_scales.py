@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import halfbyte as hb
 from halfbyte.formats.spec import as_format
-from halfbyte.nn.calibration.low_rank import branches
+from halfbyte.nn.calibration.low_rank import Quantization, branches
 
 
 @torch.no_grad()
@@ -32,6 +32,6 @@ def test_samples_are_tensors_arguments_or_tokens() -> None:
     ids = torch.randint(50, (4, 16))
     small: Any = hb.quantize_(tokens, settings, hb.Calibration(ids))
     assert small[1].input_scale is not None
-    found, notes = branches(Two(), {"first": as_format("int4_g64")}, 4, [])
+    found, notes = branches(Two(), {"first": as_format("int4_g64")}, Quantization(4), [])
     assert found["first"].input_scale is None
     assert notes == ["low_rank: no sample reaches first, whose inputs have no scale"]

@@ -36,7 +36,15 @@ _lock = threading.RLock()
 _FORM = 3  # of the files
 _ROOT = Path(__file__).parents[3]
 # What kernels are generated from. Sizes and formats reach a generator through its specification, from files of these folders too.
-_SOURCES = ("kernels/cpu/**/*.py", "kernels/layer_kinds.py", "kernels/problem.py", "layouts/*.py", "formats/*.py", "machine.py")
+_SOURCES = (
+    "kernels/cpu/**/*.py",
+    "kernels/crossing.py",
+    "kernels/layer_kinds.py",
+    "kernels/problem.py",
+    "layouts/*.py",
+    "formats/*.py",
+    "machine.py",
+)
 
 if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that a thread of its parent holds
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
