@@ -22,8 +22,8 @@ Ranges = tuple[Range, ...]  # whose concatenation is a shard
 
 def spread(count: int, of: int, unit: int = 1) -> list[Range]:
     """Splits 0 … `count` into `of` ranges of whole units, as evenly as possible, the longer first; the last unit may be short."""
-    units = -(-count // unit)
-    bounds = [min(count, (units // of * i + min(i, units % of)) * unit) for i in range(of + 1)]
+    whole, longer = divmod(-(-count // unit), of)
+    bounds = [min(count, (i * whole + min(i, longer)) * unit) for i in range(of + 1)]
     return list(pairwise(bounds))
 
 
@@ -40,13 +40,15 @@ def shard(codes: Codes, dim: int, index: int, of: int) -> Codes:
         The shard.
 
     Raises:
-        FormatError: K is cut into more parts than a row has blocks.
+        FormatError: There is no such dimension or part, or K is cut into more parts than a row has blocks.
 
     Example:
         >>> hb.shard(hb.quantize(torch.randn(8, 64), "q8_0"), 0, 1, 2).shape
         (4, 64)
     """
     axis = _axis(codes.shape, dim)
+    if of < 1:
+        raise FormatError(f"codes are cut into one part at least, got {of}")
     if not 0 <= index < of:
         raise FormatError(f"a part of {of} is one of 0 … {of - 1}, got {index}")
     size, unit = codes.shape[axis], input_unit(codes.format) if axis == len(codes.shape) - 1 else 1
@@ -113,9 +115,9 @@ def take(codes: Codes, dim: int, ranges: Ranges) -> Codes:
 
 
 def merge(fmt: Format, shape: tuple[int, ...], dim: int, runs: Sequence[Ranges], parts: Sequence[Codes]) -> Codes:
-    """The inverse of `take`: codes of `shape` from parts with these ranges of it, which may overlap and together cover it.
+    """The inverse of `take`: codes of `shape` from parts with these ranges of it, which together cover it.
 
-    Raises FormatError for parts that do not fit together.
+    Where ranges overlap, the codes of the last part count. Raises FormatError for parts that do not fit together.
     """
     axis = _axis(shape, dim)
     inputs = axis == len(shape) - 1
@@ -151,11 +153,17 @@ def merge(fmt: Format, shape: tuple[int, ...], dim: int, runs: Sequence[Ranges],
 
 
 def stored_runs(fmt: Format, shape: tuple[int, ...], dim: int, ranges: Ranges, bits: int) -> dict[str, Ranges | None] | None:
-    """The ranges of each tensor in files that `take` needs along `dim`, in elements of that tensor (None: all), to read only these.
+    """Which ranges of each stored tensor `take` needs, so that only these are read from a file.
 
-    bits  of a code there
+    Args:
+        fmt: Format of the codes.
+        shape: Of the whole codes.
+        dim: The dimension that is cut.
+        ranges: Along it.
+        bits: Bits of a code in the file.
 
-    None where the ranges begin or end within a byte.
+    Returns:
+        Ranges in elements of each tensor, None for all of it; None where a range begins or ends inside of a byte of the file.
     """
     axis = _axis(shape, dim)
     _check(fmt, shape, axis, ranges)
@@ -183,7 +191,7 @@ def _check(fmt: Format, shape: tuple[int, ...], axis: int, ranges: Ranges) -> No
         if start % unit or (stop % unit and (stop != size or i < len(ranges) - 1)):
             raise FormatError(f"{fmt} codes are cut along K after whole blocks, at multiples of {unit}, got {start} … {stop} of {size}")
     if axis == len(shape) - 1 and size and fmt.block == "channel" and all(start == stop for start, stop in ranges):
-        raise FormatError(f"{fmt} codes are cut along K into parts of one input at least, for each has the scales of all rows, got none")
+        raise FormatError(f"{fmt} codes are cut along K into parts of one input at least, as each has the scales of all rows, got none")
 
 
 def _slices(fmt: Format, part: str, inputs: bool, ranges: Ranges) -> Ranges | None:

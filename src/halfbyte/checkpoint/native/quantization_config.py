@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "quantization_config"
 METHOD = "halfbyte"
-BITS = "bits"  # that codes of 5 and 6 bits take in the files; older checkpoints do not say it, and have bytes
+BITS = "bits"  # of the files for a code of 5 or 6 bits; older checkpoints lack the entry, and use 8
 VERSION = 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -32,12 +32,13 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Module:
     """How one quantized module is stored and, if it is a Linear, how it multiplies.
 
-    shape    of its codes: [N, K] of a Linear or Embedding, [E, N, K] of experts
-    ordered  its inputs are reordered: <module>.input_order is stored too
+    shape       of its codes: [N, K] of a Linear or Embedding, [E, N, K] of experts
+    compute     how it multiplies, as in `halfbyte.Config`; so is `activation`
+    ordered     its inputs are reordered: <module>.input_order is stored too
     bytes_each  its codes of 5 or 6 bits take whole bytes in the files
-    dtype    of the float weight that it replaces, where that is not the model's
-    low_rank  of the residual of a LowRankLinear, the rank of the other part; 0 for all others
-    scaled   whether that has a scale of its inputs
+    dtype       of the float weight that it replaces, where that is not the model's
+    low_rank    if it is the residual of a LowRankLinear, the rank of that one's branch, else 0; `with_branches` sets it
+    scaled      whether that LowRankLinear has a scale of its inputs
     """
 
     format: Format
@@ -73,7 +74,9 @@ class Module:
             del entry["low_rank"], entry["scaled"]
         if self.dtype is not None:
             entry["dtype"] = DTYPE_NAMES[self.dtype]
-        return entry | {BITS: 8 if self.bytes_each else self.format.packed_bits} if self.format.packed_bits else entry
+        if self.format.packed_bits:
+            entry[BITS] = 8 if self.bytes_each else self.format.packed_bits
+        return entry
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Module:
@@ -85,8 +88,10 @@ class Module:
         if dtype is not None and dtype_named(dtype) is None:
             raise FormatError(f"a dtype is one of {', '.join(DTYPES)}, got {short(dtype)}")
         rank, scaled = entry.get("low_rank", 0), entry.get("scaled", False)
-        if type(rank) is not int or rank < 0 or not isinstance(scaled, bool):
-            raise FormatError(f"a low_rank is a whole number and scaled true or false, got {short(rank)} and {short(scaled)}")
+        if type(rank) is not int or rank < 0 or not isinstance(scaled, bool) or (scaled and not rank):
+            raise FormatError(
+                f"a low_rank is a whole number, more than 0 if scaled, which is true or false, got {short(rank)} and {short(scaled)}"
+            )
         settings = entry.get("compute", "auto"), entry.get("activation", "block")
         module_entry = cls(fmt, tuple(shape), *settings, ordered, has_bytes_each(fmt, entry), dtype_named(dtype), rank, scaled)
         check_compute(module_entry.compute, module_entry.activation)

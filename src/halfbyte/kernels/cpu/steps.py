@@ -1,7 +1,7 @@
-"""Programs: calls of kernels for tensors of fixed sizes, made once and run as one call (`step_sequence.py`), again and again.
+"""Chains of kernel calls for tensors of fixed sizes, prepared once and then run as one native call (`step_sequence.py`).
 
-What lies between the steps shares one block of memory: each result takes the first gap that is large enough, and its place is free after
-the last step that reads it. So a small network stays in the caches, which memory taken anew at each step would pass through.
+Results that stay inside of a chain share one block of memory: each takes the first gap that is large enough, and its place is free after
+the last step that reads it. So a small network stays in the caches, from which fresh memory for each result would evict it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _pack, _unpack = struct.Struct("<q").pack_into, struct.Struct("<q").unpack_from
 
 
 class Step(NamedTuple):
-    """A call of a kernel, of which only the tensors' places are open.
+    """A call of a kernel that is prepared but for the addresses of its tensors.
 
-    block    its arguments
+    block    its arguments, which programs copy
     threads  that are worth waking for it
     nbytes   of what it makes
-    inputs   where in the block the addresses of the tensors go that it reads; `out`, `scratch`: of what it makes, and of memory for it
+    inputs   offsets in the block of the addresses of the tensors that it reads; `out`, `scratch`: of its result's, of scratch memory's
     shared   bytes of scratch memory that threads share; `each`: bytes more per thread
     kept     what the block points to
     """
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 def conv_step(call: ConvCall, weights: Tensor, table: Tensor, low: float, high: float) -> Step:
-    """The step of a convolution of codes; its argument block must not be used by other calls."""
+    """The step of a convolution of codes."""
     pack_call(call.buffer, CALL, 0, 0, 0, 0, weights.data_ptr(), table.data_ptr(), 0, 0, low, high)
     batch, channels, height, width = call.out_shape
     size, each = batch * channels * height * width, call.memory // call.threads
@@ -65,10 +65,10 @@ def linear_step(kernel: LinearKernel, m: int, weights: Tensor, table: Tensor, lo
 
 
 class Wired(NamedTuple):
-    """A step of a program. Values have numbers: those that a call brings come first, then what each step makes, in order.
+    """A step of a program. Values have numbers: those that a call brings come first, then the result of each step, in order.
 
-    sources  that it reads
-    given    whether the caller gets what it makes
+    sources  numbers of the values that it reads
+    given    whether its result is the caller's, who brings memory for it
     """
 
     step: Step
@@ -77,7 +77,7 @@ class Wired(NamedTuple):
 
 
 class Program:
-    """The steps, for calls that bring so many tensors. Calls must not run side by side."""
+    """A chain of steps, for calls that bring `brought` tensors. Calls share its memory: it is not thread-safe."""
 
     def __init__(self, wired: Sequence[Wired], brought: int) -> None:
         threads = max(one.step.threads for one in wired)
@@ -90,8 +90,8 @@ class Program:
         self._open |= {brought + i: [] for i, one in enumerate(wired) if one.given}
         blocks = []
         for i, (step, sources, _) in enumerate(wired):
-            both = [step.block]
-            if second := _unpack(step.block, _SECOND)[0]:  # a chain's steps have one phase each
+            both = [type(step.block).from_buffer_copy(step.block)]
+            if second := _unpack(step.block, _SECOND)[0]:  # a sequence runs one phase of each block: two phases are two blocks
                 both.append(type(step.block).from_buffer_copy(step.block))
                 _pack(both[1], _FIRST, second)
             for block in both:

@@ -2,7 +2,7 @@
 
 `vpmaddubsw` sums two products of an unsigned and a signed byte, a*v + b*w, and saturates where the sum is not an int16. With any a, b in
 0 … 255 it is exact if and only if the positive ones of v, w sum to at most 128, and so do the negative ones. Of weights that are scaled to
-127 some neighbours are larger; in another order of a patch's codes hardly any are. And a column of the weight may be negated, since
+127 some adjacent pairs exceed this; in another order of a patch's codes hardly any are. And a column of the weight may be negated, since
 
     w * x = w * (x + 128) - 128 * w = -w * (127 - x) + 127 * w,            both x + 128 and 127 - x in 0 … 255
 
@@ -11,12 +11,16 @@ bound together, they are added as int16 before they are widened.
 
 Each group of outputs (a tile's width) has an order of its own. Codes move within lanes of 16, the reach of a shuffle of bytes:
 
-    pairs   each channel with the one that fits it best, those first that fit others worst
+    pairs   each channel with the one that fits it best; the channel that is hardest to place chooses first
     sets    of two pairs each, the best of all 105 ways
 
-with some noise, a few times, until all four sets of a lane obey the bound. What a lane becomes is its `kind`:
+with some noise, a few times, until all four sets of a lane obey the bound. A lane becomes a chunk, 16 bytes that are multiplied together,
+or two. Its `kind` says what may be added as int16:
 
-    2   four sets    1   two sets and four pairs    0   eight pairs    none of it: two chunks of a channel and a zero each
+    2 WHOLE    four sets
+    1 HALF     two sets and four pairs
+    0 PAIRS    eight pairs
+    -1 SPLIT   not even all pairs: the lane is two chunks, with a zero next to each code
 """
 
 from __future__ import annotations
@@ -28,12 +32,13 @@ import torch
 from torch import Tensor
 
 LANE = 16
-WHOLE, HALF, PAIRS, SPLIT, ABSENT = 2, 1, 0, -1, -2
+WHOLE, HALF, PAIRS, SPLIT = 2, 1, 0, -1
+ABSENT = -2  # the second chunk of a lane that has one, where other lanes are split
 ZERO_BYTE = 0x80  # in `take`: a shuffle of bytes puts 0 there
 _TRIALS = 3
 _NOISE = 8  # more of it in each trial
-_LANES_AT_ONCE = 1 << 10  # so that what is compared stays near
-_TAKEN = 1 << 10
+_LANES_AT_ONCE = 1 << 10  # so that the costs stay in the cache
+_TAKEN = 1 << 10  # a cost above all others with their noise, whose product with LANE is an int16
 
 
 class Arranged(NamedTuple):
@@ -56,11 +61,21 @@ class Arranged(NamedTuple):
 
 
 def arrange(codes: Tensor) -> Arranged:
-    """codes int8 [groups, rows, lanes, 16], 0 where there are none."""
+    """Order the codes of each lane so that sums of two products are exact.
+
+    Args:
+        codes: int8 [groups, rows, lanes, 16], 0 where there are none.
+
+    Returns:
+        The codes in that order, some of them negated, and what activations and sums need for it.
+    """
     groups, rows, lanes, _ = codes.shape
     wide = codes.to(torch.int16)
     by_lane = wide.transpose(1, 2).reshape(groups * lanes, rows, LANE)
-    limit = 127 if codes.numel() and int(codes.min()) == -128 else 128  # 128 is not an int8
+    limit = (
+        127 if codes.numel() and int(codes.min()) == -128 else 128
+    )  # -128 can't be negated as int8; all lanes get the stricter bound then
+    # The order, signs and kind of each lane; then of each chunk, and chunks of a group by their kinds.
     parts = [_search(part, limit) for part in by_lane.split(_LANES_AT_ONCE)]
     order, signs, kind = (torch.cat(tensors).view(groups, lanes, -1) for tensors in zip(*parts, strict=True))
     take, signs, kind = _chunks(order, signs, kind.squeeze(-1))
@@ -68,15 +83,17 @@ def arrange(codes: Tensor) -> Arranged:
     there = kind > ABSENT
     chunks = int(there.sum(1).max())
     kind, place, there = (tensor[:, :chunks] for tensor in (kind, place, there))
-    sources = place // (take.shape[1] // lanes)
+    sources = place // (take.shape[1] // lanes)  # by the chunks of a lane, 1 or 2
     each = place.unsqueeze(-1).expand(-1, -1, LANE)
     take = take.gather(1, each).where(there.unsqueeze(-1), torch.tensor(ZERO_BYTE, device="cpu"))
     signs = signs.gather(1, each)
+    # Codes by slots of chunks, with their signs; zeros where a slot has none.
     by_slot = wide.permute(0, 2, 3, 1)  # [groups, lanes, 16, rows]
     by_slot = by_slot.gather(1, sources.view(groups, chunks, 1, 1).expand(-1, -1, LANE, rows))
     by_slot = by_slot.gather(2, (take % LANE).unsqueeze(-1).expand(-1, -1, -1, rows))
     shorts = by_slot * (signs * (take < LANE)).unsqueeze(-1).to(torch.int16)
     corrections = -(shorts * (127 + (signs > 0)).unsqueeze(-1)).sum((1, 2), dtype=torch.int32)
+    # x ^ 0x80 is x + 128, and x ^ 0x7F is 127 - x, of which the bytes are read as unsigned. An empty slot's flip goes to a 17th place.
     flip = torch.full((groups, chunks, LANE + 1), 0x80, dtype=torch.uint8, device="cpu")
     flip.scatter_(2, take.clamp(max=LANE), torch.where(signs > 0, 0x80, 0x7F).to(torch.uint8))
     return Arranged(
@@ -127,7 +144,10 @@ def _search(w: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pair_costs(w: Tensor) -> tuple[Tensor, Tensor]:
-    """int16 [16, 16, n], the largest sum of two channels' weights of one sign in any row; and whether the second is negated for it."""
+    """int16 [16, 16, n]: of two channels a, b the largest |a + b| in any row, or |a - b| if that is less; and whether it is.
+
+    It is no more than what the bound is on: weights of two signs always obey it, and are subtracted here.
+    """
     n = w.shape[-1]
     cost = torch.full((LANE, LANE, n), _TAKEN, dtype=torch.int16, device="cpu")
     opposite = torch.zeros(LANE, LANE, n, dtype=torch.bool, device="cpu")
@@ -146,7 +166,8 @@ def _matched(cost: Tensor) -> tuple[Tensor, Tensor]:
     key = cost.clamp_(max=_TAKEN) * LANE + number.view(1, -1, 1)  # its low bits say whose it is
     pairs = list[Tensor]()
     for _ in range(LANE // 2):
-        best = key.amin(1)
+        best = key.amin(1)  # of each channel: the least cost, and in its low bits the partner's number
+        # The largest of these costs, and in its low bits the number of the channel; the first one of several.
         worst = torch.where(best < _TAKEN * LANE, best | LANE - 1, -1) - (LANE - 1 - number).view(-1, 1)
         first = (worst.amax(0) & LANE - 1).long().unsqueeze(0)
         second = best.gather(0, first).long() & LANE - 1
