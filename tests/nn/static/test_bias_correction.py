@@ -69,22 +69,6 @@ def test_the_head_gives_floats_and_padding_runs_in_the_convolution() -> None:
 
 
 @torch.no_grad()
-def test_means_before_a_head_have_more_than_8_bits() -> None:
-    """A mean of 64 codes has 6 bits more than a code; behind a head that nothing on codes reads it stays a number."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout()).eval()
-    x = torch.rand(16, 3, 8, 8)
-    for head in (nn.Linear(8, 5), nn.Identity()):
-        network = hb.quantize_(nn.Sequential(copy.deepcopy(model), head).eval(), hb.Config("int8_channel", activations="static"), [x])
-        features = network if isinstance(head, nn.Identity) else network.get_submodule("0.2")
-        found: list[Tensor] = []
-        handle = features.register_forward_hook(lambda _module, _args, y, found=found: found.append(y))
-        network(x)
-        handle.remove()
-        assert found[0].dtype == torch.float32
-
-
-@torch.no_grad()
 def test_sums_of_numbers_are_numbers() -> None:
     """An addition whose two operands are computed in floating point runs there; one of two with codes does not."""
 

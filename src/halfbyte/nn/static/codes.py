@@ -387,9 +387,6 @@ class _Rewriter:
         make, reason = self._maker(node, module) if known else None, ""
         if make in (self._add, self._relu) and not any(source in self.codes_of for source in _sources(node)):
             make = None  # of numbers: codes of the result have a smaller step
-        if make in (self._average, self._as_it_is) and self._is_before_head(node):  # a mean has more bits than a code
-            self.float_of[node] = copy_node(node, self.traced, self.graph, self.root, self._floats)
-            return
         given: nn.Module | tuple[Layer, LayerWeight] | None = module
         if make is not None and module is not None and (why_not := why_overridden(module)) and not isinstance(module, Layer):
             make, reason = None, f": {why_not}"
@@ -420,15 +417,6 @@ class _Rewriter:
         """Whether a node is a linear layer whose result nothing on codes reads: logits that differ by less than a step of codes matter."""
         users = [user for user in node.users if user.op != "output"]
         return isinstance(module_of(node, self.modules), nn.Linear) and not any(self._maker(u, module_of(u, self.modules)) for u in users)
-
-    def _is_before_head(self, node: fx.Node) -> bool:
-        """Whether all that reads a node, directly or through operations that only move numbers, is a head or the output."""
-
-        def ends(user: fx.Node) -> bool:
-            moves = self._maker(user, module_of(user, self.modules)) == self._as_it_is
-            return self._is_before_head(user) if moves else user.op == "output" or self._is_head(user)
-
-        return all(map(ends, node.users))
 
     def _maker(self, node: fx.Node, module: nn.Module | None) -> Callable[..., tuple[fx.Node, Scale, list[fx.Node]]] | None:
         """The function that makes a node on codes; None for an operation that has none."""
