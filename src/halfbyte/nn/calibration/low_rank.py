@@ -57,7 +57,7 @@ class Inputs:
         return cls(x.abs().amax(0).float(), _spread(x, _ROWS))
 
     def add(self, x: Tensor) -> None:
-        """Takes another call's."""
+        """Add the inputs of another call, x [M, K] with M > 0."""
         self.calls += 1
         self.ranges = torch.maximum(self.ranges, x.abs().amax(0).float())
         rows = _spread(x, -(-_ROWS // self.calls))
@@ -65,7 +65,7 @@ class Inputs:
 
 
 def _spread(rows: Tensor, count: int) -> Tensor:
-    """At most so many rows, evenly."""
+    """Take at most `count` rows, evenly spread."""
     return rows[torch.linspace(0, len(rows) - 1, min(count, len(rows)), dtype=torch.float64, device=rows.device).round().long()]
 
 
