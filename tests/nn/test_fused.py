@@ -7,6 +7,7 @@ import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -334,3 +335,19 @@ def test_each_fused_layer_gets_its_own_weight_back() -> None:
     want = {name: model.get_submodule(name).weight.clone() for name in ("to_q", "to_k", "to_v")}  # type: ignore[operator,union-attr]
     dequantize_(fuse_(model))
     assert all(torch.equal(model.get_submodule(name).get_parameter("weight"), weight) for name, weight in want.items())
+
+
+@pytest.mark.parametrize("compute", ["float", "int8"])
+@torch.no_grad()
+def test_a_layer_whose_bytes_move_by_themselves_leaves_its_group(compute: Literal["float", "int8"]) -> None:
+    """As group offloading moves them, one by one; the others stay fused until they are moved, too."""
+    alone, together = pair(Config("q8_0", compute=compute), bias=True)
+    x = torch.randn(3, 72)
+    block: Any = together[0]
+    block.k_proj.keep_layout_of(torch.device("cpu"))
+    assert [layer.count for layer in (block.q_proj, block.k_proj, block.v_proj)] == [3, 1, 3]
+    assert torch.equal(together(x), alone(x))
+    block.k_proj.packed_data.data = block.k_proj.packed_data.data.clone()  # as diffusers does
+    assert torch.equal(together.to("cpu")(x), alone(x))
+    assert torch.equal(copy.deepcopy(together)(x), alone(x))
+    assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in together.state_dict().items())

@@ -332,7 +332,18 @@ class FusedLinear(DerivedLinear):
             return traced(ops.dequantize(self._whole, self.dtype)[rows], self)
         return WeightView(self._whole, self.dtype, self.weight_shape, rows)
 
+    def keep_layout_of(self, device: torch.device) -> None:
+        """Packs the weight for `device`, as QuantModule does, and leaves the group: the bytes of each layer are moved by themselves."""
+        if self.count > 1:
+            packed = ops.pack(self.codes(), self.packed.device, sparse=self._group.packed.sparse)
+            self._group, self._index = _Group(packed, [packed.shape[0]], [self.bias]), 0
+            self._group.join()
+            self._set_packed(_part(self._group, 0))
+        super().keep_layout_of(device)
+
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        if self.packed_for is not None:
+            return super().forward(x)
         whole, bias = self._whole, self._parameters["bias"]
         if whole is self._group.packed and bias is self._group.biases[self._index]:
             return self._group.part(x, self)
@@ -360,6 +371,11 @@ class FusedLinear(DerivedLinear):
         self._group.put(self._index, codes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantModule:
+        if self.packed_for is not None:
+            super()._apply(fn, recurse)
+            whole = self._group.packed
+            self._group.packed = replace(whole, data=self.packed_data.view(whole.data.shape))
+            return self
         device = fn(torch.empty(0, dtype=torch.uint8, device=self.packed.device)).device
         self._group.move(device)
         self._set_packed(_part(self._group, self._index))

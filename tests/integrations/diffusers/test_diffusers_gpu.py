@@ -36,6 +36,7 @@ def distance(found: Tensor, want: Tensor) -> float:
     return float((found.float() - want.float()).norm() / want.float().norm())
 
 
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")  # rotary embeddings of Qwen-Image
 @DTYPES
 @pytest.mark.parametrize("config", [{"format": "q8_0"}, {"format": "int4_g32", "low_rank": 8}], ids=["plain", "low_rank"])
 @pytest.mark.parametrize("how", ["float", "int8"])
@@ -67,6 +68,7 @@ def test_a_low_rank_layer(shape: tuple[int, int, int], how: Literal["float", "in
     torch.manual_seed(0)
     linear, x = nn.Linear(k, n).to(dtype), torch.randn(m, k, dtype=dtype)
     linear.weight[:, ::64] *= 30
+    x[:, 5::64] *= 100  # which scales of inputs move to the weight
     small: Any = hb.quantize_(nn.Sequential(linear), hb.Config("int4_g64", low_rank=16, compute=how), [x])
     layer, on_gpu = small[0], copy.deepcopy(small).cuda()
     assert isinstance(layer, LowRankLinear)

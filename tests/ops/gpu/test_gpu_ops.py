@@ -74,6 +74,17 @@ def test_linear_equals_the_reference(fmt: str, dtype: torch.dtype, m: int, compu
         assert_right(torch.randn(m, K, device="cuda").to(dtype), packed, bias, compute)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fmt", ["q8_0", "int4_g32", "int4_g128", "int8_channel"])
+def test_integers_of_aligned_rows(fmt: str, dtype: torch.dtype) -> None:
+    """Widths of small models: less than a K slab, and a few of them."""
+    for m, n, k in ((1, 64, 32), (2, 64, 64), (24, 64, 64), (1, 70, 128), (64, 256, 384), (300, 384, 1536)):
+        packed = packed_weight(fmt, n, k)
+        for activation in ("block", "row"):
+            for _ in range(3):
+                assert_right(torch.randn(m, k, device="cuda").to(dtype), packed, None, "int8", activation)
+
+
 @pytest.mark.parametrize("activation", ["block", "row", "block_offset", "row_offset"])
 def test_activation_scales(activation: Activation) -> None:
     for fmt, m in (("q4_0", 5), ("int4_g128_zp", 1), ("int8_channel", 65)):

@@ -15,7 +15,7 @@ from halfbyte.decoder.offload.rates import Rates
 from halfbyte.timing import time_text
 
 PROMPT = 512  # tokens, of which `expected` tells the time
-_CROSSING = 30e-6  # seconds of a hidden state to the CPU and back
+_CROSSING = 5e-6  # seconds of a hidden state to the CPU and back, where the GPU waits by a kernel (`crossing.py`)
 
 
 class Expected(NamedTuple):

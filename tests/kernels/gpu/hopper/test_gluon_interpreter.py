@@ -116,12 +116,13 @@ def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int,
         ("int4_channel", "row", skinny_hopper_config.Config(64, 1, 1, 3, 2)),
         ("int8_channel", "row", skinny_hopper_config.Config(64, 2, 1, 2, 3)),
         ("int8_channel", "row", skinny_hopper_config.Config(64, 2, 1, 2, 4)),
+        ("int8_g64", "block", skinny_hopper_config.Config(64, 1, 1, 2, 3)),
     ],
 )
 def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopper_config.Config | int) -> None:
     """Some tiles for a program or two programs for a tile, chains of four records and of one, tiles of 256 rows of which the last
-    is halved, results by TMA and without; with few rows skinny_int8_hopper."""
-    m, k = (70, 600) if isinstance(config, int) else (60, 450)
+    is halved, results by TMA and without; with few rows skinny_int8_hopper, also of a block that is shorter than a slab."""
+    m, k = (70, 600) if isinstance(config, int) else (60, 64 if name == "int8_g64" else 450)
     n = {2: 140, 3: 400}.get(config, 136) if isinstance(config, int) else 136
     codes, x, bias = random_codes(as_format(name), (n, k)), torch.randn(m, k).to(torch.bfloat16), torch.randn(n)
     problem = Problem("linear", m, n, k, codes.format, x.dtype, "int8", activation)

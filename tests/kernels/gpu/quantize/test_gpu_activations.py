@@ -34,7 +34,7 @@ def _quiet() -> object:
 
 
 def natural(q: Tensor, plan: activations.Plan) -> Tensor:
-    """The inverse of `activations.ordered`, by the text of that module."""
+    """Codes in the order of K: the inverse of what the text of `activations.py` says."""
     if plan.order == "plain":
         return q
     if plan.order == "planes":
@@ -95,6 +95,15 @@ def test_bits(name: str, activation: Activation, device: torch.device) -> None:
 def test_bits_for_paired_bytes(name: str, activation: Activation, device: torch.device) -> None:
     for m, k, dtype in ((3, 417, torch.float16), (1, 1280, torch.bfloat16)):
         check(samples(m, k, dtype, device), name, activation, paired=True)
+
+
+@pytest.mark.parametrize("activation", ["block", "row"])
+@pytest.mark.parametrize("name", ["q8_0", "int4_g32", "int4_g64", "int4_g128", "int8_channel"])
+def test_rows_that_are_aligned(name: str, activation: Activation, device: torch.device) -> None:
+    """Contiguous rows of multiples of 16, as models have them: kernels with vector loads, a few or many elements per warp."""
+    for m, k, dtype in ((24, 64, torch.float32), (70, 384, torch.float32), (3, 384, torch.bfloat16), (2, 2048, torch.float32)):
+        for paired in {False, name in ("q8_0", "int8_channel")}:
+            check(samples(m, k, dtype, device).contiguous(), name, activation, paired)
 
 
 @pytest.mark.parametrize("activation", WAYS)

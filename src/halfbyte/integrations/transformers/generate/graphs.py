@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import StaticCache
-from transformers.cache_utils import DummyLayer, StaticSlidingWindowLayer
+from transformers import StaticCache, cache_utils
+from transformers.cache_utils import StaticSlidingWindowLayer
 
 from halfbyte.decoder.gpu_step import HostReader
 from halfbyte.integrations.transformers.generate.steps import TOKEN, Choice, Step, Text
@@ -158,7 +158,8 @@ def capturable(cache: StaticCache) -> StaticCache:
 
 def keeping(cache: Cache) -> list[Any]:
     """Layers of a cache but for those that keep nothing, of layers that read keys and values of others."""
-    return [layer for layer in cache.layers if type(layer) is not DummyLayer]
+    nothing = getattr(cache_utils, "DummyLayer", None)  # transformers >= 5.18
+    return [layer for layer in cache.layers if type(layer) is not nothing]
 
 
 def _windows(cache: StaticCache) -> list[Window]:

@@ -214,7 +214,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
     floats = problem.compute == "float" and not problem.sparse
     use_wgmma = config.columns >= (16 if blocks == 1 else 32) and not problem.sparse
     fewer = (blocks > 1 and geo.format.bits == 8) or (use_wgmma and blocks * config.columns > 32)  # scales of weights than of sums
-    sharing = programs_of_tile(problem, config)
+    sharing, integers = programs_of_tile(problem, config), problem.compute == "int8"
     return Static(
         columns=config.columns,
         panels=config.panels,
@@ -223,13 +223,13 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
         bits=geo.format.bits,
         blocks_per_slab=blocks,
         slabs_per_block=1 if geo.block_rows == 1 else max(1, geo.padded // gpu_tiles.RECORD),
-        one_block=geo.block_rows == 1,
+        one_block=integers or geo.block_rows == 1,  # also a short block, after which there is padding
         has_points=zero_of(geo.format) == "point",
         scale_bytes=geo.format.scale.itemsize,
         use_wgmma=use_wgmma,
         scaled=floats and geo.block_rows > 1 and fewer,
         subnormal=floats and geo.format.code_bits == 4 and problem.dtype == torch.bfloat16,
-        integers=problem.compute == "int8",
+        integers=integers,
         clamp=clamp,
         partitions=config.partitions,
         float_codes=has_floats(geo.format),

@@ -253,26 +253,29 @@ def arrange(q: Tensor, plan: Plan, memory: Tensor) -> Quantized:
 
 
 @triton.jit
-def _columns(HALF: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr):
-    """The elements of a granule in two halves, PLAIN or so that what `_ordered` brings together is in one thread's registers: [G / 2]."""
+def _columns(HALF: tl.constexpr, G: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The elements of one of the two halves in which a granule is read: its own, or every other 8, as "pairs" needs them: [G / 2]."""
     e = tl.arange(0, G // 2)
-    if PLAIN:
-        return G // 2 * HALF + e
-    else:
+    if INTERLEAVED:
         return e // 8 * 16 + 8 * HALF + e % 8
+    else:
+        return G // 2 * HALF + e
 
 
 @triton.jit
-def _ordered(q0, q1, GRANULES: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr):
-    """The halves of granules, [HELD, G / 2] each, together in the order of this module's text: [HELD, G]."""
-    q = tl.join(q0, q1)
-    if ORDER == "pairs":  # …, k4, k, khalf
-        q = tl.permute(tl.reshape(q, (GRANULES * G // 16, 4, 2, 2)), (0, 1, 3, 2))
-    elif ORDER == "plain":
-        q = tl.permute(tl.reshape(q, (GRANULES * G // 16, 8, 2)), (0, 2, 1))
+def _words(c0, c1, GRANULES: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr):
+    """The codes int32 [GRANULES, G / 2] of both halves as bytes of words, four codes each, in the order of this module's text: int32
+    [GRANULES, G / 4].
+
+    Of two consecutive elements of each half. (Triton 3.6 permutes bytes twice where it converts the layout of int8 tensors within a warp.)
+    """
+    a0, b0 = tl.split(tl.reshape(c0 & 255, (GRANULES, G // 4, 2)))
+    a1, b1 = tl.split(tl.reshape(c1 & 255, (GRANULES, G // 4, 2)))
+    if ORDER == "pairs":
+        return a0 | b0 << 8 | a1 << 16 | b1 << 24
     else:
         tl.static_assert(ORDER == "planes", "an order that has no code")
-    return tl.reshape(q, (GRANULES, G))
+        return a0 | a1 << 8 | b0 << 16 | b1 << 24
 
 
 @triton.jit
@@ -341,8 +344,9 @@ def _quantize(
         source = (pair // share).to(tl.int64)
     x += source * stride
     g = first + tl.arange(0, GRANULES)
-    column0 = _columns(0, G, ORDER == "planes" or floats is not None)
-    column1 = _columns(1, G, ORDER == "planes" or floats is not None)
+    INTERLEAVED: tl.constexpr = ORDER == "pairs" and floats is None
+    column0 = _columns(0, G, INTERLEAVED)
+    column1 = _columns(1, G, INTERLEAVED)
     read = ()  # type: Any
     most = tl.zeros([GRANULES], tl.int32)
     lo = tl.full([GRANULES], float("inf"), tl.float32)
@@ -399,7 +403,14 @@ def _quantize(
                 total += section
                 if not WHOLE:
                     tl.store(sums + gc * columns + row, section.to(tl.float32), mask=gc < end)
-            at = row * (granules * G) + gc[:, None] * G + tl.arange(0, G)[None, :]
-            tl.store(q + at, _ordered(c0.to(tl.int8), c1.to(tl.int8), GRANULES, G, ORDER), mask=(gc < end)[:, None])
+            inside = (gc < end)[:, None]
+            granule = row * granules + gc[:, None]
+            if ORDER == "plain":
+                tl.store(q + granule * G + column0[None, :], c0.to(tl.int8), mask=inside)
+                tl.store(q + granule * G + column1[None, :], c1.to(tl.int8), mask=inside)
+            else:
+                words = _words(c0, c1, GRANULES, G, ORDER)
+                to = q.to(tl.pointer_type(tl.int32), bitcast=True) + granule * (G // 4) + tl.arange(0, G // 4)[None, :]
+                tl.store(to, words, mask=inside)
     if WHOLE and sums is not None:
         tl.store(sums + row, tl.sum(total, axis=0).to(tl.float32))
