@@ -64,6 +64,9 @@ def _native_entries(model: Checkpoint) -> Entries:
         raise UnsupportedError("it is a network on int8 codes")
     entries: dict[str, Entry] = {}
     for name, stored in model.names():
+        if stored in entries:  # tied to it
+            entries[name] = entries[stored]
+            continue
         weight = model.weights.get(stored)
         if weight is None:
             spec = model.plain[stored]
@@ -127,6 +130,10 @@ class Source:
     def names(self) -> set[str]:
         """All names, of tied tensors too."""
         return {*self._names, *self._stacks}
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors are one, or have the same values."""
+        return self._entries.same(self._names[name], self._names[other])
 
     def form(self, name: str) -> Form | None:
         """How a weight is quantized; None where it is not."""
@@ -238,6 +245,9 @@ class PackedTensors:
 
     def has(self, name: str) -> bool:
         return name in self._names
+
+    def same(self, name: str, other: str) -> bool:
+        return self._source.same(name, other)
 
     def weight(self, names: Sequence[str], bias: Sequence[str] = ()) -> Weight | None:
         for name in names:
