@@ -265,7 +265,9 @@ class _StoredLayer:
         if moe.groups is not None and config.get("n_group", 1) not in (None, 1):
             raise UnsupportedError("its router chooses among groups of experts")
         if moe.groups is not None and config.get("topk_group", 1) not in (None, 1):
-            raise CheckpointError(f"config.json says topk_group: {config.get('topk_group')!r:.99}, of 1 group 1 is chosen: the file is damaged")
+            raise CheckpointError(
+                f"config.json says topk_group: {config.get('topk_group')!r:.99}, of 1 group 1 is chosen: the file is damaged"
+            )
         scaling_factor = 1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor)
         return config.count_of(moe.top_k, self._index), moe.norm_topk is None or config.truth(moe.norm_topk), scaling_factor
 
