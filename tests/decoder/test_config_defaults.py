@@ -112,3 +112,17 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied_to_it(converted: boo
     # Codes of 8 bits move these logits by 2 % of the largest; the embedding in place of the head moves them by more than all of it.
     difference = own.prefill(IDS, Cache(own.spec)).flatten() - expected
     assert difference.abs().max() <= 0.1 * expected.abs().max()
+
+
+def test_a_window_that_no_sequence_is_longer_than_is_none(tmp_path: Path) -> None:
+    """Phi-4-mini has a window of 262144 and 131072 positions; its cache had memory for a window from the first token on."""
+    model = quantized("MistralDecoderLayer", tmp_path)
+    config, tensors = open_checkpoint(tmp_path)
+    model.config.sliding_window = 1 << 31
+    own = CpuModel(build_spec({**config, "sliding_window": 1 << 31}, tensors))
+    cache = Cache(own.spec)
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([IDS])).logits[0, -1]
+    difference = own.prefill(IDS, cache).flatten() - expected
+    assert difference.abs().max() <= 3e-5 * expected.abs().max()
+    assert all(layer.sliding_window is None for layer in own.spec.layers)

@@ -158,7 +158,10 @@ class Source:
             first = self._stacks[name][0]
             return len(self._stacks[name]), sum(self.shape(part)[0] for part in first), self.shape(first[0])[-1]
         stored = self._names[name]
-        quantized, (*rest, n, k) = self._entries.entries[stored].quantized, self._entries.spec(stored).shape
+        shape = self._entries.spec(stored).shape
+        if len(shape) < 2:
+            return shape
+        quantized, (*rest, n, k) = self._entries.entries[stored].quantized, shape
         swapped = name in self._inputs_first if quantized is None or self._quantize is not None else quantized.transposed
         return (*rest, k, n) if swapped else (*rest, n, k)
 
@@ -267,6 +270,9 @@ class PackedTensors:
             raise CheckpointError(f"{name} is {list(shape)} in the files, but config.json makes it {[*shape[:-1], other]}")
         rows = sum(shape[-2] for shape in shapes)
         biases = [self.tensor(name) for name in bias]
+        for name, each in zip(bias, biases, strict=True):
+            if each.dim() != len(shapes[0]) - 1:
+                raise CheckpointError(f"{name} is {list(each.shape)} in the files, a bias of {len(shapes[0]) - 1} axes is expected")
         joined = None if not biases else torch.cat(biases, -1)
         if joined is not None and joined.shape[-1] != rows:
             raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {rows} rows: not of one layer")
