@@ -106,7 +106,7 @@ class Remembered:
 
     def __init__(self, tensors: Any) -> None:
         self._tensors, self._found = tensors, dict[Any, Any]()
-        self.has = tensors.has
+        self.has, self.same = tensors.has, tensors.same
 
     def _once(self, method: str, *arguments: Any) -> Any:
         key = method, *arguments

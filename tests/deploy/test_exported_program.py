@@ -158,6 +158,8 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(tmp_path: Pat
     with pytest.raises(ArgumentError, match="the input input of an exported model is a tensor, got int"):
         example.example_of(linear, [3], None)  # type: ignore[list-item]
     (tmp_path / "there").mkdir()
+    with pytest.raises(ArgumentError, match="context of the KV cache of an exported program is a whole number from 1 on, got 0: ask for 1"):
+        hb.export_program(linear, tmp_path / "out", [x], context=0)
     with pytest.raises(ArgumentError, match="there exists: choose another place"):
         hb.export_program(linear, tmp_path / "there", [x])
 

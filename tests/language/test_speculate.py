@@ -303,6 +303,9 @@ def test_open_with_a_draft(folder: Path, tmp_path: Path) -> None:
     for wrong in (-1, 65, 2.5, True):
         with pytest.raises(ArgumentError, match="0 to 64 tokens are guessed at a time"):
             LanguageModel.open(folder, speculate=cast(Any, wrong))
+    hb.convert(folder, tmp_path / "codes", "q8_0")
+    with pytest.raises(ArgumentError, match=r"the draft model cannot be opened \(.*not quantized.*\): quantize it first, or leave it out"):
+        LanguageModel.open(tmp_path / "codes", draft=folder)
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())

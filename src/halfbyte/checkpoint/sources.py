@@ -56,11 +56,13 @@ def open_floats(source: Path, dtype: torch.dtype | None = None) -> tuple[dict[st
     """`open_source` for a model to be quantized: none of its weights may be codes, except those made of low-precision floats."""
     opened = open_source(source, dtype)
     if opened is None:
-        raise CheckpointError(f"{source} is quantized already (config.json has {SECTION!r}): convert the float model")
+        raise CheckpointError(
+            f"{source} is quantized already (config.json has {SECTION!r}): name the float model, or open this one without a format"
+        )
     entries = opened[1].entries.values()
     forms = [entry.quantized.stored_as for entry in entries if entry.quantized is not None and not entry.quantized.from_floats]
     said = is_file(source / CONFIG) and load_json(source / CONFIG).get(SETTINGS) is not None
     if forms or (said and not any(entry.stored_as or entry.quantized for entry in entries)):
         where = f"config.json has {SETTINGS!r}" if said else f"as {forms[0]}"
-        raise CheckpointError(f"{source} is quantized already ({where}): convert the float model")
+        raise CheckpointError(f"{source} is quantized already ({where}): name the float model, or open this one without a format")
     return opened

@@ -170,7 +170,7 @@ def _choice_of_tokens(args: argparse.Namespace) -> dict[str, object]:
     if args.top_k is not None and args.top_k < 1:
         raise ArgumentError(f"--top-k is 1 or more, got {args.top_k}")
     if args.top_p is not None and not 0 < args.top_p <= 1:
-        raise ArgumentError(f"--top-p is a probability above 0, got {args.top_p}")
+        raise ArgumentError(f"--top-p is above 0 and at most 1, got {args.top_p}: leave it out to draw from all tokens")
     if args.repetition_penalty is not None and not _LEAST <= args.repetition_penalty <= _MOST:
         raise ArgumentError(f"--repetition-penalty is {_LEAST:g} to {_MOST:g}, got {args.repetition_penalty}")
     if not args.temperature and (args.top_k or args.top_p):

@@ -20,6 +20,7 @@ from halfbyte.ops.transformer.experts import Clamped
 from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.whole_model_decode import Inputs
 
+_EMBEDDING, _HEAD, _HEAD_BIAS = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"
 _MOST_PER_LAYER = 1 << 16  # elements of a per-layer input
 
 
@@ -28,6 +29,9 @@ class Tensors(Protocol):
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
+
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors are one, or have the same values."""
 
     def weight(self, names: Sequence[str], bias: Sequence[str] = ()) -> Weight | None:
         """Read quantized weights and join them along N, with their biases; None where they are not quantized, or in
@@ -65,7 +69,7 @@ def build_spec(values: dict[str, object], tensors: Tensors) -> DecoderSpec:
         if type(limit) is not int or limit < 1:
             raise UnsupportedError(f"its rope_parameters have no {family.query_scale_from}")
         max_positions = limit if max_positions is None else min(limit, max_positions)
-    ropes, rope_of = _ropes(family, config, max_positions)
+    ropes, rope_of = _ropes(family, config)
     windows, sources = _windows(family, config, types), _kv_sources(family, config)
 
     def layer(index: int) -> LayerSpec:
@@ -74,12 +78,13 @@ def build_spec(values: dict[str, object], tensors: Tensors) -> DecoderSpec:
         source.check(spec)
         return spec
 
-    reads: list[Callable[[], object]] = [partial(tensors.table, "model.embed_tokens.weight")]  # the largest first
+    tied = _is_tied(config, tensors)
+    reads: list[Callable[[], object]] = [partial(tensors.table, _EMBEDDING)]  # the largest first
     reads.append(partial(_per_layer_inputs, family, config, tensors))
-    reads.append((lambda: None) if config.tied else partial(_head, tensors))
+    reads.append((lambda: None) if tied else partial(_head, tensors))
     reads += [partial(layer, index) for index in range(config.num_hidden_layers)]
     table, inputs, head, *layers = tensors.each(reads)
-    head, head_bias = (table, None) if config.tied else head
+    head, head_bias = (table, None) if tied else head
     factor = 1.0 if family.embedding_multiplier is None else config.number(family.embedding_multiplier)
     if family.sqrt_embedding:
         factor *= config.hidden_size**0.5
@@ -99,13 +104,22 @@ def build_spec(values: dict[str, object], tensors: Tensors) -> DecoderSpec:
     return spec
 
 
+def _is_tied(config: TextConfig, tensors: Tensors) -> bool:
+    """Whether the output embedding is the input embedding; where the files have both and they differ, it is not, as in transformers."""
+    if not config.tied or (tensors.has(_HEAD) and tensors.has(_EMBEDDING) and not tensors.same(_HEAD, _EMBEDDING)):
+        return False
+    if tensors.has(_HEAD_BIAS):
+        raise UnsupportedError("its output embedding is tied to the input embedding and has a bias")
+    return True
+
+
 def _head(tensors: Tensors) -> tuple[Weight | Tensor, Tensor | None]:
     """Read the output embedding, and its bias where it is in floating point."""
-    bias = ["lm_head.bias"] if tensors.has("lm_head.bias") else []
-    head = tensors.weight(["lm_head.weight"], bias)
+    bias = [_HEAD_BIAS] if tensors.has(_HEAD_BIAS) else []
+    head = tensors.weight([_HEAD], bias)
     if head is not None:
         return head, None
-    table = tensors.table("lm_head.weight")
+    table = tensors.table(_HEAD)
     return table, _vector(tensors, bias[0], table.shape[0]) if bias and isinstance(table, Tensor) else None
 
 
@@ -157,7 +171,7 @@ def _check_supported(family: Family, config: TextConfig) -> None:
         raise UnsupportedError(f"it has layers of type {min(other)}")
 
 
-def _ropes(family: Family, config: TextConfig, max_positions: int | None) -> tuple[tuple[Rope, ...], list[int]]:
+def _ropes(family: Family, config: TextConfig) -> tuple[tuple[Rope, ...], list[int]]:
     """Compute the rotary embeddings of a model, and which of them each layer has."""
     types = config.layer_types if family.rope_per_type else [""] * config.num_hidden_layers
     kinds = [(kind, sizes.head_dim) for kind, sizes in zip(types, config.layer_sizes, strict=True)]
@@ -166,7 +180,7 @@ def _ropes(family: Family, config: TextConfig, max_positions: int | None) -> tup
         make_rope(
             config.rope_parameters_of(kind) if kind else config.rope_parameters(),
             head_dim,
-            max_positions,
+            config.max_positions,
             partial=family.partial_rotary,
         )
         for kind, head_dim in distinct
@@ -189,6 +203,14 @@ def _kv_sources(family: Family, config: TextConfig) -> list[int | None]:
 
 
 def _windows(family: Family, config: TextConfig, types: Sequence[str]) -> list[int | None]:
+    """Find the sliding window of each layer; None where it has none, or one that no sequence is longer than."""
+    most = config.max_positions
+    return [
+        None if window is None or (most is not None and window >= most) else window for window in _stated_windows(family, config, types)
+    ]
+
+
+def _stated_windows(family: Family, config: TextConfig, types: Sequence[str]) -> list[int | None]:
     if family.sliding_window == "none" or (family.sliding_window == "all" and config.get("sliding_window") is None):
         return [None] * len(types)
     if family.sliding_window == "all":
@@ -250,6 +272,10 @@ class _StoredLayer:
         config = self._config
         if moe.groups is not None and config.get("n_group", 1) not in (None, 1):
             raise UnsupportedError("its router chooses among groups of experts")
+        if moe.groups is not None and config.get("topk_group", 1) not in (None, 1):
+            raise CheckpointError(
+                f"config.json says topk_group: {config.get('topk_group')!r:.99}, of 1 group 1 is chosen: the file is damaged"
+            )
         scaling_factor = 1.0 if moe.scaling_factor is None else config.number(moe.scaling_factor)
         return config.count_of(moe.top_k, self._index), moe.norm_topk is None or config.truth(moe.norm_topk), scaling_factor
 
@@ -284,7 +310,7 @@ class _StoredLayer:
         if clamped is None and self.activation != "silu":
             raise UnsupportedError(f"the activation of its experts is {self.activation}, not silu")
         gate_up, down = (self._expert_stack(f"{self._prefix}.{name}.{part}") for part in ("gate_up_proj", "down_proj"))
-        return gate_up, down, None if clamped is None else Clamped(*clamped)
+        return gate_up, down, None if clamped is None else Clamped(self._config.number(clamped[0]), self._config.positive(clamped[1]))
 
     def norm(self, name: str, size: int | None = None) -> Norm:
         wanted = self._config.hidden_size if size is None else size

@@ -68,7 +68,8 @@ class TextConfig:
             UnsupportedError: The architecture is in no family.
         """
         self.family = family_of_config(values)
-        self._values = {**dict(self.family.defaults), **values}
+        stated = {name: value for name, value in values.items() if value is not None or name not in ("rope_parameters", "rope_scaling")}
+        self._values = {**dict(self.family.defaults), **stated}
         self.num_hidden_layers = self.count("num_hidden_layers", _MOST_LAYERS)
         self.hidden_size, self.num_attention_heads = self.count("hidden_size"), self.count("num_attention_heads")
         if self._values.get("num_key_value_heads") is None:

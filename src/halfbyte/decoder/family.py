@@ -53,7 +53,7 @@ class MoEFamily:
         shared: Names of the expert that every token uses and of its gate, if any.
         top_k: Key of the config with the number of experts per token, or one for each layer.
         inputs_first: Whether floating-point checkpoints have stacks of experts as [E, K, N].
-        clamped: alpha and limit of clamped gates, (up + 1) * gate * sigmoid(alpha * gate), which no config has; None: gates are SwiGLU.
+        clamped: Keys of alpha and limit of clamped gates, (up + 1) * gate * sigmoid(alpha * gate); None: gates are SwiGLU.
         names_in_files: Parts of names in checkpoints, and what they are in transformers' modules, where these differ.
     """
 
@@ -68,7 +68,7 @@ class MoEFamily:
     shared: tuple[str, str | None] | None = None
     top_k: str = "num_experts_per_tok"
     inputs_first: bool = False
-    clamped: tuple[float, float] | None = None
+    clamped: tuple[str, str] | None = None
     names_in_files: tuple[tuple[str, str], ...] = ()
 
 

@@ -3,7 +3,8 @@
     cos[p, i] = s * cos(p * f[i]),   sin[p, i] = s * sin(p * f[i]),   i in 0 … rotary_dim / 2 - 1
 
 Su et al., RoFormer, 2021. The kinds of scaling, by `rope_type` of a config's `rope_parameters`: "default" (none), "linear" (Chen et al.,
-2023), "llama3" (Llama 3.1), "yarn" (Peng et al., 2023), "longrope" (Ding et al., 2024) and "proportional" (Gemma 4).
+2023), "llama3" (Llama 3.1), "yarn" (Peng et al., 2023), "longrope" (Ding et al., 2024; the first Phi-3 called it "su" and "yarn") and
+"proportional" (Gemma 4).
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ def make_rope(parameters: Mapping[str, object], head_dim: int, max_positions: in
         CheckpointError: A parameter is missing or no positive number.
     """
     kind = parameters.get("rope_type", "default")
+    if kind == "su" or (kind == "yarn" and "long_factor" in parameters):
+        kind = "longrope"
     if not isinstance(kind, str) or kind not in _NAMES:
         raise UnsupportedError(f"rope_type is one of {', '.join(sorted(_NAMES))}, got {short(kind)}: use transformers, load(dir)")
     try:
@@ -128,7 +131,7 @@ def _no_frequencies(kind: str) -> CheckpointError:
 
 
 def _rope_of(kind: str, parameters: Mapping[str, object], head_dim: int, max_positions: int | None, partial: bool) -> Rope:
-    p = _Parameters({name: value for name, value in parameters.items() if value is not None})
+    p = _Parameters({name: value for name, value in parameters.items() if value is not None or name == "truncate"})
     factor = p.number("partial_rotary_factor", 1.0)
     rotary_dim = int(head_dim * factor) if partial else head_dim
     if factor > 1 or rotary_dim < 2 or rotary_dim % 2:
@@ -177,7 +180,10 @@ def _yarn(p: _Parameters, plain: Tensor, theta: float, dim: int, max_positions: 
         dim * math.log(original / (p.number(name, default) * 2 * math.pi)) / (2 * math.log(theta))
         for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
     )
-    if p.values.get("truncate", True):
+    truncate = p.values.get("truncate", True)
+    if truncate not in (True, False, None):
+        raise CheckpointError(f"rope_parameters of config.json say truncate: {short(truncate)}, true or false: the file is damaged")
+    if truncate:
         fast, slow = math.floor(fast), math.ceil(slow)
     low, high = max(fast, 0), min(slow, dim - 1)
     high = high + 0.001 if low == high else high
@@ -197,7 +203,7 @@ def _longrope(p: _Parameters, powers: Tensor, max_positions: int | None) -> Rope
     short, long = (1.0 / (p.factors(name, len(powers)) * powers) for name in ("short_factor", "long_factor"))
     scaling = p.values.get("attention_factor")
     if scaling is None:
-        factor = p.number("factor", 1.0) if max_positions is None or "factor" in p.values else max_positions / original
+        factor = p.number("factor", None if max_positions is None else max_positions / original)
         scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     else:
         scaling = p.number("attention_factor")

@@ -32,7 +32,7 @@ from torch.export import ExportedProgram
 from halfbyte import __version__
 from halfbyte.checkpoint.native.folder import replacing, write_json
 from halfbyte.deploy.example import Example, Inputs, Sizes, example_of, first_line
-from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type, model_path
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_counts, check_type, model_path
 from halfbyte.io.files import is_folder
 
 # The ops that programs call.
@@ -151,6 +151,7 @@ def export_program(
     target = model_path(folder)
     if lexists(target):
         raise ArgumentError(f"{target} exists: choose another place, or remove it")
+    check_counts("the KV cache of an exported program", context=[context])
     example = example_of(model, inputs, sizes, context)
     traced = example.trace()
     devices = {tensor.device.type for tensor in (*example.inputs.values(), *model.parameters(), *model.buffers())}

@@ -64,6 +64,9 @@ def _native_entries(model: Checkpoint) -> Entries:
         raise UnsupportedError("it is a network on int8 codes")
     entries: dict[str, Entry] = {}
     for name, stored in model.names():
+        if stored in entries:  # tied to it
+            entries[name] = entries[stored]
+            continue
         weight = model.weights.get(stored)
         if weight is None:
             spec = model.plain[stored]
@@ -128,6 +131,10 @@ class Source:
         """All names, of tied tensors too."""
         return {*self._names, *self._stacks}
 
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors are one, or have the same values."""
+        return self._entries.same(self._names[name], self._names[other])
+
     def form(self, name: str) -> Form | None:
         """How a weight is quantized; None where it is not."""
         if name in self._stacks and self._quantize is None:
@@ -151,7 +158,10 @@ class Source:
             first = self._stacks[name][0]
             return len(self._stacks[name]), sum(self.shape(part)[0] for part in first), self.shape(first[0])[-1]
         stored = self._names[name]
-        quantized, (*rest, n, k) = self._entries.entries[stored].quantized, self._entries.spec(stored).shape
+        shape = self._entries.spec(stored).shape
+        if len(shape) < 2:
+            return shape
+        quantized, (*rest, n, k) = self._entries.entries[stored].quantized, shape
         swapped = name in self._inputs_first if quantized is None or self._quantize is not None else quantized.transposed
         return (*rest, k, n) if swapped else (*rest, n, k)
 
@@ -239,6 +249,9 @@ class PackedTensors:
     def has(self, name: str) -> bool:
         return name in self._names
 
+    def same(self, name: str, other: str) -> bool:
+        return self._source.same(name, other)
+
     def weight(self, names: Sequence[str], bias: Sequence[str] = ()) -> Weight | None:
         for name in names:
             self._check(name)
@@ -257,6 +270,9 @@ class PackedTensors:
             raise CheckpointError(f"{name} is {list(shape)} in the files, but config.json makes it {[*shape[:-1], other]}")
         rows = sum(shape[-2] for shape in shapes)
         biases = [self.tensor(name) for name in bias]
+        for name, each in zip(bias, biases, strict=True):
+            if each.dim() != len(shapes[0]) - 1:
+                raise CheckpointError(f"{name} is {list(each.shape)} in the files, a bias of {len(shapes[0]) - 1} axes is expected")
         joined = None if not biases else torch.cat(biases, -1)
         if joined is not None and joined.shape[-1] != rows:
             raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {rows} rows: not of one layer")

@@ -140,7 +140,10 @@ class LanguageModel:
 
         model = fitting(build, find_device(target), partial(_does_not_fit, source, target, is_planned=request is not None))
         if draft is not None and not isinstance(draft, LanguageModel):
-            draft = cls.open(draft, format=format, cache=cache, sparse=sparse, device=target, dtype=dtype)
+            try:
+                draft = cls.open(draft, format=format, cache=cache, sparse=sparse, device=target, dtype=dtype)
+            except UnsupportedError as e:
+                raise ArgumentError(f"the draft model cannot be opened ({e}): quantize it first, or leave it out") from e
         model._set_speculation(speculate, draft)
         return model
 

@@ -49,12 +49,12 @@ class Settings:
         for name in ("parallel", "body_bytes", "choices", "inputs", "prompt_tokens", "new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ArgumentError(f"{name} is 1 or more, got {value}")
+                raise ArgumentError(f"{name} is 1 or more, got {value}: allow at least 1")
         for name in ("queue", "prefix_bytes", "grace"):
             if getattr(self, name) < 0:
-                raise ArgumentError(f"{name} is 0 or more, got {getattr(self, name)}")
+                raise ArgumentError(f"{name} is 0 or more, got {getattr(self, name)}: 0 is for none")
         Sampling(temperature=self.temperature)  # raises where it is out of range
         if not self.seconds > 0:
-            raise ArgumentError(f"the time of a request is above 0 seconds, got {self.seconds}")
+            raise ArgumentError(f"the time of a request is above 0 seconds, got {self.seconds}: allow some seconds")
         if any(not key or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
             raise ArgumentError("an API key is printable ASCII without spaces, of one character or more: choose another one")

@@ -89,3 +89,10 @@ def test_damaged_parts(part: str) -> None:
         damaged = {name: tensor for name, tensor in {**parts, part: value}.items() if tensor is not None}
         with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
             awq.read(damaged, 32, "m")
+
+
+@pytest.mark.parametrize(("block", "columns"), [(128, 64), (32, 48), (64, 96)])
+def test_blocks_that_do_not_divide_a_row_are_not_written(block: int, columns: int) -> None:
+    """AWQ has no group size of its own for a row that is shorter than a block, or a shorter last block."""
+    reason = awq.why_not(as_format(f"int4_g{block}_zp"), (16, columns))
+    assert reason == f"its blocks of {block} do not divide its {columns} columns"

@@ -62,6 +62,8 @@ def to_config(values: Mapping[str, Value], names: Sequence[str], read: Callable[
     rotary_dim = metadata.number("rope.dimension_count", needed=False)
     whole = rotary_dim if not family.partial_rotary else None
     config.setdefault("head_dim", whole or config["hidden_size"] // max(1, config["num_attention_heads"]))
+    if config["head_dim"] < 1:
+        raise CheckpointError(f"the GGUF file makes heads of {config['head_dim']} elements: it is damaged")
     config["vocab_size"] = metadata.number("vocab_size", needed=False) or metadata.token_count
     tokenizer = Metadata(values, "tokenizer.ggml")
     config |= {config_key: tokenizer.number(token, needed=False) for token, config_key in _TOKENS.items()}

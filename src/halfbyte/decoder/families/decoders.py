@@ -93,6 +93,7 @@ _GEMMA4_ROPE = {
 _HEAD_DIM_128 = (("head_dim", 128),)
 _HALF_ROTARY = (("partial_rotary_factor", 0.5),)
 _GEMMA2_DEFAULTS = ("head_dim", 256), ("sliding_window_pattern", 2), ("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)
+_CLAMPED_GATES = ("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)
 _SCALED_ROPE = ("rope_scaling", "")  # by values that only transformers has, where config.json does not say
 
 # Families by the name of their package in transformers.models.
@@ -113,7 +114,7 @@ FAMILIES: dict[str, Family] = {
         defaults=(("sliding_window_pattern", 4),),
         gguf=GGUF("cohere2", settings={"attention_bias": False}),
     ),
-    "cwm": Family("Cwm", sliding_window="layer_types", defaults=(*_HEAD_DIM_128, _SCALED_ROPE)),
+    "cwm": Family("Cwm", sliding_window="layer_types", defaults=(*_HEAD_DIM_128, ("rope_theta", 1_000_000.0), _SCALED_ROPE)),
     "dots1": Family(
         "Dots1",
         qk_norm=_QK_NORM,
@@ -231,8 +232,8 @@ FAMILIES: dict[str, Family] = {
         "GptOss",
         sinks="sinks",
         sliding_window="layer_types",
-        moe=MoEFamily("router", router_bias=True, norm_topk=None, inputs_first=True, clamped=(1.702, 7.0)),
-        defaults=(("head_dim", 64), ("sliding_window_pattern", 2), _SCALED_ROPE),
+        moe=MoEFamily("router", router_bias=True, norm_topk=None, inputs_first=True, clamped=("swiglu_alpha", "swiglu_limit")),
+        defaults=(("head_dim", 64), ("sliding_window_pattern", 2), ("rope_theta", 150_000.0), *_CLAMPED_GATES, _SCALED_ROPE),
         gguf=GGUF(
             "gpt-oss",
             mlp_norm="post_attention_norm",

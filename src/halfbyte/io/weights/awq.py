@@ -50,6 +50,8 @@ def write(codes: Codes) -> dict[str, Tensor]:
 
 def why_not(fmt: Format, shape: tuple[int, ...]) -> str | None:
     """Why a weight cannot be written, or None."""
+    if isinstance(fmt.block, int) and shape[-1] % fmt.block:  # one block longer than the row, too
+        return f"its blocks of {fmt.block} do not divide its {shape[-1]} columns"
     return zero_points.why_not(fmt, shape, (4,), n_multiple=8, k_multiple=1)
 
 
