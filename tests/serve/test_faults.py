@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,40 @@ def test_nothing_is_left_of_requests(model: LanguageModel) -> None:
         slots = engine._batch._slots
         assert slots is not None
         assert (slots.batch, engine._jobs, engine._batch.running) == (0, {}, False)
+
+
+def ask_in_each_way(server: Server) -> None:
+    """Ask for completions and chats, whole and as streams, with a schema, for what is refused, and vanish in mid-stream."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    assert server.complete(PROMPT, n=2, logprobs=2, temperature=1, logit_bias={"5": 1}).status_code == 200
+    assert server.complete(PROMPT, stream=True, stop=["zzz"]).text.endswith("[DONE]\n\n")
+    assert server.chat(stream=True, response_format=schema).text.endswith("[DONE]\n\n")
+    assert server.complete(PROMPT, max_tokens=-1).status_code == 400
+    with server.client.stream("POST", "/v1/completions", json={"prompt": PROMPT, **LONG}) as response:
+        next(response.iter_bytes())
+    server.wait_until_idle()
+
+
+def objects() -> Counter[str]:
+    """How many objects of the server, of what it is built on, and of sequences there are, by type. Kernels' plans, which a call of a new
+    size adds to a bounded cache, are not among them."""
+    gc.collect()
+    names = (f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
+    packages = ("halfbyte.serve", "halfbyte.language", "halfbyte.decoder", "starlette", "uvicorn", "asyncio", "_asyncio", "pydantic")
+    return Counter(name for name in names if name.startswith(packages) or name in ("builtins.coroutine", "builtins.async_generator"))
+
+
+def test_requests_leave_nothing_behind(model: LanguageModel) -> None:
+    rounds = 8
+    with serve(model, prefix_bytes=1 << 18) as server:  # full after a few requests
+        for _ in range(rounds):
+            ask_in_each_way(server)
+        before = objects()
+        for _ in range(rounds):
+            ask_in_each_way(server)
+        left = objects() - before
+    # What each request of a kind left behind would be there `rounds` times.
+    assert not {name: count for name, count in left.items() if count >= rounds}
 
 
 # Schemas

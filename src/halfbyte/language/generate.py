@@ -266,6 +266,12 @@ class Batch:
         """Free the KV caches of earlier sequences."""
         self._prefixes.clear()
 
+    def release_slots(self) -> None:
+        """Free the buffers of the slots, which the next sequences allocate again, while no sequence runs and not on a GPU: recorded steps
+        refer to them there."""
+        if self._slots is not None and not self.running and self._model.where is None:
+            self._slots = self._new_slots()
+
     def _step(self) -> list[Generation]:
         while self._preempted:
             self._resume(self._preempted[0])

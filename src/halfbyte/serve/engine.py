@@ -24,12 +24,15 @@ from typing import NamedTuple, Protocol
 from halfbyte.errors import HalfbyteError
 from halfbyte.language.generate import Batch, Generation
 from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampling
+from halfbyte.memory import return_freed_memory
 from halfbyte.serve.metrics import Metrics
 from halfbyte.serve.replies import ApiError
 
 _log = logging.getLogger("halfbyte.serve")
 _INTERVAL = 1 / 60  # seconds between the texts that are sent of a sequence, at least: those of a display's frames
 _PER_TEXT = 1 / 4000  # seconds between the texts of all sequences: the event loop then takes some tenth of a core from the engine
+_TRIM = 30.0  # seconds between returns of freed memory while sequences run: caches of all lengths come and go, and fragment the heap
+_IDLE = 10.0  # seconds without a sequence after which memory that the next ones need is freed
 
 
 class Processor(LogitsProcessor, Protocol):
@@ -181,6 +184,7 @@ class Engine:
         self._jobs: dict[Generation, Job] = {}  # the thread's
         self._unsent: dict[Job, None] = {}  # the thread's: with tokens that were not sent; the one that waits longest is the first
         self._stepped = 0.0  # time of the last step; the thread's
+        self._trimmed = time.monotonic()  # time of the last return of freed memory; the thread's
         self._unfinished = 0  # the event loop's
         self._closing, self._ending = False, False
         self._idle, self._hurried = asyncio.Event(), asyncio.Event()
@@ -266,19 +270,31 @@ class Engine:
                 self._drop()
                 if self._batch.running:
                     self._step()
+                if time.monotonic() - self._trimmed > _TRIM:
+                    self._trim()
         except BaseException:
             _log.exception("the engine's thread has failed")
             raise
         finally:
             self._end_all(ApiError(503, "the server is shutting down: ask another one, or later", "shutting_down"))
 
+    def _trim(self) -> None:
+        self._trimmed = time.monotonic()
+        return_freed_memory()
+
     def _admit(self) -> bool:
         """Move new sequences into the batch; wait for one if none runs. False: the thread has to stop."""
+        is_released = False
         while True:
             try:
-                job = self._inbox.get(block=not self._batch.running)
+                job = self._inbox.get(block=not self._batch.running, timeout=None if is_released else _IDLE)
             except queue.Empty:
-                return not self._ending
+                if self._batch.running:
+                    return not self._ending
+                self._batch.release_slots()
+                self._trim()
+                is_released = True
+                continue
             if job is None or self._ending:
                 if job is not None:
                     self._inbox.put(job)  # `_end_all` finds it
