@@ -42,7 +42,7 @@ class Processor(LogitsProcessor, Protocol):
 
 
 class Update(NamedTuple):
-    """What is new of a sequence.
+    """New text and tokens of a sequence, for the response.
 
     Attributes:
         sequence: Its index in the request.
@@ -59,7 +59,11 @@ class Update(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """A sequence of a request. The engine's thread has `generation`, the event loop what follows it."""
+    """A sequence of a request.
+
+    The event loop makes it. From then on the engine's thread has `generation`, `sent_tokens` and `sent_text`, which are what the loop was
+    told of it; the loop has what follows these: text and tokens that no response has taken yet, and counts.
+    """
 
     request: Request
     index: int
@@ -170,16 +174,16 @@ class Engine:
     """
 
     def __init__(self, batch: Batch, *, parallel: int, most_waiting: int, metrics: Metrics) -> None:
-        """Make an engine, whose thread does not run yet.
+        """Create an engine, whose thread does not run yet.
 
         Args:
-            batch: That the thread will own.
+            batch: The thread will own it.
             parallel: Sequences that the batch decodes at the same time.
-            most_waiting: Sequences beyond these that wait, at most.
-            metrics: To count in.
+            most_waiting: Sequences beyond these that wait, at most; more are refused.
+            metrics: Counts tokens and times.
         """
         self._batch, self._metrics = batch, metrics
-        self._most = parallel + most_waiting
+        self._most_unfinished = parallel + most_waiting
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._jobs: dict[Generation, Job] = {}  # the thread's
         self._unsent: dict[Job, None] = {}  # the thread's: with tokens that were not sent; the one that waits longest is the first
@@ -218,10 +222,10 @@ class Engine:
         """
         if not self.is_ready:
             raise ApiError(503, "the server is shutting down: ask another one, or later", "shutting_down", headers={"Retry-After": "5"})
-        if self._unfinished + len(request.jobs) > self._most:
+        if self._unfinished + len(request.jobs) > self._most_unfinished:
             raise ApiError(
                 429,
-                f"{self._unfinished} sequences run and wait, {self._most} at most: ask again later",
+                f"{self._unfinished} sequences run and wait, {self._most_unfinished} at most: ask again later",
                 "queue_full",
                 headers={"Retry-After": "1"},
             )
@@ -247,6 +251,7 @@ class Engine:
         await asyncio.to_thread(self._thread.join, 30.0)
 
     def _deliver(self, changes: list[_Change]) -> None:
+        """Add what the thread has told to the jobs, and wake the responses that wait for it."""
         for job, text, choices, new_tokens, finish_reason, error in changes:
             if text:
                 job.text.append(text)
@@ -344,7 +349,7 @@ class Engine:
         self._notify([self._new(job) for job in [*urgent, *itertools.islice(self._unsent, count)]])
 
     def _new(self, job: Job) -> _Change:
-        """What is new of a sequence that runs, or has just finished."""
+        """Return what the event loop has not been told of a sequence that runs or has just finished, and count its first and last token."""
         generation, error = job.generation, None
         assert generation is not None
         if not job.sent_tokens:
@@ -358,7 +363,13 @@ class Engine:
         return self._change(job, generation.finish_reason, error)
 
     def _change(self, job: Job, finish_reason: str | None, error: ApiError | None) -> _Change:
-        """What the event loop has not been told of a sequence."""
+        """Return what the event loop has not been told of a sequence.
+
+        Args:
+            job: The sequence.
+            finish_reason: Where it has ended.
+            error: Why it has failed.
+        """
         generation = job.generation
         self._unsent.pop(job, None)
         if generation is None:

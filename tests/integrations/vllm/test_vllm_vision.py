@@ -106,9 +106,9 @@ def expected_tokens(folder: Path, image: Any) -> list[int]:
     for _ in range(NEW):
         types = {} if grid is None else {"mm_token_type_ids": (ids == IMAGE).int()}
         with torch.inference_mode():
-            logits = model(input_ids=ids, **types, **found).logits
-        logits[..., IMAGE] = -torch.inf
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], -1)
+            logits = model(input_ids=ids, **types, **found).logits[:, -1:].clone()
+            logits[..., IMAGE] = -torch.inf
+        ids = torch.cat([ids, logits.argmax(-1)], -1)
     return [int(token) for token in ids[0, prompt:]]
 
 
