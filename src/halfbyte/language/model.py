@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, object]
 _Device = torch.device | str | Mapping[str, object]
-_GUESSES = 8  # of a draft model
+_DRAFT_GUESSES = 8  # tokens that a draft model guesses at a time, by default
 _RESERVE = 20  # a GPU's free memory over what memory="auto" leaves for CUDA: modules of kernels, fragmentation
 
 
@@ -152,7 +152,7 @@ class LanguageModel:
                 "use a smaller model of the same family"
             )
         self._draft = None if draft is None else draft._model
-        self._speculate = (0 if draft is None else _GUESSES) if speculate is None else speculate
+        self._speculate = (0 if draft is None else _DRAFT_GUESSES) if speculate is None else speculate
         self._batch = self.batch(1)
 
     def batch(self, slots: int | None = None, *, prefix_bytes: int = 0) -> Batch:
@@ -169,14 +169,16 @@ class LanguageModel:
             raise ArgumentError(
                 f"{planned} are planned for KV caches of earlier sequences, got prefix_bytes={prefix_bytes}: open the model with as many"
             )
-        how: dict[str, Any] = {
-            "times": self._times,
-            "int8_cache": self._int8,
-            "speculate": self._speculate,
-            "draft": self._draft,
-            "prefix_bytes": prefix_bytes,
-        }
-        return Batch(self._model, self.tokenizer, slots=slots, **how)
+        return Batch(
+            self._model,
+            self.tokenizer,
+            slots=slots,
+            int8_cache=self._int8,
+            speculate=self._speculate,
+            draft=self._draft,
+            prefix_bytes=prefix_bytes,
+            times=self._times,
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
