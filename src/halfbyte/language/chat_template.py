@@ -83,9 +83,7 @@ def render(
         }
         elements, characters = _size(context)
         usual = Limits()
-        limits = Limits(
-            usual.steps + _MORE_STEPS * elements, usual.characters + _MORE_CHARACTERS * characters, usual.seconds
-        )
+        limits = Limits(usual.steps + _MORE_STEPS * elements, usual.characters + _MORE_CHARACTERS * characters, usual.seconds)
         with limited(limits):
             return _compiled(template).render(context)
     except TemplateLimitError as e:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, object]
 _Device = torch.device | str | Mapping[str, object]
 _DRAFT_GUESSES = 8  # tokens that a draft model guesses at a time, by default
-_RESERVE = 20  # a GPU's free memory over what memory="auto" leaves for CUDA: modules of kernels, fragmentation
+_RESERVE = 20  # memory="auto" leaves 1/20 of a GPU's free memory to CUDA: modules of kernels, fragmentation
 
 
 class LanguageModel:
@@ -415,7 +415,14 @@ def _lowered(spec: DecoderSpec, dtype: torch.dtype, plan: Plan | None) -> CpuMod
 def _request(
     device: _Device, memory: int | str | None, context: int | None, sequences: int, *, int8: bool, prefix_bytes: int
 ) -> tuple[torch.device | str, Request | None]:
-    """The device, and what was asked for of a part on the CPU, the rest on a GPU; None where nothing was."""
+    """Check what was asked for of the device and of a part on the CPU.
+
+    Returns:
+        The device, and how the model is to be split between CPU and GPU; None where it is on one device.
+
+    Raises:
+        ArgumentError: The GPU has less free memory, or a setting has no effect without memory.
+    """
     if not isinstance(device, Mapping) and memory is None:
         if context is not None:
             raise ArgumentError(f"context bounds the KV cache of a model that is given GPU memory, got context={context} without memory")

@@ -167,7 +167,7 @@ class Engine:
     """Runs the sequences of requests, in a thread of its own.
 
     Example:
-        engine = Engine(model.batch(16, prefix_bytes=1 << 29), most_waiting=64, metrics=Metrics())
+        engine = Engine(model.batch(16, prefix_bytes=1 << 29), parallel=16, most_waiting=64, metrics=Metrics())
         engine.start(asyncio.get_running_loop())
         engine.submit(request)
         async for update in request.updates(): ...
