@@ -22,6 +22,7 @@ from serving import POSITIONS, Server, make_model, serve
 
 from halfbyte.language.generate import Batch
 from halfbyte.language.model import LanguageModel
+from halfbyte.serve import engine as serve_engine
 
 PROMPT = "the quick brown fox"
 LONG = {"max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -263,6 +264,31 @@ def test_requests_leave_nothing_behind(model: LanguageModel) -> None:
         left = objects() - before
     # What each request of a kind left behind would be there `rounds` times.
     assert not {name: count for name, count in left.items() if count >= rounds}
+
+
+def test_memory_goes_back_to_the_system(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[bool] = []  # whether sequences were running
+    monkeypatch.setattr(serve_engine, "_TRIM", 0.0)
+    monkeypatch.setattr(serve_engine, "_IDLE", 0.05)
+    with serve(model) as server:
+        assert server.serving._engine is not None
+        batch = server.serving._engine._batch
+        monkeypatch.setattr(serve_engine, "return_freed_memory", lambda: returned.append(batch.running))
+        sampling = {"n": 3, "temperature": 1, "seed": 1, "max_tokens": 40, "ignore_eos": True}
+        answers = server.complete(PROMPT, **sampling).json()["choices"]
+        assert returned.count(True) > 1, "while sequences run"
+        slots, end = batch._slots, time.monotonic() + 10
+        assert slots is not None
+        assert slots.nbytes
+        while batch._slots is slots:
+            assert time.monotonic() < end, "the slots of an idle server stay"
+            time.sleep(0.01)
+        assert batch._slots is not None
+        assert batch._slots.nbytes == 0
+        count = len(returned)
+        time.sleep(0.3)
+        assert len(returned) <= count + 1, "an idle server frees its memory once"
+        assert server.complete(PROMPT, **sampling).json()["choices"] == answers
 
 
 # Schemas
