@@ -1,8 +1,8 @@
 """`halfbyte serve` under load and in faults: right status codes, no request disturbed, and memory that stays flat.
 
 Memory is compared between moments at which the server is idle: `short` and `mixed` send their load in rounds and wait after each. The
-first third of the rounds fills caches; from the second third to the last one memory may grow by 1 %. Before, prompts of all lengths that
-kernels have plans for fill that cache, which is bounded (8 kB for each layer and length) and would look like a leak while it fills.
+first third of the rounds fills caches; from the second third to the last one memory may grow by 1 %. Before, prompts of all lengths and
+batches of all sizes fill the cache of kernels' plans, which is bounded (8 kB for each layer and size) and looks like a leak while it fills.
 
     python benchmarks/serve_load.py MODEL.gguf short --requests 10000        # short requests
     python benchmarks/serve_load.py MODEL.gguf mixed --clients 64 --minutes 10
@@ -48,7 +48,7 @@ EXPLODING: list[dict[str, Any]] = [
 WORDS = ["river", "stone", "lamp", "garden", "window", "paper", "cloud", "letter", "wheel", "forest", "mirror", "salt", "copper"]
 POOLS = 2 + min(32, (os.cpu_count() or 1) + 4)  # threads that tokenize, and of asyncio
 IDLE = 12.0  # seconds after which an idle server has freed memory: serve/engine.py's _IDLE and a little more
-MOST_PLANNED = 256  # tokens of a prompt that are computed at a time
+MOST_PLANNED, MOST_PARALLEL = 256, 16  # tokens of a prompt that are computed at a time, and sequences that are decoded together
 ROUNDS = 12  # of `short` and `mixed`
 MOST_GROWTH = 0.01  # of memory, from the second third of the rounds to the last one
 
@@ -180,11 +180,16 @@ async def ask_short(server: Server, args: argparse.Namespace, first: int, count:
 
 
 def fill_plans(server: Server) -> None:
-    """Send a prompt of each length for which there are plans, none of which begins like another one."""
+    """Send prompts of each length for which there are plans, none of which begins like another one, and decode 1 to `MOST_PARALLEL`
+    sequences together, of the same length and of different ones."""
+    prompts: list[Any] = [{"prompt": [tokens] * tokens, "max_tokens": 1} for tokens in range(1, MOST_PLANNED + 1)]
+    for count in range(1, MOST_PARALLEL + 1):
+        prompts.append({"prompt": [count] * 20, "n": count, "max_tokens": 8, "ignore_eos": True})
+        prompts.append({"prompt": [[300 + i] * (20 + i) for i in range(count)], "max_tokens": 8, "ignore_eos": True})
     with httpx2.Client(base_url=server.url, timeout=7200) as client:
-        for tokens in range(1, MOST_PLANNED + 1):
-            found = client.post("/v1/completions", json={"prompt": [tokens] * tokens, "max_tokens": 1})
-            check(found.status_code == 200, f"a prompt of {tokens} tokens: {found.status_code} {found.text[:200]}")
+        for asked in prompts:
+            found = client.post("/v1/completions", json=asked)
+            check(found.status_code == 200, f"{str(asked)[:100]}: {found.status_code} {found.text[:200]}")
 
 
 def short(args: argparse.Namespace) -> None:

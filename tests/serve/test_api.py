@@ -190,8 +190,13 @@ def test_an_answer_follows_a_schema(client: Any, stream: bool) -> None:
 
 
 def test_a_schema_is_compiled_once_for_all_sequences(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, compile_schema = [], Grammars.json_schema
-    monkeypatch.setattr(Grammars, "json_schema", lambda self, schema: compiled.append(schema) or compile_schema(self, schema))
+    compiled, compile_schema = list[object](), Grammars.json_schema
+
+    def counted(self: Grammars, schema: Any) -> Any:
+        compiled.append(schema)
+        return compile_schema(self, schema)
+
+    monkeypatch.setattr(Grammars, "json_schema", counted)
     format = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     settings = {**GREEDY, "max_tokens": 200, "temperature": 1.0, "seed": 3, "response_format": format}
     found = client.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], n=4, **settings)
