@@ -204,8 +204,8 @@ class _StopStrings:
 
     def flush(self) -> str:
         """Return what was held back, as no stop string follows."""
-        held_back, self._pending = self._pending, ""
-        return held_back
+        rest, self._pending = self._pending, ""
+        return rest
 
     def _first(self, text: str) -> int | None:
         """Return where the stop string begins that is complete first; of two that end at the same place the longer one."""
