@@ -2,7 +2,7 @@
 
 Memory is compared between moments at which the server is idle: `short` and `mixed` send their load in rounds and wait after each. The
 first third of the rounds fills caches; from the second third to the last one memory may grow by 1 %. Before, prompts of all lengths and
-batches of all sizes fill the cache of kernels' plans, which is bounded (17 kB for each layer and size) and looks like a leak while it fills.
+batches of all sizes fill the cache of kernels' plans, which is bounded (17 kB for each layer and size) and looks like a leak until then.
 
     python benchmarks/serve_load.py MODEL.gguf short --requests 10000        # short requests
     python benchmarks/serve_load.py MODEL.gguf mixed --clients 64 --minutes 10
