@@ -3,6 +3,7 @@
     python benchmarks/speculation.py models/tiny-llama --format q4_0
     python benchmarks/speculation.py SmolLM2-135M-Instruct.Q4_1.gguf
     python benchmarks/speculation.py large.gguf --draft small.gguf
+    python benchmarks/speculation.py models/tiny-llama --format q8_0 --draft models/tiny-llama --draft-format q4_0
 
 Each prompt is a piece of a module of Python's standard library, which the model continues greedily. The texts with and without have to be
 the same. A module's speedup is the median over rounds of the ratio of tokens per second within a round. The last line has the median over
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--format", help="of a model in floating point")
     parser.add_argument("--draft", type=Path, help="smaller model that guesses (default: guesses are looked up in the text)")
+    parser.add_argument("--draft-format", help="of a draft in floating point (default: that of --format)")
     parser.add_argument("--speculate", type=int, default=8, help="guesses at a time, at most (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="(default: torch's)")
     parser.add_argument("--prompt", type=int, default=400, help="tokens of a module to read (default: %(default)s)")
@@ -57,7 +59,8 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     plain = hb.LanguageModel.open(args.model, format=args.format)
-    speculating = hb.LanguageModel.open(args.model, format=args.format, speculate=args.speculate, draft=args.draft)
+    draft = None if args.draft is None else hb.LanguageModel.open(args.draft, format=args.draft_format or args.format)
+    speculating = hb.LanguageModel.open(args.model, format=args.format, speculate=args.speculate, draft=draft)
     results = []
     for name in args.modules:
         ids = plain.tokenizer.encode(inspect.getsource(import_module(name)))[200 : 200 + args.prompt]

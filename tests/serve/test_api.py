@@ -11,6 +11,7 @@ import pytest
 from serving import POSITIONS, Server, make_model, serve
 
 from halfbyte.language.model import LanguageModel
+from halfbyte.serve.structured import Grammars
 
 openai = pytest.importorskip("openai")
 
@@ -186,6 +187,23 @@ def test_an_answer_follows_a_schema(client: Any, stream: bool) -> None:
     assert set(person) == {"name", "age"}
     assert len(person["name"]) <= 5
     assert 0 <= person["age"] <= 99
+
+
+def test_a_schema_is_compiled_once_for_all_sequences(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, compile_schema = list[object](), Grammars.json_schema
+
+    def counted(self: Grammars, schema: Any) -> Any:
+        compiled.append(schema)
+        return compile_schema(self, schema)
+
+    monkeypatch.setattr(Grammars, "json_schema", counted)
+    format = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    settings = {**GREEDY, "max_tokens": 200, "temperature": 1.0, "seed": 3, "response_format": format}
+    found = client.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], n=4, **settings)
+    people = [json.loads(choice.message.content) for choice in found.choices]
+    assert all(set(person) == {"name", "age"} for person in people), "each sequence has a state of its own"
+    assert len({str(person) for person in people}) == 4
+    assert len(compiled) == 1
 
 
 def test_an_answer_is_a_json_object(client: Any) -> None:

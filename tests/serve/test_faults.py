@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from serving import POSITIONS, Server, make_model, serve
 
 from halfbyte.language.generate import Batch
 from halfbyte.language.model import LanguageModel
+from halfbyte.serve import engine as serve_engine
 
 PROMPT = "the quick brown fox"
 LONG = {"max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -228,6 +230,65 @@ def test_nothing_is_left_of_requests(model: LanguageModel) -> None:
         slots = engine._batch._slots
         assert slots is not None
         assert (slots.batch, engine._jobs, engine._batch.running) == (0, {}, False)
+
+
+def ask_in_each_way(server: Server) -> None:
+    """Ask for completions and chats, whole and as streams, with a schema, for what is refused, and vanish in mid-stream."""
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    assert server.complete(PROMPT, n=2, logprobs=2, temperature=1, logit_bias={"5": 1}).status_code == 200
+    assert server.complete(PROMPT, stream=True, stop=["zzz"]).text.endswith("[DONE]\n\n")
+    assert server.chat(stream=True, response_format=schema).text.endswith("[DONE]\n\n")
+    assert server.complete(PROMPT, max_tokens=-1).status_code == 400
+    with server.client.stream("POST", "/v1/completions", json={"prompt": PROMPT, **LONG}) as response:
+        next(response.iter_bytes())
+    server.wait_until_idle()
+
+
+def objects() -> Counter[str]:
+    """How many objects of the server, of what it is built on, and of sequences there are, by type. Kernels' plans, which a call of a new
+    size adds to a bounded cache, are not among them."""
+    gc.collect()
+    names = (f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
+    packages = ("halfbyte.serve", "halfbyte.language", "halfbyte.decoder", "starlette", "uvicorn", "asyncio", "_asyncio", "pydantic")
+    return Counter(name for name in names if name.startswith(packages) or name in ("builtins.coroutine", "builtins.async_generator"))
+
+
+def test_requests_leave_nothing_behind(model: LanguageModel) -> None:
+    rounds = 8
+    with serve(model, prefix_bytes=1 << 18) as server:  # full after a few requests
+        for _ in range(rounds):
+            ask_in_each_way(server)
+        before = objects()
+        for _ in range(rounds):
+            ask_in_each_way(server)
+        left = objects() - before
+    # What each request of a kind left behind would be there `rounds` times.
+    assert not {name: count for name, count in left.items() if count >= rounds}
+
+
+def test_memory_goes_back_to_the_system(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[bool] = []  # whether sequences were running
+    monkeypatch.setattr(serve_engine, "_TRIM", 0.0)
+    monkeypatch.setattr(serve_engine, "_IDLE", 0.05)
+    with serve(model) as server:
+        assert server.serving._engine is not None
+        batch = server.serving._engine._batch
+        monkeypatch.setattr(serve_engine, "return_freed_memory", lambda: returned.append(batch.running))
+        sampling = {"n": 3, "temperature": 1, "seed": 1, "max_tokens": 40, "ignore_eos": True}
+        answers = server.complete(PROMPT, **sampling).json()["choices"]
+        assert returned.count(True) > 1, "while sequences run"
+        slots, end = batch._slots, time.monotonic() + 10
+        assert slots is not None
+        assert slots.nbytes
+        while batch._slots is slots:
+            assert time.monotonic() < end, "the slots of an idle server stay"
+            time.sleep(0.01)
+        assert batch._slots is not None
+        assert batch._slots.nbytes == 0
+        count = len(returned)
+        time.sleep(0.3)
+        assert len(returned) <= count + 1, "an idle server frees its memory once"
+        assert server.complete(PROMPT, **sampling).json()["choices"] == answers
 
 
 # Schemas

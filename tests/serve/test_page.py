@@ -90,6 +90,20 @@ def test_text_streams_and_stops(browser: Browser, server: Server, monkeypatch: p
     assert browser.log() == []
 
 
+def test_a_new_conversation_has_nothing_of_the_one_that_it_ends(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Batch.step
+    monkeypatch.setattr(Batch, "step", lambda self: (time.sleep(0.01), step(self))[1])
+    browser.run("document.getElementById('temperature').value = 2")
+    ask(browser, "the quick brown fox", 3000)
+    browser.wait("running && document.querySelector('.body').textContent.length > 5")
+    browser.click("#new")
+    browser.wait("!running")
+    assert browser.run("return messages.length") == 0
+    ask(browser, "and then?", 2)
+    browser.wait("!running && messages.length === 2")
+    assert browser.run("return [messages[0].role, Boolean(document.getElementById('welcome'))]") == ["user", False]
+
+
 def test_an_error_is_shown(browser: Browser) -> None:
     ask(browser, "oak " * 20, 5000)
     browser.wait("document.querySelector('.error')")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from halfbyte.language.template_limits import LimitedEnvironment
 
 _LONGEST = 1 << 20  # characters of a template; the longest in use have some 20 000
-_STEPS, _CHARACTERS = 200, 100  # beyond the usual limits, for each element and character of the conversation
+_MORE_STEPS, _MORE_CHARACTERS = 200, 100  # than the usual limits, for each element and each character of the conversation
 # Names under which a message's reasoning is passed; templates read the first, gpt-oss's the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -39,7 +39,7 @@ def render(
     eos_token: str | None = None,
     **variables: object,
 ) -> str:
-    """Renders a conversation as the text that the model was trained on, as transformers' `apply_chat_template` does.
+    """Render a conversation as the text that the model was trained on, as transformers' `apply_chat_template` does.
 
     Args:
         template: A chat template, for example `tokenizer.chat_templates["default"]`.
@@ -73,7 +73,7 @@ def render(
     from halfbyte.language.template_limits import Limits, TemplateLimitError, limited
 
     try:
-        given: dict[str, object] = {
+        context: dict[str, object] = {
             **tokens,
             **{name: _plain(value) for name, value in variables.items()},
             "messages": [_message(message) for message in messages],
@@ -81,11 +81,11 @@ def render(
             "documents": _plain(documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        elements, characters = _size(given)
+        elements, characters = _size(context)
         usual = Limits()
-        limits = Limits(usual.steps + _STEPS * elements, usual.characters + _CHARACTERS * characters, usual.seconds)
+        limits = Limits(usual.steps + _MORE_STEPS * elements, usual.characters + _MORE_CHARACTERS * characters, usual.seconds)
         with limited(limits):
-            return _compiled(template).render(given)
+            return _compiled(template).render(context)
     except TemplateLimitError as e:
         raise CheckpointError(f"the chat template was stopped because {e}: take the one of the model's authors, or repair it") from e
     except HalfbyteError:
@@ -96,19 +96,20 @@ def render(
 
 
 def _check_mappings(name: str, values: object) -> None:
+    """Raise ArgumentError where values are not a list of dicts."""
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable) or not all(isinstance(value, Mapping) for value in values):
         raise ArgumentError(f"{name} are a list of dicts, got {type(values).__name__}: pass one dict for each of them")
 
 
 def _message(message: Mapping[str, object]) -> dict[str, object]:
-    """A message as templates get it: without keys that are None, its reasoning under all names."""
+    """Return a message as templates get it: without keys that are None, its reasoning under all names."""
     plain = {key: _plain(value) for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
 def _plain(value: object) -> object:
-    """A value made of JSON's types alone, whose methods the sandbox knows; anything else becomes its type's name."""
+    """Return a value in JSON's types alone, whose methods the sandbox knows; anything else becomes its type's name."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -127,7 +128,7 @@ def _plain(value: object) -> object:
 
 
 def _size(value: object) -> tuple[int, int]:
-    """(elements, characters) of a value."""
+    """Return the numbers of elements and of characters of a value."""
     if isinstance(value, str):
         return 1, len(value)
     if isinstance(value, dict):
@@ -145,7 +146,7 @@ def _compiled(template: str) -> Template:
 
 @lru_cache(maxsize=1)
 def _environment() -> LimitedEnvironment:
-    """The environment of transformers, with limits."""
+    """Return the environment that transformers renders chat templates in, with limits."""
     from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension

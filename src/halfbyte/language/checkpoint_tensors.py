@@ -59,7 +59,7 @@ class Form(NamedTuple):
 
 
 def _native_entries(model: Checkpoint) -> Entries:
-    """The tensors of a halfbyte folder, tied ones too."""
+    """Return the entries of a halfbyte folder, of tied tensors too."""
     if model.static is not None:
         raise UnsupportedError("it is a network on int8 codes")
     entries: dict[str, Entry] = {}
@@ -89,7 +89,10 @@ def _stored_codes(model: Checkpoint, name: str, dtype: torch.dtype | None) -> Co
 
 
 class Source:
-    """The tensors of a checkpoint, by their names in transformers' modules. One in floating point is quantized as it is read."""
+    """The tensors of a checkpoint, by their names in transformers' modules, as codes or in floating point.
+
+    With a Config, weights in floating point are quantized as they are read. Experts that files have one by one are stacked.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,15 @@ class Source:
         quantize: Config | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Choose a format for each weight of a model in floating point, where a Config is given; `device` quantizes, by default the CPU."""
+        """Find the weights, and choose the format of each where they are to be quantized.
+
+        Args:
+            path: The checkpoint, for errors.
+            config: Its config.json.
+            entries: Its tensors, by their names in the files.
+            quantize: How to quantize a model in floating point; None: codes are read as they are.
+            device: Quantizes; None: the CPU.
+        """
         self._path, self._entries, self._device = path, entries, device or torch.device("cpu")
         self._quantizing = threading.Lock()  # a GPU quantizes one weight at a time
         family = find_family(config)
@@ -113,13 +124,13 @@ class Source:
         if quantize is not None:
             from halfbyte.nn.config import choose
 
-            found = [
+            candidates = [
                 Candidate(name.removesuffix(".weight"), "Embedding" if name in _EMBEDDINGS else "Linear", name)
                 for name, stored in self._names.items()
                 if name.endswith(".weight") and len(entries.spec(stored).shape) in (2, 3) and _is_linear(name)
             ]
-            found += [Candidate(name.removesuffix(".weight"), "Experts", name) for name in self._stacks]
-            self._formats = {name: each for name, each in choose(found, quantize).items() if isinstance(each, Format)}
+            candidates += [Candidate(name.removesuffix(".weight"), "Experts", name) for name in self._stacks]
+            self._formats = {name: each for name, each in choose(candidates, quantize).items() if isinstance(each, Format)}
 
     @staticmethod
     def _module_name(name: str, moe: MoEFamily | None) -> str:
@@ -128,7 +139,7 @@ class Source:
         return f"{name}.weight" if f"{name}.weight".endswith(_STACKS) else name
 
     def names(self) -> set[str]:
-        """All names, of tied tensors too."""
+        """Return all names, of tied tensors too."""
         return {*self._names, *self._stacks}
 
     def same(self, name: str, other: str) -> bool:
@@ -136,7 +147,11 @@ class Source:
         return self._entries.same(self._names[name], self._names[other])
 
     def form(self, name: str) -> Form | None:
-        """How a weight is quantized; None where it is not."""
+        """Return how a weight is quantized; None where it is not, or where parts of a stack differ.
+
+        Raises:
+            UnsupportedError: Its columns are in another order than its inputs.
+        """
         if name in self._stacks and self._quantize is None:
             forms = {self.form(part) for expert in self._stacks[name] for part in expert}
             return forms.pop() if len(forms) == 1 else None
@@ -153,7 +168,7 @@ class Source:
         return Form(quantized.format, quantized.compute, quantized.activation)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight's codes, or of a tensor in floating point."""
+        """Return the shape of a weight's codes, or of a tensor in floating point."""
         if name in self._stacks:
             first = self._stacks[name][0]
             return len(self._stacks[name]), sum(self.shape(part)[0] for part in first), self.shape(first[0])[-1]
@@ -194,7 +209,11 @@ class Source:
 
 
 def _stacks(names: Iterable[str]) -> dict[str, list[list[str]]]:
-    """Stacks of experts whose files have them one by one: their name -> for each expert the names of its matrices, gate before up."""
+    """Find stacks of experts that files have one by one.
+
+    Returns:
+        The name of each stack -> for each expert the names of its matrices, gate before up.
+    """
     experts: dict[str, int] = {}
     for name in names:
         home, _, number = name.removesuffix(".down_proj.weight").rpartition(".")
@@ -216,7 +235,7 @@ def _joined(parts: Sequence[Codes], join: Callable[[list[Tensor]], Tensor]) -> C
 
 
 def _is_linear(name: str) -> bool:
-    """Whether a matrix is that of a Linear, an Embedding or experts."""
+    """Return whether a matrix is that of a Linear, an Embedding or experts."""
     return name.removesuffix(".weight").endswith(_LINEARS)
 
 
@@ -229,7 +248,14 @@ class PackedTensors:
     """
 
     def __init__(self, source: Source, *, sparse: bool | None = None, where: OnGpu | None = None, cache: PackedCache | None = None) -> None:
-        """Read from a source, or what is stored in a cache, for a CPU, in float32, or from a source for a GPU."""
+        """Prepare to read.
+
+        Args:
+            source: The checkpoint's tensors.
+            sparse: As for `ops.pack`.
+            where: A GPU and its type of activations; None: the CPU, float32.
+            cache: Weights that are packed for the CPU already; None: all are packed.
+        """
         self._cache, self.placement = cache, ON_GPU
         self._source, self._names, self._sparse = source, source.names(), sparse
         self._device, self.dtype = (torch.device("cpu"), torch.float32) if where is None else where[:2]
@@ -241,7 +267,7 @@ class PackedTensors:
         return _SizedTensors(self._source, sparse=self._sparse, where=OnGpu(self._device, self.dtype))
 
     def _device_of(self, name: str) -> torch.device:
-        """The device for which a tensor is packed."""
+        """Return the device for which a tensor is packed."""
         layer = _LAYER.search(name)
         is_on_cpu = layer is not None and self.placement.on_cpu(int(layer[1]), experts=".experts." in name)
         return torch.device("cpu") if is_on_cpu else self._device
@@ -312,7 +338,7 @@ class PackedTensors:
         return self._matrix(name) if found is None else found
 
     def _matrix(self, name: str) -> Tensor:
-        """A weight in floating point, in the type of activations."""
+        """Read a weight in floating point, in the type of activations."""
         self._check(name)
         cache = self._cache if self._device.type == "cpu" else None
         matrix = None if cache is None else cache.table(name, self.dtype)
@@ -328,6 +354,7 @@ class PackedTensors:
             self._cache.store()
 
     def each(self, reads: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Call functions that read, in parallel, and return their results."""
         from halfbyte.kernels.cpu.codegen import runtime
 
         def call(read: Callable[[], Any]) -> Any:
@@ -337,8 +364,8 @@ class PackedTensors:
 
 
 def _fill_panels(parts: Sequence[Codes]) -> bool:
-    """Whether weights are packed one by one for a CPU into memory side by side, which takes no copy of their codes: each fills whole
-    panels."""
+    """Return whether each weight fills whole panels: they are then packed for a CPU one by one, into memory side by side, and their codes
+    are not copied to join them."""
     return all(len(part.shape) == 2 and part.shape[0] % PANEL == 0 for part in parts)
 
 
@@ -389,7 +416,7 @@ def open_checkpoint(
 
 
 def _cache_of(path: Path, quantize: Config | None, header: File | None, sparse: bool | None) -> PackedCache | None:
-    """What is stored of the checkpoint's packed weights."""
+    """Open the cache of the checkpoint's packed weights; None where there is none."""
     if quantize is not None and quantize.calibration is not None:  # which a Config's `repr` does not tell
         return None
     if header is not None:

@@ -52,7 +52,7 @@ def find_gpu(name: torch.device | str) -> torch.device:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU's memory that tensors can take, now; None for a CPU."""
+    """Return the bytes of a GPU's memory that tensors can take now; None for a CPU."""
     if device.type != "cuda":
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -64,9 +64,9 @@ def fitting(build: Callable[[], T], device: torch.device, refusal: Callable[[str
 
     Args:
         build: The function.
-        device: Where.
-        refusal: From a text, how much memory is free, to the error where that is not enough. It is raised when all that was built is free
-            again: no traceback holds it.
+        device: The device.
+        refusal: Makes the error where memory is not enough, from a text that says how much is free. It is raised when all that was built
+            is free again: no traceback holds it.
     """
     try:
         return build()
@@ -85,7 +85,7 @@ def no_memory_to_run(device: torch.device, what: str, free: str) -> ArgumentErro
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a GPU's memory, or main memory that a GPU reads, is full."""
+    """Return whether an error says that a GPU's memory, or main memory that a GPU reads, is full."""
     return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and "out of memory" in str(error))
 
 

@@ -1,8 +1,10 @@
 """Generates text for sequences that join and leave while others run (continuous batching).
 
-A sequence is read in the KV cache of its own. One that is alone is also decoded there. Several are decoded in the slots of one cache, one
-token of each per step. Caches of earlier sequences stay (`PrefixCache`): a prompt that begins with the same tokens, as in a chat or after
-the same instructions, is read from where they differ. Long prompts are read in chunks, between which the others are decoded.
+A prompt is prefilled in a KV cache of its own, in chunks, between which other sequences are decoded. One sequence alone is decoded in that
+cache; several move to the slots of a shared cache, and a step decodes one token of each. Caches of earlier sequences stay (`PrefixCache`):
+a prompt that begins with the same tokens, as in a chat or after the same instructions, is prefilled from where they differ.
+
+Called by `LanguageModel` and the server's engine. `CpuModel` or `GpuModel` computes logits, a `Sampler` of each sequence chooses tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
     from halfbyte.decoder.lower_gpu import GpuModel
     from halfbyte.language.sampling.batched import BatchSampler
 
-DEFAULT_NEW_TOKENS = 128
-MOST_GUESSES = 64
+DEFAULT_NEW_TOKENS = 128  # where `Sampling` does not say
+MOST_GUESSES = 64  # tokens
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -107,14 +109,14 @@ class Generation:
 
 @dataclass(eq=False)
 class _Running:
-    """What belongs to a sequence that runs."""
+    """A sequence that runs: it has its first token and not its last."""
 
     generation: Generation
     sampler: Sampler
     cache: Cache | None  # its own; None: it has a slot
-    waiting: int  # the token that is chosen and not in the cache yet
+    next_token: int  # chosen, and not in the cache yet
     guesser: Guesser | None = None
-    long_rope: bool = False  # whether the cache is that of a sequence beyond the length at which rope switches, with the token that waits
+    long_rope: bool = False  # whether the cache has the rope frequencies of sequences beyond the length at which they switch
 
 
 class Batch:
@@ -122,7 +124,7 @@ class Batch:
 
     Attributes:
         guessed, accepted: Tokens that were guessed, and how many of these were right.
-        failed: The sequences whose prompts were being read when `step` raised an exception last; none: another step failed.
+        failed: The sequences whose prompts were being prefilled when `step` last raised an exception; none: a decode step failed.
 
     Example:
         batch = Batch(model, tokenizer)
@@ -144,7 +146,7 @@ class Batch:
         prefix_bytes: int = 0,
         times: Times | None = None,
     ) -> None:
-        """Make an empty batch.
+        """Create an empty batch.
 
         Args:
             model: The model.
@@ -155,7 +157,7 @@ class Batch:
             draft: A smaller model with the same vocabulary that guesses; None: guesses are looked up in the text so far.
             prefix_bytes: Bytes of KV caches of earlier sequences that stay for prompts with the same beginning; 0: of the last sequence
                 that ran alone.
-            times: Are added to.
+            times: Seconds of prefills and steps are added to it; None: they are not counted.
 
         Raises:
             ArgumentError: The model decodes fewer sequences at a time.
@@ -173,10 +175,10 @@ class Batch:
         self._waiting: deque[Generation] = deque()
         self._active: list[_Running] = []
         self._preempted: list[_Running] = []  # without a cache, after an exception in a step or where rope switches: prefilled again
-        self._prefill: tuple[Generation, Cache] | None = None  # a prompt of which a part has been read into its cache
+        self._prefill: tuple[Generation, Cache] | None = None  # a prompt of which a part is in its cache
         self.failed: Sequence[Generation] = ()
-        self._prefilling: Sequence[Generation] = ()  # whose prompts are being read
-        self._prefilled = 0  # tokens of prompts since the last decode step
+        self._prefilling: Sequence[Generation] = ()  # whose prompts this step prefills
+        self._prefilled = 0  # tokens of prompts since the last decode step, which must not wait for too many
         self._prefixes = PrefixCache(prefix_bytes)
         self._times = Times() if times is None else times
         self._read_until: Mark | None = None  # where a GPU may still be reading what the last step launched
@@ -189,13 +191,13 @@ class Batch:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether the next step reads a prompt, or a part of it."""
+        """Whether the next step prefills a prompt, or a chunk of it."""
         has_slot = self._waiting and len(self._active) < self._capacity
         return bool(self._preempted or (has_slot and (self._prefilled < self._model.prefill_chunk or not self._active)))
 
     @property
     def prefilling(self) -> Generation | None:
-        """The sequence whose prompt has been read in part."""
+        """The sequence whose prompt has been prefilled in part."""
         return None if self._prefill is None else self._prefill[0]
 
     def submit(self, prompt_ids: Sequence[int], sampling: Sampling, processors: Sequence[LogitsProcessor] = ()) -> Generation:
@@ -244,7 +246,7 @@ class Batch:
             self._leave(running)
 
     def step(self) -> list[Generation]:
-        """Read a chunk of the next prompt that waits, or decode a token of each sequence that runs.
+        """Prefill a chunk of the next prompt that waits, or decode a token of each sequence that runs.
 
         Returns:
             The sequences that have new tokens.
@@ -266,29 +268,35 @@ class Batch:
         """Free the KV caches of earlier sequences."""
         self._prefixes.clear()
 
+    def release_slots(self) -> None:
+        """Free the buffers of the slots, which the next sequences allocate again, while no sequence runs and not on a GPU: recorded steps
+        refer to them there."""
+        if self._slots is not None and not self.running and self._model.where is None:
+            self._slots = self._new_slots()
+
     def _step(self) -> list[Generation]:
         while self._preempted:
             self._resume(self._preempted[0])
         start, before = time.perf_counter(), self._prefilled
         if self.reads_prompt:
             together = self._prompts_to_batch()
-            found = self._continue_prefill() if len(together) < 2 else self._prefill_together(together)
+            stepped = self._continue_prefill() if len(together) < 2 else self._prefill_together(together)
             self._times.add_prompt(self._prefilled - before, start)
             self._read_until = None if self._model.where is None else Mark.now(self._model.where.device)
-            return found
+            return stepped
         self._prefilled = 0
         if not self._active:
             return []
         if len(self._active) == 1 and self._active[0].cache is not None:
-            found = [self._decode_alone(self._active[0])]
+            stepped = [self._decode_alone(self._active[0])]
         else:
-            found = self._decode_slots()
+            stepped = self._decode_slots()
         self._times.add_step(start, self._read_until)
         self._read_until = None
-        return found
+        return stepped
 
     def _forget_caches(self) -> None:
-        """Forget keys and values, which an exception may have left half written: the sequences that run are read again."""
+        """Forget keys and values, which an exception may have left half written: the sequences that run are prefilled again."""
         self._preempted = [one for one in (*self._preempted, *self._active) if one.generation.finish_reason is None]
         self._waiting = deque(one for one in self._waiting if not any(one is other.generation for other in self._preempted))
         self._active, self._prefill = [], None
@@ -299,7 +307,7 @@ class Batch:
             self._slots = self._new_slots()
 
     def _resume(self, running: _Running) -> None:
-        """Read a sequence again."""
+        """Prefill a preempted sequence again, and let it run."""
         running.cache = self._new_cache()
         self._read_again(running, running.cache)
         self._active.append(running)
@@ -319,7 +327,11 @@ class Batch:
         return Slots(self._model.spec, self._capacity, int8=self._int8, most=self._model.spec.max_positions, where=self._model.where)
 
     def _continue_prefill(self) -> list[Generation]:
-        """Read a chunk of the first prompt that waits; after the last one, choose the first token."""
+        """Prefill a chunk of the first prompt that waits; after the last one, choose the first token.
+
+        Returns:
+            The sequence, if it has its first token.
+        """
         if self._prefill is None:
             generation = self._waiting[0]
             generation.started = time.perf_counter()
@@ -339,30 +351,30 @@ class Batch:
         if end < len(prompt):
             self._prefilling = ()
             return []
-        found = self._start([self._running_of(generation, cache)], logits[None])
+        started = self._start([self._running_of(generation, cache)], logits[None])
         self._share_slots()
-        return found
+        return started
 
     def _prompts_to_batch(self) -> list[Generation]:
-        """Return the first prompts that wait and are read side by side: 1, 2, 4, … of them, few launches for all instead of for each."""
+        """Return the first sequences that wait whose prompts are prefilled as one batch, 1, 2, 4, … of them, with the launches of one."""
         free, spec = min(self._capacity - len(self._active), self._model.most_prompts), self._model.spec
         most, switch = min(self._model.prefill_chunk, spec.max_positions or self._model.prefill_chunk), spec.rope_switch
-        found: list[Generation] = []
+        together: list[Generation] = []
         if free < 2 or self._slots is None or self._prefill is not None or self._speculate:
-            return found
+            return together
         longest = 0
         for generation in itertools.islice(self._waiting, free):
             prompt = generation.prompt_ids
             longest = max(longest, len(prompt))
-            if (len(found) + 1) * _rows(longest) > most or (switch is not None and longest > switch):
+            if (len(together) + 1) * _padded_length(longest) > most or (switch is not None and longest > switch):
                 break
             if self._prefixes.find(prompt, len(prompt) - 1, 1, switch)[0] is not None:
                 break
-            found.append(generation)
-        return found[: 1 << (len(found).bit_length() - 1)] if found else found
+            together.append(generation)
+        return together[: 1 << (len(together).bit_length() - 1)] if together else together
 
     def _prefill_together(self, generations: Sequence[Generation]) -> list[Generation]:
-        """Read short prompts side by side, and choose their first tokens."""
+        """Prefill short prompts as one batch, and choose their first tokens."""
         slots, lengths = self._slots, [len(generation.prompt_ids) for generation in generations]
         assert slots is not None
         self._prefilling, now = generations, time.perf_counter()
@@ -370,7 +382,7 @@ class Batch:
             generation.started = now
         if not self._prefixes.limit:
             self._prefixes.clear()
-        most = _rows(max(lengths))
+        most = _padded_length(max(lengths))
         cache = Cache(self._model.spec, len(generations), int8=self._int8, most=most, where=self._model.where)
         logits = cast("GpuModel", self._model).prefill_together([generation.prompt_ids for generation in generations], cache)
         self._prefilled += sum(lengths)
@@ -380,7 +392,7 @@ class Batch:
         return self._start([self._running_of(generation, None) for generation in generations], logits)
 
     def _end_prefill(self, generation: Generation, cache: Cache) -> None:
-        """Keep what has been read of the prompt of a sequence that is cancelled."""
+        """Keep the part of a cancelled sequence's prompt that has been prefilled."""
         prompt, switch = generation.prompt_ids, self._model.spec.rope_switch
         if switch is None or (cache.length > switch) == (len(prompt) > switch):  # else its frequencies are those of longer ones
             self._prefixes.put(prompt, cache)
@@ -407,13 +419,14 @@ class Batch:
         return [self._accept(one, chosen) for one, chosen in zip(runs, first, strict=True)]
 
     def _cache_for(self, prompt: list[int]) -> tuple[Cache, int]:
-        """A cache for a prompt, and how many of its tokens are in there."""
-        # The others are read, for the logits of the last one; and on a CPU so many that the prompt has the same logits without a cache.
+        """Return a cache for a prompt, and how many of its tokens it already has."""
+        # The others are prefilled, for the logits of the last one, and on a CPU enough of them to give the logits as without a cache.
         least = self._model.least_prefill
-        found = self._prefixes.take(prompt, len(prompt) - least, least, self._model.spec.rope_switch)
-        return (self._new_cache(), 0) if found is None else found
+        prefix = self._prefixes.take(prompt, len(prompt) - least, least, self._model.spec.rope_switch)
+        return (self._new_cache(), 0) if prefix is None else prefix
 
     def _take_slot(self, running: _Running) -> None:
+        """Move a sequence from a cache of its own to the next free slot."""
         if running.cache is not None and self._slots is not None:
             self._slots.join(running.cache)
             if self._prefixes.limit:
@@ -421,6 +434,7 @@ class Batch:
             running.cache = None
 
     def _decode_alone(self, running: _Running) -> Generation:
+        """Decode one token of a sequence in its own cache, or several, where guesses pay."""
         generation, switch = running.generation, self._model.spec.rope_switch
         assert running.cache is not None
         if running.cache.length == switch and not running.long_rope:
@@ -439,44 +453,45 @@ class Batch:
         return self._accept(running, chosen)
 
     def _chosen(self, runs: Sequence[_Running], cache: Cache) -> Iterable[int | Choice]:
-        """Decode the token that waits of each sequence, and choose the next one."""
-        waiting, samplers = [one.waiting for one in runs], [one.sampler for one in runs]
+        """Decode `next_token` of each sequence, and choose the one after it."""
+        tokens, samplers = [one.next_token for one in runs], [one.sampler for one in runs]
         are_plain = all(sampler.is_plain for sampler in samplers)
         if self._model.where is None:
-            logits = self._model.decode(waiting, cache)
+            logits = self._model.decode(tokens, cache)
             return most_likely(logits) if are_plain else (sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True))
         chooser = None if are_plain else _batch_sampler(samplers)
         launch_ahead = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
-        tokens = cast("GpuModel", self._model).decode_tokens(waiting, cache, choose=chooser, launch_ahead=launch_ahead)
-        return tokens if chooser is None else chooser.accept(tokens)
+        chosen = cast("GpuModel", self._model).decode_tokens(tokens, cache, choose=chooser, launch_ahead=launch_ahead)
+        return chosen if chooser is None else chooser.accept(chosen)
 
     def _check_guesses(self, running: _Running, guesser: Guesser, cache: Cache, guesses: list[int]) -> None:
-        """Read the waiting token and guesses behind it at once, and accept the tokens that would have been chosen one by one."""
+        """Verify guesses behind `next_token` in one step, and accept the tokens that would have been chosen one by one."""
         before = cache.length
-        logits = self._model.verify([running.waiting, *guesses], cache)
+        logits = self._model.verify([running.next_token, *guesses], cache)
         if not running.sampler.is_plain:
             logits = logits.cpu()  # tokens are chosen one after the other
         chosen = accepted_tokens(running.sampler, logits, guesses)
         self.guessed += len(guesses)
         self.accepted += len(chosen) - 1
         guesser.checked(len(guesses), len(chosen) - 1)
-        whole = cache.cut(before + len(chosen))  # the newest chosen token is not in the cache yet, a wrong guess no more
+        is_valid = cache.cut(before + len(chosen))  # the newest chosen token is not in the cache yet, a wrong guess no more
         for count, token in enumerate(chosen, 1):
             if self._accept(running, token).finish_reason is not None:
                 if count < len(chosen):  # the cache that stays is the one without speculation
                     cache.cut(before + count)
                 return
-        if not whole:
+        if not is_valid:
             self._read_again(running, cache)
 
     def _read_again(self, running: _Running, cache: Cache) -> None:
-        """Read a sequence into an empty cache, without the token that waits."""
+        """Prefill a sequence into an empty cache, without `next_token`."""
         tokens = [*running.generation.prompt_ids, *running.generation.ids]
         self._model.prefill(tokens[:-1], cache, total=len(tokens))
         switch = self._model.spec.rope_switch
         running.long_rope = switch is not None and len(tokens) > switch
 
     def _decode_slots(self) -> list[Generation]:
+        """Decode one token of each sequence in the slots."""
         slots, switch = self._slots, self._model.spec.rope_switch
         assert slots is not None
         positions = zip(self._active, slots.positions(), strict=True)
@@ -497,7 +512,7 @@ class Batch:
         token = chosen if isinstance(chosen, int) else chosen.id
         if isinstance(chosen, Choice):
             generation.choices.append(chosen)
-        running.waiting = token
+        running.next_token = token
         generation.last_token = time.perf_counter()
         if not generation.ids:
             generation.first_token = generation.last_token
@@ -507,6 +522,7 @@ class Batch:
         return generation
 
     def _leave(self, running: _Running) -> None:
+        """Remove a sequence that has ended, and keep its cache for prompts that begin like it."""
         ids = [*running.generation.prompt_ids, *running.generation.ids]
         if running.cache is not None:
             self._prefixes.put(ids, running.cache)
@@ -520,6 +536,7 @@ class Batch:
         self._free_slot(running)
 
     def _free_slot(self, running: _Running) -> None:
+        """Remove a sequence from its slot, to which the last one moves."""
         index = self._active.index(running)
         assert self._slots is not None
         self._slots.leave(index)
@@ -528,8 +545,8 @@ class Batch:
             self._active[index] = last  # as in the slots
 
 
-def _rows(longest: int) -> int:
-    """Rows of each of several prompts that are read together."""
+def _padded_length(longest: int) -> int:
+    """Return the rows that each of several prompts takes in a batch: a power of 2, so that few shapes of launches occur."""
     return 1 << (longest - 1).bit_length()
 
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, object]
 _Device = torch.device | str | Mapping[str, object]
-_GUESSES = 8  # of a draft model
-_RESERVE = 20  # a GPU's free memory over what memory="auto" leaves for CUDA: modules of kernels, fragmentation
+_DRAFT_GUESSES = 8  # tokens that a draft model guesses at a time, by default
+_RESERVE = 20  # memory="auto" leaves 1/20 of a GPU's free memory to CUDA: modules of kernels, fragmentation
 
 
 class LanguageModel:
@@ -155,7 +155,7 @@ class LanguageModel:
                 "use a smaller model of the same family"
             )
         self._draft = None if draft is None else draft._model
-        self._speculate = (0 if draft is None else _GUESSES) if speculate is None else speculate
+        self._speculate = (0 if draft is None else _DRAFT_GUESSES) if speculate is None else speculate
         self._batch = self.batch(1)
 
     def batch(self, slots: int | None = None, *, prefix_bytes: int = 0) -> Batch:
@@ -172,14 +172,16 @@ class LanguageModel:
             raise ArgumentError(
                 f"{planned} are planned for KV caches of earlier sequences, got prefix_bytes={prefix_bytes}: open the model with as many"
             )
-        how: dict[str, Any] = {
-            "times": self._times,
-            "int8_cache": self._int8,
-            "speculate": self._speculate,
-            "draft": self._draft,
-            "prefix_bytes": prefix_bytes,
-        }
-        return Batch(self._model, self.tokenizer, slots=slots, **how)
+        return Batch(
+            self._model,
+            self.tokenizer,
+            slots=slots,
+            int8_cache=self._int8,
+            speculate=self._speculate,
+            draft=self._draft,
+            prefix_bytes=prefix_bytes,
+            times=self._times,
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -416,7 +418,14 @@ def _lowered(spec: DecoderSpec, dtype: torch.dtype, plan: Plan | None) -> CpuMod
 def _request(
     device: _Device, memory: int | str | None, context: int | None, sequences: int, *, int8: bool, prefix_bytes: int
 ) -> tuple[torch.device | str, Request | None]:
-    """The device, and what was asked for of a part on the CPU, the rest on a GPU; None where nothing was."""
+    """Check what was asked for of the device and of a part on the CPU.
+
+    Returns:
+        The device, and how the model is to be split between CPU and GPU; None where it is on one device.
+
+    Raises:
+        ArgumentError: The GPU has less free memory, or a setting has no effect without memory.
+    """
     if not isinstance(device, Mapping) and memory is None:
         if context is not None:
             raise ArgumentError(f"context bounds the KV cache of a model that is given GPU memory, got context={context} without memory")

@@ -1,4 +1,4 @@
-"""Keeps the packed weights of language models in the cache folder, so that opening a model again maps them in place of packing them.
+"""Stores the packed weights of language models in the cache folder: opening a model again maps them, and packs nothing.
 
 Used by `checkpoint_tensors.py`. A model has a folder `packed/<key>` in the cache folder, with complete files of some 128 MB
 (`packed_files.py`). The key is a SHA-256 of
@@ -46,7 +46,7 @@ LEAST = 64 << 20  # bytes of packed weights: smaller models are packed as fast
 _FILE = 128 << 20  # bytes of a file, about
 _NICE = 10  # of the thread that writes: threads that compute come first
 _SETTLED = 2_000_000_000  # ns since the last change of a file
-_EDGE, _SAMPLES, _SAMPLE = 1 << 16, 64, 1 << 12  # bytes at each end of a file, and places between them
+_EDGE_BYTES, _SAMPLES, _SAMPLE_BYTES = 1 << 16, 64, 1 << 12  # read at each end of a file, and in so many places between them
 _RESERVE = 10 * 10**9  # bytes of the disk that are left free, or a tenth of it
 _FOLDERS = (
     *("checkpoint", "decoder", "formats", "io", "kernels/cpu", "kernels/gpu/runtime", "language", "layouts", "nn", "ops", "quantizers"),
@@ -55,7 +55,7 @@ _PATTERNS = (*(f"{name}/**/*.py" for name in _FOLDERS), "kernels/*.py", "kernels
 
 
 class _Writer(threading.Thread):
-    """Stores the packed weights of a model."""
+    """Stores the packed weights of a model; a type of its own, by which `wait` finds all of them."""
 
 
 class _StoppedError(Exception):
@@ -83,7 +83,12 @@ class PackedCache:
     """The packed weights of one model."""
 
     def __init__(self, folder: Path, states: dict[Path, _FileState]) -> None:
-        """Map what is stored in the folder of a model, whose files have these states."""
+        """Map what is stored of a model.
+
+        Args:
+            folder: The model's folder in the cache.
+            states: Of the files of its checkpoint, when they were opened.
+        """
         self._folder, self._states, self._opened = folder, states, time.time_ns()
         self._stored: dict[str, tuple[PackedFile, Stored]] = {}
         self._read: dict[str, tuple[PackedFile, Stored, Tensor]] = {}
@@ -97,6 +102,7 @@ class PackedCache:
                 os.utime(folder)
 
     def _map(self, path: Path) -> None:
+        """Map a file, or delete it where it is damaged."""
         try:
             file = PackedFile(path)
         except (DamagedError, OSError, ValueError):  # ValueError: of a file that was truncated before it was mapped
@@ -160,7 +166,12 @@ class PackedCache:
                     self._new[name] = self._read[name][1:]
 
     def add(self, names: Sequence[str], packed: Packed | Tensor) -> None:
-        """Remember what was packed, for `store`."""
+        """Collect a packed weight for `store`.
+
+        Args:
+            names: The tensors of the checkpoint that it was packed from.
+            packed: The weight, or a matrix in floating point.
+        """
         name = "\n".join(names)
         if isinstance(packed, Packed):
             source_format = None if packed.source_format is None else str(packed.source_format)
@@ -170,7 +181,7 @@ class PackedCache:
             self._new[name] = Stored(name, str(packed.dtype), tuple(packed.shape), "", None, None, 0, 0, 0), packed
 
     def store(self) -> None:
-        """Write what was packed, in the background, where there is enough of it."""
+        """Write the collected weights in a thread, if the model is large enough and its files are those that were opened."""
         new = {name: each for name, each in self._new.items() if each[1].nbytes}
         self._new = {}
         size = sum(data.nbytes for _, data in new.values()) + sum(weight.bytes for _, weight in self._stored.values())
@@ -179,7 +190,7 @@ class PackedCache:
         _Writer(target=self._write, args=([new[name] for name in sorted(new)],), name="halfbyte-packed-cache", daemon=True).start()
 
     def _is_unchanged(self) -> bool:
-        """Whether the files are those that were opened, and not so new that a change could have left their times as they are."""
+        """Return whether the files are those that were opened, and older than the resolution of their times."""
         newest = max(max(state.modified, state.changed) for state in self._states.values())
         try:
             return newest < self._opened - _SETTLED and all(_state(path) == state for path, state in self._states.items())
@@ -238,12 +249,12 @@ def open_cache(files: Sequence[Path], settings: object) -> PackedCache | None:
     if sources is None or not states:
         return None
     names = [path.name if len(files) > 1 else "" for path in files]
-    about = repr((sources, current().name, settings, names, [tuple(state) for state in states.values()], samples))
-    return PackedCache(root / hashlib.sha256(about.encode()).hexdigest(), states)
+    key = repr((sources, current().name, settings, names, [tuple(state) for state in states.values()], samples))
+    return PackedCache(root / hashlib.sha256(key.encode()).hexdigest(), states)
 
 
 def _folder() -> Path | None:
-    """The folder of all models, made if need be; None, with one warning, where it cannot be trusted."""
+    """Return the folder of all models; None, with one warning, where there is none that can be trusted."""
     from halfbyte.kernels.cpu.codegen import jit
 
     cache = env.cache()
@@ -263,10 +274,10 @@ def _warn(text: str) -> None:
 
 
 def _samples(path: Path, size: int) -> str:
-    """SHA-256 of both ends of a file, where headers are, and of places between them; of a small file of all of it."""
+    """Return the SHA-256 of both ends of a file, where headers are, and of places between them; of a small file that of all of it."""
     digest = hashlib.sha256()
-    places = [(0, _EDGE), (max(0, size - _EDGE), _EDGE)]
-    places += [(size * i // _SAMPLES, _SAMPLE) for i in range(1, _SAMPLES)] if size > _SAMPLES * _SAMPLE else [(0, size)]
+    places = [(0, _EDGE_BYTES), (max(0, size - _EDGE_BYTES), _EDGE_BYTES)]
+    places += [(size * i // _SAMPLES, _SAMPLE_BYTES) for i in range(1, _SAMPLES)] if size > _SAMPLES * _SAMPLE_BYTES else [(0, size)]
     with open_unbuffered(path) as file:
         for offset, count in places:
             file.seek(offset)
@@ -276,7 +287,7 @@ def _samples(path: Path, size: int) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Whether this process is the only one that writes a model's folder. The lock ends with the process."""
+    """Lock a model's folder, and yield whether this process has the lock, which ends with the process."""
     try:
         import fcntl
     except ImportError:  # Windows: two processes may write the same twice
@@ -312,12 +323,19 @@ def _models(root: Path) -> list[_Model]:
     return sorted(models)
 
 
-def _make_room(cache_file: Path, size: int) -> bool:
-    """Remove the least recently used models until `size` bytes more are within the bounds; return False, and remove none, where they cannot
-    be."""
-    models = _models(cache_file.parent)
-    others = [model for model in models if model.folder != cache_file]
-    disk, used = shutil.disk_usage(cache_file), sum(model.bytes for model in models)
+def _make_room(folder: Path, size: int) -> bool:
+    """Remove the least recently used models, so that more can be stored.
+
+    Args:
+        folder: Of the model that is stored, which stays.
+        size: Bytes that are to be written.
+
+    Returns:
+        Whether these are within the bounds now. Where they cannot be, nothing is removed.
+    """
+    models = _models(folder.parent)
+    others = [model for model in models if model.folder != folder]
+    disk, used = shutil.disk_usage(folder), sum(model.bytes for model in models)
     surplus = used + size - env.packed_bytes()
     surplus = max(surplus, size + min(_RESERVE, disk.total // 10) - disk.free)
     if surplus > sum(model.bytes for model in others):

@@ -70,7 +70,7 @@ class Stored:
     crc: int
 
     def is_sound(self, size: int) -> bool:
-        """Whether the fields have the types and ranges that `write` gives them, in a file of `size` bytes."""
+        """Return whether the fields have the types and ranges that `write` gives them, in a file of `size` bytes."""
         numbers = (self.offset, self.bytes, self.crc, *self.shape)
         texts = (self.name, self.format, self.layout, self.source_format or "")
         return (
@@ -128,7 +128,19 @@ class PackedFile:
 
 
 def _read_header(fixed: bytes, read: Callable[[int], bytes], size: int) -> tuple[Stored, ...]:
-    """The weights of a file of `size` bytes."""
+    """Read the header of a file.
+
+    Args:
+        fixed: The first bytes of the file, of fixed length.
+        read: Reads the bytes that follow.
+        size: Bytes of the file.
+
+    Returns:
+        The weights that the file holds.
+
+    Raises:
+        DamagedError: It is not a whole file of this version.
+    """
     if len(fixed) < _FIXED.size:
         raise DamagedError(f"it has {size} bytes")
     magic, version, length, digest = _FIXED.unpack(fixed)
@@ -184,7 +196,7 @@ def write(folder: Path, weights: Sequence[tuple[Stored, Tensor]], check: Callabl
 
 
 def _header(entries: Sequence[Mapping[str, Any]], start: int, data_bytes: int) -> bytes:
-    """The header, of the same length for all positions: numbers have a fixed width."""
+    """Return the header, which is as long for all positions: it is padded by as much as its numbers may need."""
     at, placed = start, []
     for entry in entries:
         placed.append({**entry, "offset": at})

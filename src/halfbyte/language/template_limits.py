@@ -71,6 +71,15 @@ class TemplateLimitError(CheckpointError):
 
 @dataclass(slots=True)
 class _Budget:
+    """What a template has used of its limits so far.
+
+    Attributes:
+        limits: The limits.
+        steps, characters: Used so far.
+        next_look: Steps at which the clock is looked at again.
+        end: Time of `time.monotonic` at which it is stopped.
+    """
+
     limits: Limits
     steps: int = 0
     characters: int = 0
@@ -81,7 +90,7 @@ class _Budget:
         self.end = time.monotonic() + self.limits.seconds
 
     def use(self, steps: int, characters: int = 0) -> None:
-        """Counts work; raises TemplateLimitError where it is too much."""
+        """Count work, and raise TemplateLimitError where it is too much."""
         self.steps += steps
         self.characters += characters
         if self.steps > self.limits.steps:
@@ -94,7 +103,7 @@ class _Budget:
                 raise TemplateLimitError(f"it takes more than {self.limits.seconds:g} seconds")
 
     def use_value(self, value: object) -> None:
-        """Counts a value by its elements, nested ones as often as they occur, as when it is compared or becomes text."""
+        """Count a value by its elements, nested ones as often as they occur, as when it is compared or becomes text."""
         if isinstance(value, str):
             self.use(1 + len(value) // _CHARACTERS_A_STEP)
             return
@@ -115,7 +124,7 @@ class _Budget:
                 self.use(0, len(item))
 
     def use_result(self, value: object) -> object:
-        """Counts what an operation has made, and returns it."""
+        """Count what an operation has made, and return it."""
         self.use(0, len(value) if isinstance(value, _TYPES_WITH_LENGTH) else 0)
         return value
 
@@ -125,7 +134,7 @@ _BUDGET: ContextVar[_Budget | None] = ContextVar("budget", default=None)
 
 @contextmanager
 def limited(limits: Limits) -> Iterator[None]:
-    """Runs templates of a LimitedEnvironment, which cannot run without, within limits."""
+    """Run templates of a LimitedEnvironment, which cannot run without, within limits."""
     token = _BUDGET.set(_Budget(limits))
     try:
         yield
@@ -157,7 +166,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.tests.update({name: _counted_test(function) for name, function in tests.items()})
 
     def add_filter(self, name: str, function: Callable[..., object]) -> None:
-        """Adds a filter, whose work is counted."""
+        """Add a filter, whose work is counted."""
         self.filters[name] = _counted_filter(name, function)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -166,13 +175,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return tree.set_environment(self)  # type: ignore[return-value]  # returns the node itself
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-        """Computes an operator that may make something large."""
+        """Compute an operator that may make something large."""
         budget = _budget()
         budget.use(1, _length_of_binop(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls a macro, a function or a method of a value."""
+        """Call a macro, a function or a method of a value."""
         budget = _budget()
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", None)
         if isinstance(owner, LimitedEnvironment):  # counts for itself
@@ -188,27 +197,27 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return budget.use_result(super().call(__context, __obj, *args, **kwargs))
 
     def getitem(self, obj: object, argument: object) -> object:
-        """An element or attribute; a tuple is hashed element by element."""
+        """Return an element or attribute; a tuple is hashed element by element."""
         if isinstance(argument, tuple):
             _budget().use_value(argument)
         return super().getitem(obj, argument)
 
     def count_pass(self, characters: int) -> bool:
-        """Counts a pass of a loop or a call of a macro, whose literal text has so many characters."""
+        """Count a pass of a loop or a call of a macro, whose literal text has so many characters."""
         _budget().use(1, characters)
         return True
 
     def count_value(self, value: object) -> object:
-        """Counts a value that is compared or concatenated."""
+        """Count a value that is compared or concatenated."""
         _budget().use_value(value)
         return value
 
     def count_result(self, value: object) -> object:
-        """Counts a value that has been made."""
+        """Count a value that has been made."""
         return _budget().use_result(value)
 
     def concatenate(self, *values: object) -> str:
-        """The operator ~."""
+        """Compute the operator ~."""
         budget = _budget()
         texts = []
         for value in values:
@@ -221,7 +230,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _finalize(context: Context, value: object) -> object:
-    """Counts what is printed. Takes the context so that jinja2 does not call it as it compiles."""
+    """Count what is printed. Takes the context so that jinja2 does not call it as it compiles."""
     budget = _budget()
     if not isinstance(value, str):
         budget.use_value(value)
@@ -280,18 +289,22 @@ def _valued(operand: nodes.Expr) -> nodes.Expr:
 
 
 def _call(where: nodes.Node, name: str, *arguments: nodes.Expr) -> nodes.Call:
-    """A call of a method of the environment."""
+    """Return a call of a method of the environment."""
     return nodes.Call(nodes.EnvironmentAttribute(name), list(arguments), [], None, None, lineno=where.lineno)
 
 
 def _literal_characters(body: Sequence[nodes.Node]) -> int:
-    """The characters of text between tags."""
+    """Return the number of characters of text between tags."""
     inner = [data for node in body for data in node.find_all(nodes.TemplateData)]
     return sum(len(data.data) for data in [*inner, *(node for node in body if isinstance(node, nodes.TemplateData))])
 
 
 def _length_of_binop(operator: str, left: object, right: object) -> int:
-    """How long the result of an operator may be. Raises TemplateLimitError for one that is absurd."""
+    """Return how long the result of an operator may be.
+
+    Raises:
+        TemplateLimitError: It is an absurdly large number, or formats one.
+    """
     if operator == "+":
         return sum(len(value) for value in (left, right) if isinstance(value, _TYPES_WITH_LENGTH))
     if operator == "*":
@@ -309,7 +322,7 @@ def _length_of_binop(operator: str, left: object, right: object) -> int:
 
 
 def _digits(value: object) -> int:
-    """Roughly the decimal digits of an integer."""
+    """Return roughly the decimal digits of an integer."""
     return 1 + value.bit_length() // 3 if isinstance(value, int) else 0
 
 
@@ -320,7 +333,7 @@ def _checked_digits(count: int) -> int:
 
 
 def _check_format(template: str | bytes, values: Sequence[object]) -> None:
-    """Raises TemplateLimitError for a format with a huge width; counts what is formatted."""
+    """Raise TemplateLimitError for a format with a huge width, and count what is formatted."""
     budget = _budget()
     text = template.decode("latin-1") if isinstance(template, bytes) else template
     try:
@@ -337,7 +350,7 @@ def _check_format(template: str | bytes, values: Sequence[object]) -> None:
 
 
 def _check_method(budget: _Budget, name: str, owner: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-    """Counts the result of a builtin method before it is made: one that can be longer than its arguments, and what is compared."""
+    """Count the result of a builtin method before it is made: one that can be longer than its arguments, and what is compared."""
     numbers = sum(value for value in (*args, *kwargs.values()) if isinstance(value, int) and value > 0)
     length = len(owner) if isinstance(owner, _TYPES_WITH_LENGTH) else 1
     budget.use(length // _CHARACTERS_A_STEP)
@@ -359,14 +372,14 @@ def _check_method(budget: _Budget, name: str, owner: object, args: tuple[object,
 
 
 def _replaced(text: Any, old: object, new: Any) -> int:
-    """The characters that replacing adds at most."""
+    """Return how many characters replacing adds at most."""
     if not isinstance(old, type(text)) or not isinstance(new, type(text)):
         return 0
     return int(text.count(old)) * len(new) if old else (len(text) + 1) * len(new)
 
 
 def _counted_filter(name: str, function: Callable[..., object]) -> Callable[..., object]:
-    """A filter that counts its input before and its result after it has run."""
+    """Return a filter that counts its input before and its result after it has run."""
 
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
@@ -391,7 +404,7 @@ def _counted_filter(name: str, function: Callable[..., object]) -> Callable[...,
 
 
 def _check_filter(budget: _Budget, name: str, value: object, rest: Sequence[object]) -> None:
-    """Counts the result of a filter that can be much longer than its arguments before it is made."""
+    """Count the result of a filter that can be much longer than its arguments before it is made."""
     if name == "format":
         _check_format(str(value), rest)
     elif name == "replace" and len(rest) >= 2:
@@ -411,7 +424,7 @@ def _length(value: object) -> int:
 
 
 def _counted_elements(elements: Iterator[object]) -> Iterator[object]:
-    """The elements of a filter that makes them as they are needed."""
+    """Yield the elements of a filter that makes them as they are needed."""
     for element in elements:
         _budget().use(1)
         yield element

@@ -35,7 +35,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
-        """Starts an empty text.
+        """Start an empty text.
 
         Args:
             tokenizer: The model's tokenizer.
@@ -54,7 +54,7 @@ class TextStream:
         self._stop = _StopStrings(stop)
 
     def push(self, id: int) -> str:
-        """Appends a token.
+        """Append a token.
 
         Args:
             id: The token's id.
@@ -65,7 +65,7 @@ class TextStream:
         return self.extend([id])
 
     def extend(self, ids: Sequence[int]) -> str:
-        """Appends tokens, which are decoded together; otherwise like `push`. A stop string may end before the last of them."""
+        """Append tokens, which are decoded together; otherwise like `push`. A stop string may end before the last of them."""
         if self.finished:
             return ""
         text, outlook = self._raw.extend(ids, bool(self._stop))
@@ -76,7 +76,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """Ends the text, and returns what was held back; "" after a stop string."""
+        """End the text, and return what was held back; "" after a stop string."""
         if self.finished:
             return ""
         text = self._raw.flush()
@@ -87,7 +87,11 @@ class TextStream:
         return text
 
     def _cleaned(self, text: str, outlook: str) -> tuple[str, str]:
-        """Cleans text up to the last character that is in none of the patterns: no replacement reaches across it."""
+        """Clean up text to the last character that is in none of the patterns: no replacement reaches across it.
+
+        Returns:
+            The text that is clean for certain, and what would follow if the sequence ended now.
+        """
         self._unclean += text
         end = next((at for at in range(len(self._unclean), 0, -1) if self._unclean[at - 1] not in CLEAN_UP_CHARACTERS), 0)
         stable, self._unclean = clean(self._unclean[:end]), self._unclean[end:]
@@ -97,9 +101,9 @@ class TextStream:
 class _RawStream:
     """`backend.decode`, a few tokens at a time.
 
-    Invariant: for all further ids X, the text of all ids is what was given out followed by decode(context + tokens + X)[given:].
-    `context` may be any earlier tokens for which this holds: those that were decoded at last, if they have text of their own, which then
-    takes what a decoder does to the beginning of a text.
+    Invariant: for all further ids X, the text of all ids is what was emitted followed by decode(context + tokens + X)[emitted:].
+    `context` may be any earlier tokens for which this holds: those that were decoded last, if they have text of their own, to which a
+    decoder then does what it does to the beginning of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -112,10 +116,18 @@ class _RawStream:
         self._streams = all(step.get("type") in _LOCAL_STEPS or _replaces_one_character(step) for step in steps)
         self._context: list[int] = []
         self._tokens: list[int] = []
-        self._given = 0
+        self._emitted = 0
 
     def extend(self, ids: Sequence[int], look_ahead: bool) -> tuple[str, str]:
-        """(text that cannot change any more, further text of the ids so far where `look_ahead` asks for it)."""
+        """Append tokens.
+
+        Args:
+            ids: Their ids.
+            look_ahead: Whether to also return text that later tokens may change.
+
+        Returns:
+            The text that cannot change any more, and the text of the ids so far that follows it, "" without `look_ahead`.
+        """
         last = None
         for id in ids:
             token = None if id in self._skipped else self._backend.id_to_token(id)
@@ -126,37 +138,38 @@ class _RawStream:
             return "", ""
         # A run of byte tokens becomes U+FFFD as a whole where one of them is no UTF-8, so it is known at its end only.
         if not self._streams or (self._bytes_as_tokens and _is_byte(last)):
-            return "", self._decode(self._context + self._tokens)[self._given :] if look_ahead else ""
+            return "", self._decode(self._context + self._tokens)[self._emitted :] if look_ahead else ""
         text = self._decode(self._context + self._tokens)
         end = len(text)
         if self._bytes_in_characters and text.endswith(_REPLACEMENT):  # perhaps the beginning of a character
             end -= 1
-        stable, outlook = text[self._given : end], text[max(end, self._given) :]
-        self._given = max(end, self._given)
+        stable, outlook = text[self._emitted : end], text[max(end, self._emitted) :]
+        self._emitted = max(end, self._emitted)
         if end == len(text):
             self._move_context()
         elif len(self._tokens) > 2 * _CONTEXT:  # text that is no UTF-8: decoding is in step again after one character
             self._context, self._tokens = [], self._tokens[-_CONTEXT:]
-            self._given = len(self._decode(self._tokens)) - 1
+            self._emitted = len(self._decode(self._tokens)) - 1
         return stable, outlook
 
     def flush(self) -> str:
-        text = self._decode(self._context + self._tokens)[self._given :]
-        self._context, self._tokens, self._given = [], [], 0
+        """End the text, and return what later tokens could have changed."""
+        text = self._decode(self._context + self._tokens)[self._emitted :]
+        self._context, self._tokens, self._emitted = [], [], 0
         return text
 
     def _move_context(self) -> None:
-        """Forgets earlier tokens, if the last ones have text of their own."""
+        """Forget earlier tokens, if the last ones have text of their own."""
         last = self._tokens[-_CONTEXT:]
         if alone := self._decode(last):
-            self._context, self._tokens, self._given = last, [], len(alone)
+            self._context, self._tokens, self._emitted = last, [], len(alone)
 
     def _decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, False)
 
 
 class _StopStrings:
-    """Passes text on up to the first complete stop string, and holds back what may be the beginning of one."""
+    """Passes text through up to the first complete stop string, and holds back what may be the beginning of one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self.finished = False
@@ -167,28 +180,37 @@ class _StopStrings:
         return bool(self._stop)
 
     def push(self, text: str, outlook: str) -> str:
-        """Appends text; `outlook` is text that the sequence would go on with if it ended now, and is only searched."""
+        """Append text.
+
+        Args:
+            text: The text.
+            outlook: What would follow if the sequence ended now; it may change, and is only searched.
+
+        Returns:
+            The text that is before a stop string and not the beginning of one.
+        """
         if not self._stop:
             return text
         self._pending += text
         if (start := self._first(self._pending + outlook)) is not None:
-            given, self._pending, self.finished = (self._pending + outlook)[:start], "", True
-            return given
+            before, self._pending, self.finished = (self._pending + outlook)[:start], "", True
+            return before
         longest = max(map(len, self._stop)) - 1
         at = max(0, len(self._pending) - longest)
         while at < len(self._pending) and not any(stop.startswith(self._pending[at:]) for stop in self._stop):
             at += 1
-        given, self._pending = self._pending[:at], self._pending[at:]
-        return given
+        passed, self._pending = self._pending[:at], self._pending[at:]
+        return passed
 
     def flush(self) -> str:
-        given, self._pending = self._pending, ""
-        return given
+        """Return what was held back, as no stop string follows."""
+        rest, self._pending = self._pending, ""
+        return rest
 
     def _first(self, text: str) -> int | None:
-        """Where the stop string begins that is complete first; of two that end at the same place the longer one."""
-        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+        """Return where the stop string begins that is complete first; of two that end at the same place the longer one."""
+        ends = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        return min(ends)[1] if ends else None
 
 
 def _is_byte(token: str) -> bool:
@@ -196,6 +218,6 @@ def _is_byte(token: str) -> bool:
 
 
 def _replaces_one_character(step: dict[str, object]) -> bool:
-    """Whether a step of a decoder replaces a single character, which is the same in each part of a text as in the whole."""
+    """Return whether a step of a decoder replaces a single character, which gives the same in each part of a text as in the whole."""
     pattern = step.get("pattern")
     return step.get("type") == "Replace" and isinstance(pattern, dict) and len(pattern.get("String", "")) == 1

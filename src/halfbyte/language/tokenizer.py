@@ -20,7 +20,7 @@ from halfbyte.language import tokenizer_folder
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-_LONG = 1 << 14  # characters of a text from which on other threads run while it is tokenized
+_LONG = 1 << 14  # characters: a text from here on is tokenized without Python's lock, so that other threads run
 _ID_LIMIT = 1 << 32  # tokenizers stores ids in 32 bits
 # What transformers' clean_up_tokenization replaces, in this order.
 _CLEAN_UP = (
@@ -61,7 +61,7 @@ class Tokenizer:
         end_ids: Sequence[int] = (),
         clean_up: bool = False,
     ) -> None:
-        """Wraps a tokenizer; `Tokenizer.open` reads one from a file.
+        """Wrap a tokenizer; `Tokenizer.open` reads one from a file.
 
         Args:
             backend: A `tokenizers.Tokenizer`.
@@ -79,7 +79,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, path: Path, header: File | None = None) -> Tokenizer:
-        """Opens the tokenizer of a model.
+        """Open the tokenizer of a model.
 
         Args:
             path: A Hugging Face folder with tokenizer.json, a halfbyte folder or a .gguf file.
@@ -106,7 +106,7 @@ class Tokenizer:
         return cls(**file._asdict())
 
     def has_vocabulary_of(self, other: Tokenizer) -> bool:
-        """Whether both have the same tokens with the same ids."""
+        """Return whether both have the same tokens with the same ids."""
         return self.backend.get_vocab(with_added_tokens=True) == other.backend.get_vocab(with_added_tokens=True)
 
     @cached_property
@@ -115,7 +115,7 @@ class Tokenizer:
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Splits a text into tokens.
+        """Split a text into tokens.
 
         Args:
             text: The text; special tokens that occur in it become their ids.
@@ -135,12 +135,12 @@ class Tokenizer:
             raise ArgumentError(
                 f"the text has a lone surrogate {text[e.start]!a} at character {e.start}, which is no text: decode it as UTF-8 first"
             ) from e
-        if len(text) > _LONG:  # `encode` holds Python's lock
+        if len(text) > _LONG:  # `encode` would hold Python's lock
             return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids.
+        """Return the text of token ids.
 
         Args:
             ids: Token ids; those without a token, as in rows of an embedding that are padding, give no text.
@@ -152,15 +152,15 @@ class Tokenizer:
         Raises:
             ArgumentError: An id is negative, or does not fit into 32 bits.
         """
-        for i in ids:
-            if not 0 <= i < _ID_LIMIT:
-                raise ArgumentError(f"a token id is from 0 to {_ID_LIMIT - 1}, got {i}: pass ids of this tokenizer")
+        for id in ids:
+            if not 0 <= id < _ID_LIMIT:
+                raise ArgumentError(f"a token id is from 0 to {_ID_LIMIT - 1}, got {id}: pass ids of this tokenizer")
         text = self.backend.decode(ids, skip_special_tokens)
         return clean(text) if self.clean_up else text
 
 
 def clean(text: str) -> str:
-    """Removes spaces before punctuation and contractions, as transformers' `clean_up_tokenization`."""
+    """Remove spaces before punctuation and contractions, as transformers' `clean_up_tokenization`."""
     for pattern, replacement in _CLEAN_UP:
         text = text.replace(pattern, replacement)
     return text

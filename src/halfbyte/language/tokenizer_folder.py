@@ -41,7 +41,13 @@ GENERIC_TYPES = frozenset([
 
 
 def read(folder: Path) -> StoredTokenizer:
-    """Reads the tokenizer of a folder.
+    """Read the tokenizer of a folder.
+
+    Args:
+        folder: A Hugging Face folder or a halfbyte folder.
+
+    Returns:
+        The tokenizer, its special tokens and chat templates, and ids of tokens that end an answer.
 
     Raises:
         CheckpointError: There is no tokenizer.json, or one of the files is damaged.
@@ -56,7 +62,7 @@ def read(folder: Path) -> StoredTokenizer:
         backend = tokenizers.Tokenizer.from_buffer(content)
         backend.no_padding()
         backend.no_truncation()
-        _as_its_class(backend, settings, config)
+        _apply_class(backend, settings, config)
         special = _add_tokens(backend, folder, settings, tokenizers.AddedToken)
         backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
         clean_up = bool(settings.get("clean_up_tokenization_spaces", False)) and (
@@ -77,7 +83,7 @@ def _no_tokenizer(folder: Path) -> CheckpointError:
 
 @contextmanager
 def _naming_the_folder(folder: Path) -> Iterator[None]:
-    """Turns errors for an invalid tokenizer into a CheckpointError."""
+    """Turn errors for an invalid tokenizer into a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -90,14 +96,14 @@ def _naming_the_folder(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"no tokenizer can be made from {FILE} and {SETTINGS} of {folder} ({why}): copy them again") from e
 
 
-def _as_its_class(backend: Tokenizer, settings: Mapping[str, object], config: Mapping[str, object]) -> None:
-    """Replaces what transformers' class of the tokenizer replaces in tokenizer.json: the way in which spaces begin a text."""
+def _apply_class(backend: Tokenizer, settings: Mapping[str, object], config: Mapping[str, object]) -> None:
+    """Replace what transformers' class of the tokenizer replaces in tokenizer.json: the way in which spaces begin a text."""
     stated = settings.get("tokenizer_class") or config.get("tokenizer_class")
     name = stated.removesuffix("Fast") if isinstance(stated, str) else ""
     prefix = settings.get("add_prefix_space")
     byte_level = '"ByteLevel"' in f"{_described(backend.pre_tokenizer)} {_described(backend.decoder)}"
     if name == "LlamaTokenizer" and not byte_level and config.get("model_type") not in GENERIC_TYPES:
-        _as_llama(backend, prefix is None or bool(prefix), bool(settings.get("legacy", False)))
+        _apply_llama(backend, prefix is None or bool(prefix), bool(settings.get("legacy", False)))
     elif name in ("GPT2Tokenizer", "Qwen2Tokenizer") and byte_level and prefix is not None:
         described, pieces = json.loads(_described(backend.pre_tokenizer) or "{}"), backend.pre_tokenizer
         steps = [pieces[i] for i in range(len(described["pretokenizers"]))] if described.get("type") == "Sequence" else [pieces]
@@ -106,8 +112,14 @@ def _as_its_class(backend: Tokenizer, settings: Mapping[str, object], config: Ma
                 step.add_prefix_space = bool(prefix)
 
 
-def _as_llama(backend: Tokenizer, prefix: bool, legacy: bool) -> None:
-    """The normalizer, pre-tokenizer and decoder of transformers' LlamaTokenizer."""
+def _apply_llama(backend: Tokenizer, prefix: bool, legacy: bool) -> None:
+    """Set the normalizer, pre-tokenizer and decoder of transformers' LlamaTokenizer.
+
+    Args:
+        backend: The tokenizer that is changed.
+        prefix: Whether a space is added before a text.
+        legacy: Whether it is added before each part between special tokens, too.
+    """
     from tokenizers import decoders, pre_tokenizers
 
     scheme = "never" if not prefix else "always" if legacy else "first"
@@ -118,12 +130,12 @@ def _as_llama(backend: Tokenizer, prefix: bool, legacy: bool) -> None:
 
 
 def _described(component: Any) -> str:
-    """A component of a tokenizer as JSON; "" where there is none."""
+    """Return a component of a tokenizer as JSON; "" where there is none."""
     return "" if component is None else str(component.__getstate__(), "utf-8")
 
 
 def decoder_steps(backend: Any) -> list[dict[str, object]]:
-    """The steps of a tokenizer's decoder as in tokenizer.json; a Sequence is its elements, no decoder is no step."""
+    """Return the steps of a tokenizer's decoder as in tokenizer.json: of a Sequence its elements, of no decoder none."""
     described = _described(backend.decoder)
     return list(_flat(json.loads(described))) if described else []
 
@@ -137,7 +149,7 @@ def _flat(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _add_tokens(backend: Tokenizer, folder: Path, settings: Mapping[str, Any], make: type[AddedToken]) -> dict[str, str]:
-    """Add the tokens that the files next to tokenizer.json name, and returns the special ones by transformers' names."""
+    """Add the tokens that the files next to tokenizer.json name, and return the special ones by transformers' names."""
     stated = dict(settings)
     described: dict[int, AddedToken] = {}  # by id
     if (listed := stated.pop("added_tokens_decoder", None)) is not None:
@@ -168,7 +180,7 @@ def _add_tokens(backend: Tokenizer, folder: Path, settings: Mapping[str, Any], m
 
 
 def _special_tokens(stated: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Names and texts of the special tokens: those of `_NAMES`, and a model's own, such as `image_token`."""
+    """Yield names and texts of the special tokens: those of `_NAMES`, and a model's own, such as `image_token`."""
     extra = stated.get("extra_special_tokens")
     for name, value in [*stated.items(), *(extra.items() if isinstance(extra, Mapping) else ())]:
         is_token = (name.endswith("_token") or name not in stated) and isinstance(value, str | Mapping)
@@ -189,12 +201,12 @@ def _text(name: str, token: object) -> str:
 
 
 def _flags(token: object) -> dict[str, bool]:
-    """The flags of an added token as a file states it."""
+    """Return the flags of an added token as a file states it."""
     return {key: bool(value) for key, value in token.items() if key not in ("content", "__type")} if isinstance(token, Mapping) else {}
 
 
 def _end_ids(folder: Path, config: Mapping[str, object]) -> list[int]:
-    """The ids of eos_token_id in generation_config.json; where there is no such file, in config.json."""
+    """Return the ids of eos_token_id in generation_config.json; where there is no such file, in config.json."""
     file = folder / generation_settings.FILE
     stated: Any
     if is_file(file):

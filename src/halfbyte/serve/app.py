@@ -28,10 +28,12 @@ from halfbyte.serve.settings import Settings
 from halfbyte.serve.vectors import VectorService
 
 _log = logging.getLogger("halfbyte.serve")
-_OPEN = ("/", "/health")  # need no key
-_BODY_SECONDS = 60.0  # that a client has to send its body
-_DRAINED = 16  # times the limit: what is read of a body that is too large, so that its client sees the response
+_PUBLIC_PATHS = ("/", "/health")  # need no key
+_BODY_TIMEOUT = 60.0  # seconds that a client has to send its body
+_MOST_PARSED_HERE = 1 << 16  # bytes of a body that is parsed on the event loop; a larger one would delay other requests
+_MOST_DRAINED = 16  # times the limit: as much is read of a body that is too large, so that its client sees the response
 R = TypeVar("R", bound=ApiRequest)
+S = TypeVar("S", TextService, VectorService)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,15 @@ class Services:
 
 
 def build(services: Services, settings: Settings) -> ASGIApp:
-    """Build the application."""
+    """Build the application.
+
+    Args:
+        services: What answers requests.
+        settings: Limits and keys.
+
+    Returns:
+        An ASGI application, the routes behind the `Gate`.
+    """
     handlers = _Handlers(services, settings)
     routes = [
         Route("/", handlers.page),
@@ -64,28 +74,27 @@ def build(services: Services, settings: Settings) -> ASGIApp:
         Route("/v1/embeddings", handlers.embed, methods=["POST"]),
         Route("/v1/rerank", handlers.rerank, methods=["POST"]),
     ]
-    known = frozenset(route.path for route in routes)
-    return Gate(
-        Starlette(routes=routes, exception_handlers={HTTPException: _refused, ApiError: _error, Exception: _fault}),
-        settings,
-        services.metrics,
-        known,
-    )
+    error_handlers = {HTTPException: _routing_error, ApiError: _api_error, Exception: _internal_error}
+    paths = frozenset(route.path for route in routes)
+    return Gate(Starlette(routes=routes, exception_handlers=error_handlers), settings, services.metrics, paths)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+# Errors as responses in OpenAI's shape, called by Starlette
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = "allows another method" if error.status_code == 405 else "is none of this server's"
     message = f"{request.method} {request.url.path[:200]}: this path {what}; see /v1/models, /v1/completions and /v1/chat/completions"
     return ApiError(error.status_code, message, "not_found", headers=dict(error.headers or {})).reply()
 
 
-async def _error(request: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.reply()
 
 
-async def _fault(request: Request, error: Exception) -> Response:
+async def _internal_error(request: Request, error: Exception) -> Response:
     return ApiError(500, "this is a fault of the server, which its log describes: report it").reply()
 
 
@@ -93,7 +102,14 @@ class Gate:
     """Checks the key and the host of a request, counts it, and answers errors in OpenAI's shape."""
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, paths: frozenset[str]) -> None:
-        """Stand before an application. paths: what metrics tell apart."""
+        """Wrap an application.
+
+        Args:
+            app: Gets the requests that pass.
+            settings: Has the keys, and the host name that requests may ask.
+            metrics: Counts requests.
+            paths: Routes that metrics distinguish; all other paths are counted together, so that clients cannot add labels.
+        """
         self._app, self._settings, self._metrics, self._paths = app, settings, metrics, paths
         self._keys = [key.encode() for key in settings.keys]
 
@@ -116,16 +132,21 @@ class Gate:
                 await e.reply()(scope, receive, counted)
             except ClientDisconnect:  # while it sent its body
                 status = 499
-            except Exception:  # has been answered
+            except Exception:  # `_internal_error` has answered it
                 _log.exception("a request has failed")
         finally:
             path = scope["path"]
             self._metrics.request(path if path in self._paths else "other", status, started)
 
     def _check(self, scope: Scope) -> None:
+        """Check the key of a request, or the host that it asks where no key is needed.
+
+        Raises:
+            ApiError: The key is missing or wrong, or a web page of another site may have sent the request.
+        """
         headers = dict(scope["headers"])
         if self._keys:
-            if scope["path"] not in _OPEN and not self._has_key(headers):
+            if scope["path"] not in _PUBLIC_PATHS and not self._has_key(headers):
                 what = "the API key is wrong" if b"authorization" in headers else "an API key is needed"
                 raise ApiError(
                     401, f"{what}: send the header Authorization: Bearer KEY", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
@@ -143,7 +164,7 @@ class Gate:
 
 
 def _host_name(host: str) -> str:
-    """The name in a Host header, without the port."""
+    """Return the name in a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower().rstrip(".")
@@ -158,7 +179,7 @@ def _is_address(name: str) -> bool:
 
 
 class _Handlers:
-    """The endpoints."""
+    """The endpoints: each parses its request and calls the service that answers it."""
 
     def __init__(self, services: Services, settings: Settings) -> None:
         self._text, self._vectors, self._metrics, self._settings = services.text, services.vectors, services.metrics, settings
@@ -224,10 +245,15 @@ class _Handlers:
         return await service.rerank(body, request.receive)
 
     def _service(self, service: S | None, body: R, what: str) -> tuple[S, R]:
-        """The service that a request is for.
+        """Return the service that answers a request, and the request.
+
+        Args:
+            service: The service of this endpoint; None: the server has no such model.
+            body: The request, which may name a model.
+            what: What the service does, for the error.
 
         Raises:
-            ApiError: There is none.
+            ApiError: The server has no such model, or the model that the request names does something else.
         """
         if service is not None and body.model in (None, service.name):
             return service, body
@@ -247,33 +273,34 @@ class _Handlers:
         if content != "application/json" and not content.endswith("+json"):
             # Web pages of other sites can send bodies of some other types without being asked by the browser for permission.
             raise ApiError(400, f"the body is JSON, got Content-Type {content[:100]!r}: send the header Content-Type: application/json")
-        return await _off_loop(kind, await _body(request, self._settings.body_bytes))
+        body = await _read_body(request, self._settings.body_bytes)
+        return parse(kind, body) if len(body) < _MOST_PARSED_HERE else await asyncio.to_thread(parse, kind, body)
 
 
-S = TypeVar("S", TextService, VectorService)
+async def _read_body(request: Request, most: int) -> bytes:
+    """Read the body of a request.
 
+    Args:
+        request: The request.
+        most: Bytes of a body, at most.
 
-async def _off_loop(kind: type[R], body: bytes) -> R:
-    if len(body) < 1 << 16:
-        return parse(kind, body)
-    return await asyncio.to_thread(parse, kind, body)
-
-
-async def _body(request: Request, most: int) -> bytes:
+    Raises:
+        ApiError: The body is larger, or has not arrived in time.
+    """
     try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            return await _limited(request, most)
+        async with asyncio.timeout(_BODY_TIMEOUT):
+            return await _read_limited(request, most)
     except TimeoutError as e:
-        raise ApiError(408, f"the body did not arrive within {_BODY_SECONDS:g} seconds: send it faster", "timeout") from e
+        raise ApiError(408, f"the body did not arrive within {_BODY_TIMEOUT:g} seconds: send it faster", "timeout") from e
 
 
-async def _limited(request: Request, most: int) -> bytes:
+async def _read_limited(request: Request, most: int) -> bytes:
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size <= most:
             chunks.append(chunk)
-        elif size > _DRAINED * most:
+        elif size > _MOST_DRAINED * most:
             break
     if size > most:
         raise ApiError(

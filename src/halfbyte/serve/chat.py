@@ -15,14 +15,22 @@ from halfbyte.language.model import LanguageModel
 from halfbyte.serve.protocol import ChatRequest, Message, NamedTool
 from halfbyte.serve.replies import ApiError
 
-_MARK = "<tool_call>"
+_TAG = "<tool_call>"
 _BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 
 
 def prompt(model: LanguageModel, request: ChatRequest) -> str:
     """Render the messages of a request, and its tools, with the model's chat template.
 
+    Args:
+        model: The model, whose chat template is taken.
+        request: The request; its `chat_template_kwargs` are further variables of the template.
+
+    Returns:
+        The prompt, special tokens included.
+
     Raises:
+        ApiError: `chat_template_kwargs` has a variable that the template gets anyway.
         UnsupportedError: The model has no chat template.
         CheckpointError: The template does not take these messages.
     """
@@ -39,7 +47,7 @@ def prompt(model: LanguageModel, request: ChatRequest) -> str:
 
 
 def _plain(message: Message) -> dict[str, object]:
-    """A message as templates read it: one text, and arguments of calls as objects."""
+    """Return a message as templates read it: content as one text, and the arguments of calls as objects."""
     plain = message.model_dump(exclude_none=True)
     plain["role"] = "system" if message.role == "developer" else message.role
     if not isinstance(message.content, str):
@@ -55,7 +63,11 @@ def _plain(message: Message) -> dict[str, object]:
 
 
 def forced_call(request: ChatRequest) -> dict[str, object] | None:
-    """Return the JSON schema of an answer that has to be a call, or None where it need not be one."""
+    """Return the JSON schema of an answer that must be a call; None where `tool_choice` does not demand one.
+
+    Raises:
+        ApiError: `tool_choice` names a function that is not among the tools, or demands a call where there are none.
+    """
     choice, tools = request.tool_choice, request.tools or []
     if choice in (None, "none", "auto"):
         return None
@@ -73,44 +85,52 @@ def forced_call(request: ChatRequest) -> dict[str, object] | None:
 
 
 def _definitions(schema: object) -> Iterator[tuple[str, object]]:
-    """The definitions of a tool's schema, to which its references point from the root."""
-    if isinstance(schema, dict) and isinstance(found := schema.get("$defs"), dict):
-        yield from found.items()
+    """Yield the definitions of a tool's schema, which move to the root, where its references point."""
+    if isinstance(schema, dict) and isinstance(definitions := schema.get("$defs"), dict):
+        yield from definitions.items()
 
 
 class Answer:
     """The text of an answer, in which there may be tool calls.
 
-    What may be a call is pending back until the end: text that was given out is never taken back.
+    Text that may be a call is held back until the end, as text that was sent cannot be taken back.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Begin. names: of the functions that may be called; none: all is text."""
-        self._names, self._pending, self._given = frozenset(names), "", False
+        """Begin an answer.
+
+        Args:
+            names: The functions that may be called; none: all is text.
+        """
+        self._names, self._pending, self._has_text = frozenset(names), "", False
 
     def push(self, text: str) -> str:
-        """Take more text; return what is no call for certain."""
+        """Append text of the answer, and return the text that can be sent, as it is certainly no part of a call."""
         if not self._names:
             return text
         self._pending += text
         begins = self._pending.lstrip()[:1]
-        if not self._given and (not begins or begins in "{["):
+        if not self._has_text and (not begins or begins in "{["):
             return ""
-        end = self._pending.find(_MARK)
+        end = self._pending.find(_TAG)
         if end < 0:
             partial = (
-                i for i in range(max(0, len(self._pending) - len(_MARK) + 1), len(self._pending)) if _MARK.startswith(self._pending[i:])
+                i for i in range(max(0, len(self._pending) - len(_TAG) + 1), len(self._pending)) if _TAG.startswith(self._pending[i:])
             )
             end = next(partial, len(self._pending))
-        given, self._pending = self._pending[:end], self._pending[end:]
-        self._given = self._given or bool(given.strip())
-        return given
+        text, self._pending = self._pending[:end], self._pending[end:]
+        self._has_text = self._has_text or bool(text.strip())
+        return text
 
     def finish(self) -> tuple[str, list[dict[str, object]]]:
-        """Return the text that was pending back and is no call, and the calls."""
+        """End the answer.
+
+        Returns:
+            The text that was held back and is no call, and the calls in OpenAI's shape.
+        """
         pending, self._pending = self._pending, ""
         calls, rest = [], pending
-        if _MARK in pending:
+        if _TAG in pending:
             calls = [call for match in _BLOCK.finditer(pending) for call in self._calls(match[1])]
             rest = _BLOCK.sub("", pending).strip() if calls else pending
         elif pending.lstrip()[:1] in ("{", "["):
@@ -119,11 +139,12 @@ class Answer:
         return rest, calls
 
     def _calls(self, text: str) -> Iterator[dict[str, object]]:
+        """Yield the calls of a JSON document; none where it is not JSON, or calls functions that are not offered."""
         try:
-            found = json.loads(text)
+            document = json.loads(text)
         except (ValueError, RecursionError):
             return
-        for call in found if isinstance(found, list) else [found]:
+        for call in document if isinstance(document, list) else [document]:
             arguments = call.get("arguments", call.get("parameters")) if isinstance(call, dict) else None
             if arguments is None or call.get("name") not in self._names:
                 continue

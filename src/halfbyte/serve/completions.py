@@ -134,6 +134,8 @@ class TextService:
             raise ApiError(
                 400, f"a request has {self._settings.choices} sequences at most, got {n * len(prompts)}: ask several times", param="n"
             )
+        bias = [Bias(request.logit_bias, self._model.spec.vocabulary)] if request.logit_bias else []
+        grammar = None if schema is None else self._grammars.json_schema(schema)
         add_special_tokens = not isinstance(request, ChatRequest)  # a chat template writes its own
         echoes, total = [], 0
         for text in prompts:
@@ -145,7 +147,8 @@ class TextService:
             for _ in range(n):
                 index = len(engine_request.jobs)  # also chooses the seed: sequences of one prompt differ
                 sampling = request.sampling(self._defaults, new_tokens, index)
-                engine_request.jobs.append(Job(engine_request, index, ids, sampling, self._processors(request, schema)))
+                processors: list[Processor] = [*bias, *([] if grammar is None else [grammar.copy()])]  # a grammar follows its sequence
+                engine_request.jobs.append(Job(engine_request, index, ids, sampling, processors))
                 echoes.append(echoed)
         return _Prepared(engine_request, echoes, total, names)
 
@@ -210,15 +213,6 @@ class TextService:
                 "max_tokens",
             )
         return wanted
-
-    def _processors(self, request: GenerationRequest, schema: dict[str, object] | None) -> list[Processor]:
-        """Make the logits processors of one sequence: logit_bias, and the grammar of a JSON schema, which has state of its own."""
-        processors: list[Processor] = []
-        if request.logit_bias:
-            processors.append(Bias(request.logit_bias, self._model.spec.vocabulary))
-        if schema is not None:
-            processors.append(self._grammars.json_schema(schema))
-        return processors
 
     # The answer, on the event loop
 

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
     from torch import Tensor
 
-_BATCH = 32  # texts at a time
+_BATCH = 32  # texts that are encoded at a time
 
 
 class _Task(NamedTuple):
+    """Texts of one request, and where their embeddings go."""
+
     texts: list[str]
     result: Future[Tensor]
 
@@ -37,8 +39,13 @@ class Encoder:
     """
 
     def __init__(self, model: SentenceTransformer, *, most_waiting: int) -> None:
-        """Take a `SentenceTransformer`. most_waiting: texts that wait, at most."""
-        self._model, self._most = model, most_waiting
+        """Wrap a model, whose thread does not run yet.
+
+        Args:
+            model: The encoder.
+            most_waiting: Texts that wait, at most; more are refused. A single request may have more while none waits.
+        """
+        self._model, self._most_waiting = model, most_waiting
         self.most_tokens: int | None = model.max_seq_length
         # Renamed in sentence-transformers 6.
         dimensions = getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension
@@ -50,7 +57,13 @@ class Encoder:
 
     @classmethod
     def open(cls, path: Path, *, format: str | None = None, device: str = "cpu", most_waiting: int = 4096) -> Encoder:
-        """Open an encoder, quantize it to `format` where one is given, and optimize a quantized one.
+        """Open an encoder.
+
+        Args:
+            path: A folder of sentence-transformers.
+            format: Quantize it to this format; None: as it is. A quantized encoder is optimized.
+            device: Where it computes.
+            most_waiting: As for `Encoder`.
 
         Raises:
             UnsupportedError: The package sentence-transformers is missing.
@@ -103,19 +116,28 @@ class Encoder:
         return str(self._model.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def prompt(self, kind: str) -> str:
-        """Return what the model wants before texts that are a "query" or a "document"."""
+        """Return the text that the model was trained to see before a "query" or a "document"; often ""."""
         return str((getattr(self._model, "prompts", None) or {}).get(kind) or "")
 
     def encode(self, texts: Sequence[str]) -> Future[Tensor]:
-        """Encode texts: the result is float32 [texts, dimensions], of length 1.
+        """Encode texts in the encoder's thread.
+
+        Args:
+            texts: The texts, truncated to `most_tokens`.
+
+        Returns:
+            A future of their embeddings, float32 [texts, dimensions], of length 1.
 
         Raises:
             ApiError: Too many texts wait.
         """
         with self._lock:
-            if self._waiting and self._waiting + len(texts) > self._most:
+            if self._waiting and self._waiting + len(texts) > self._most_waiting:
                 raise ApiError(
-                    429, f"{self._waiting} texts wait, {self._most} at most: ask again later", "queue_full", headers={"Retry-After": "1"}
+                    429,
+                    f"{self._waiting} texts wait, {self._most_waiting} at most: ask again later",
+                    "queue_full",
+                    headers={"Retry-After": "1"},
                 )
             self._waiting += len(texts)
         task = _Task(list(texts), Future())
@@ -123,6 +145,7 @@ class Encoder:
         return task.result
 
     def _run(self) -> None:
+        """Encode what waits, requests together, until `close`."""
         while (task := self._queue.get()) is not None:
             tasks, ends = [task], False
             with suppress(queue.Empty):

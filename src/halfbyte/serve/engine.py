@@ -24,12 +24,15 @@ from typing import NamedTuple, Protocol
 from halfbyte.errors import HalfbyteError
 from halfbyte.language.generate import Batch, Generation
 from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampling
+from halfbyte.memory import return_freed_memory
 from halfbyte.serve.metrics import Metrics
 from halfbyte.serve.replies import ApiError
 
 _log = logging.getLogger("halfbyte.serve")
 _INTERVAL = 1 / 60  # seconds between the texts that are sent of a sequence, at least: those of a display's frames
 _PER_TEXT = 1 / 4000  # seconds between the texts of all sequences: the event loop then takes some tenth of a core from the engine
+_TRIM = 30.0  # seconds between returns of freed memory while sequences run: caches of all lengths come and go, and fragment the heap
+_IDLE = 10.0  # seconds without a sequence after which memory that the next ones need is freed
 
 
 class Processor(LogitsProcessor, Protocol):
@@ -39,7 +42,7 @@ class Processor(LogitsProcessor, Protocol):
 
 
 class Update(NamedTuple):
-    """What is new of a sequence.
+    """New text and tokens of a sequence, for the response.
 
     Attributes:
         sequence: Its index in the request.
@@ -56,7 +59,11 @@ class Update(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """A sequence of a request. The engine's thread has `generation`, the event loop what follows it."""
+    """A sequence of a request.
+
+    The event loop makes it. From then on the engine's thread has `generation`, `sent_tokens` and `sent_text`, which are what the loop was
+    told of it; the loop has what follows these: text and tokens that no response has taken yet, and counts.
+    """
 
     request: Request
     index: int
@@ -160,27 +167,28 @@ class Engine:
     """Runs the sequences of requests, in a thread of its own.
 
     Example:
-        engine = Engine(model.batch(16, prefix_bytes=1 << 29), most_waiting=64, metrics=Metrics())
+        engine = Engine(model.batch(16, prefix_bytes=1 << 29), parallel=16, most_waiting=64, metrics=Metrics())
         engine.start(asyncio.get_running_loop())
         engine.submit(request)
         async for update in request.updates(): ...
     """
 
     def __init__(self, batch: Batch, *, parallel: int, most_waiting: int, metrics: Metrics) -> None:
-        """Make an engine, whose thread does not run yet.
+        """Create an engine, whose thread does not run yet.
 
         Args:
-            batch: That the thread will own.
+            batch: The thread will own it.
             parallel: Sequences that the batch decodes at the same time.
-            most_waiting: Sequences beyond these that wait, at most.
-            metrics: To count in.
+            most_waiting: Sequences beyond these that wait, at most; more are refused.
+            metrics: Counts tokens and times.
         """
         self._batch, self._metrics = batch, metrics
-        self._most = parallel + most_waiting
+        self._most_unfinished = parallel + most_waiting
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._jobs: dict[Generation, Job] = {}  # the thread's
         self._unsent: dict[Job, None] = {}  # the thread's: with tokens that were not sent; the one that waits longest is the first
         self._stepped = 0.0  # time of the last step; the thread's
+        self._trimmed = time.monotonic()  # time of the last return of freed memory; the thread's
         self._unfinished = 0  # the event loop's
         self._closing, self._ending = False, False
         self._idle, self._hurried = asyncio.Event(), asyncio.Event()
@@ -214,10 +222,10 @@ class Engine:
         """
         if not self.is_ready:
             raise ApiError(503, "the server is shutting down: ask another one, or later", "shutting_down", headers={"Retry-After": "5"})
-        if self._unfinished + len(request.jobs) > self._most:
+        if self._unfinished + len(request.jobs) > self._most_unfinished:
             raise ApiError(
                 429,
-                f"{self._unfinished} sequences run and wait, {self._most} at most: ask again later",
+                f"{self._unfinished} sequences run and wait, {self._most_unfinished} at most: ask again later",
                 "queue_full",
                 headers={"Retry-After": "1"},
             )
@@ -243,6 +251,7 @@ class Engine:
         await asyncio.to_thread(self._thread.join, 30.0)
 
     def _deliver(self, changes: list[_Change]) -> None:
+        """Add what the thread has told to the jobs, and wake the responses that wait for it."""
         for job, text, choices, new_tokens, finish_reason, error in changes:
             if text:
                 job.text.append(text)
@@ -266,19 +275,31 @@ class Engine:
                 self._drop()
                 if self._batch.running:
                     self._step()
+                if time.monotonic() - self._trimmed > _TRIM:
+                    self._trim()
         except BaseException:
             _log.exception("the engine's thread has failed")
             raise
         finally:
             self._end_all(ApiError(503, "the server is shutting down: ask another one, or later", "shutting_down"))
 
+    def _trim(self) -> None:
+        self._trimmed = time.monotonic()
+        return_freed_memory()
+
     def _admit(self) -> bool:
         """Move new sequences into the batch; wait for one if none runs. False: the thread has to stop."""
+        is_released = False
         while True:
             try:
-                job = self._inbox.get(block=not self._batch.running)
+                job = self._inbox.get(block=not self._batch.running, timeout=None if is_released else _IDLE)
             except queue.Empty:
-                return not self._ending
+                if self._batch.running:
+                    return not self._ending
+                self._batch.release_slots()
+                self._trim()
+                is_released = True
+                continue
             if job is None or self._ending:
                 if job is not None:
                     self._inbox.put(job)  # `_end_all` finds it
@@ -328,7 +349,7 @@ class Engine:
         self._notify([self._new(job) for job in [*urgent, *itertools.islice(self._unsent, count)]])
 
     def _new(self, job: Job) -> _Change:
-        """What is new of a sequence that runs, or has just finished."""
+        """Return what the event loop has not been told of a sequence that runs or has just finished, and count its first and last token."""
         generation, error = job.generation, None
         assert generation is not None
         if not job.sent_tokens:
@@ -342,7 +363,13 @@ class Engine:
         return self._change(job, generation.finish_reason, error)
 
     def _change(self, job: Job, finish_reason: str | None, error: ApiError | None) -> _Change:
-        """What the event loop has not been told of a sequence."""
+        """Return what the event loop has not been told of a sequence.
+
+        Args:
+            job: The sequence.
+            finish_reason: Where it has ended.
+            error: Why it has failed.
+        """
         generation = job.generation
         self._unsent.pop(job, None)
         if generation is None:

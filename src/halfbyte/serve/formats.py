@@ -1,4 +1,8 @@
-"""The JSON of answers: choices, deltas, log probabilities and usage, in the shapes of both endpoints for text."""
+"""The JSON of answers: choices, deltas, log probabilities and usage, in the shapes of both endpoints for text.
+
+`completions.py` has one `CompletionFormat` or `ChatFormat` for each request, and calls `whole` for a response, `first`, `delta` and
+`text_chunk` for a stream.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,12 @@ def usage(request: Request, prompt_tokens: int) -> dict[str, object]:
 
 
 class CompletionFormat:
-    """/v1/completions"""
+    """The JSON of /v1/completions for one request.
+
+    Attributes:
+        kind, chunk_kind: Names of a response and of a chunk of a stream.
+        prefix: Of the response's id.
+    """
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
@@ -57,7 +66,7 @@ class CompletionFormat:
         self._text_events: dict[int, list[bytes]] = {}
 
     def document(self, choices: Sequence[Mapping[str, object]], usage: dict[str, object] | None, *, chunk: bool) -> dict[str, object]:
-        """Return a whole response, or a chunk of a stream."""
+        """Return a response, or a `chunk` of a stream, with these choices."""
         kind = self.chunk_kind if chunk else self.kind
         document: dict[str, object] = {**self._head, "object": kind, "choices": choices}
         return document if usage is None else {**document, "usage": usage}
@@ -67,11 +76,19 @@ class CompletionFormat:
         return None
 
     def delta(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: Calls) -> dict[str, object]:
-        """Return what is new of a sequence."""
+        """Return new text of a sequence as a choice.
+
+        Args:
+            index: Of the sequence in the request.
+            text: New text.
+            choices: New tokens with log probabilities; None: the request asks for none.
+            reason: The finish_reason, with the last text.
+            calls: Tool calls, which completions do not have.
+        """
         return {"index": index, "text": text, "logprobs": self._logprobs(index, choices), "finish_reason": reason}
 
     def whole(self, index: int, text: str, choices: Sequence[Choice] | None, reason: str | None, calls: Calls) -> dict[str, object]:
-        """Return a sequence."""
+        """Return a whole sequence as a choice; the arguments are those of `delta`."""
         return self.delta(index, text, choices, reason, calls)
 
     def chunk(self, choices: Sequence[Mapping[str, object]], **fields: object) -> bytes:
@@ -108,7 +125,7 @@ class CompletionFormat:
 
 
 class ChatFormat(CompletionFormat):
-    """/v1/chat/completions"""
+    """The JSON of /v1/chat/completions for one request."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 

@@ -24,10 +24,10 @@ class Metrics:
         self._request_seconds = Histogram(
             "halfbyte_request_seconds", "Time of a request", ("endpoint",), registry=registry, buckets=_SECONDS
         )
-        self._first = Histogram(
+        self._prefill_seconds = Histogram(
             "halfbyte_prefill_seconds", "Time from when a prompt leaves the queue to its first token", registry=registry, buckets=_SECONDS
         )
-        self._per_token = Histogram(
+        self._seconds_per_token = Histogram(
             "halfbyte_seconds_per_token", "Mean time from token to token of a sequence", registry=registry, buckets=_PER_TOKEN
         )
         self._prompt = Counter("halfbyte_prompt_tokens", "Tokens of prompts", registry=registry)
@@ -39,23 +39,34 @@ class Metrics:
         self._embedded = Counter("halfbyte_embedded_tokens", "Tokens of texts that were embedded", registry=registry)
 
     def request(self, endpoint: str, status: int, started: float) -> None:
-        """Count a request that began at a time of `time.perf_counter`."""
+        """Count a request.
+
+        Args:
+            endpoint: Its route.
+            status: Of its response.
+            started: Time of `time.perf_counter`.
+        """
         self._requests.labels(endpoint, str(status)).inc()
         self._request_seconds.labels(endpoint).observe(time.perf_counter() - started)
 
     def first_token(self, generation: Generation) -> None:
-        """Count a prompt."""
+        """Count the prompt of a sequence that has its first token."""
         self._prompt.inc(len(generation.prompt_ids))
         self._cached.inc(generation.cached_tokens)
-        self._first.observe(generation.first_token - generation.started)
+        self._prefill_seconds.observe(generation.first_token - generation.started)
 
     def finished(self, generation: Generation) -> None:
-        """Count an answer."""
+        """Count a sequence that has ended."""
         if len(generation.ids) > 1:
-            self._per_token.observe(1 / generation.decode_rate)
+            self._seconds_per_token.observe(1 / generation.decode_rate)
 
     def watch(self, batch: Batch, sequences: Callable[[], float]) -> None:
-        """Take a batch, and a function that returns the number of sequences that run or wait."""
+        """Read gauges whenever the metrics are asked for.
+
+        Args:
+            batch: Counts guessed and accepted tokens.
+            sequences: Returns the number of sequences that run or wait.
+        """
         self._running.set_function(sequences)
         self._guessed.set_function(lambda: batch.guessed)
         self._accepted.set_function(lambda: batch.accepted)

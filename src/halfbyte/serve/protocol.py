@@ -20,7 +20,7 @@ TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 
 
 class ApiRequest(BaseModel):
-    """What all requests have."""
+    """The fields of all requests. Unknown fields are kept, in `model_extra`, to be refused or named."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -28,32 +28,32 @@ class ApiRequest(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of fields that have no effect."""
+        """Names of unknown fields, which are ignored; those that only OpenAI's own service has a use for are not listed."""
         return sorted(name for name in self.model_extra or {} if name not in _NO_EFFECT)
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends."""
+    """Whether the last chunk of a stream has the usage."""
 
     include_usage: StrictBool = False
 
 
 class JsonSchema(BaseModel):
-    """A schema by name."""
+    """A JSON schema, and the name that clients give it, which has no effect."""
 
     name: StrictStr = "schema"
     schema_: dict[str, object] | StrictBool = Field(default=True, alias="schema")
 
 
 class ResponseFormat(BaseModel):
-    """The form of an answer."""
+    """The form of an answer: any text, a JSON object, or JSON that follows a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class GenerationRequest(ApiRequest):
-    """What requests for text have."""
+    """The fields of requests for text. None: the server's, or the model's, default."""
 
     max_tokens: StrictInt | None = None
     temperature: FiniteFloat | None = None
@@ -74,7 +74,7 @@ class GenerationRequest(ApiRequest):
 
     @property
     def most_new_tokens(self) -> int | None:
-        """Tokens of an answer, as asked for."""
+        """Tokens of an answer that the request allows, at most; None: it does not say."""
         return self.max_tokens
 
     @property
@@ -86,9 +86,9 @@ class GenerationRequest(ApiRequest):
         """Return the settings of one of the request's sequences.
 
         Args:
-            defaults: Of fields that the request leaves out.
+            defaults: Settings for fields that the request leaves out; a temperature is among them.
             new_tokens: Tokens of the answer, at most.
-            index: Of the sequence: each has a seed of its own.
+            index: Number of the sequence, which is added to the seed: sequences of one request differ.
 
         Raises:
             ArgumentError: A value is out of its range.
@@ -131,7 +131,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class Part(BaseModel):
-    """A part of a message."""
+    """A part of a message's content: text alone is supported."""
 
     type: Literal["text"]
     text: StrictStr
@@ -175,7 +175,7 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool."""
+    """A function that the model may call, as OpenAI's API wraps it."""
 
     type: Literal["function"] = "function"
     function: Function
@@ -206,7 +206,7 @@ class GenerationConfig(BaseModel):
     repetition_penalty: FiniteFloat | None = None
 
     def fields(self) -> dict[str, object]:
-        """Return them as fields of a request."""
+        """Return the settings as fields of a request; without sampling, temperature is 0."""
         fields: dict[str, object] = self.model_dump(exclude_none=True, exclude={"max_new_tokens", "do_sample"})
         if self.max_new_tokens is not None:
             fields["max_tokens"] = self.max_new_tokens
@@ -274,7 +274,11 @@ R = TypeVar("R", bound=ApiRequest)
 
 
 def parse(kind: type[R], body: bytes) -> R:
-    """Read a request.
+    """Parse the body of a request.
+
+    Args:
+        kind: The request's model.
+        body: JSON.
 
     Raises:
         ApiError: It is no JSON object, or a field has a wrong type or is not supported.
@@ -290,7 +294,7 @@ def parse(kind: type[R], body: bytes) -> R:
 
 
 def _invalid(error: ValidationError) -> ApiError:
-    """The error for the first field that is wrong; of the alternatives of a union for the one that comes farthest."""
+    """Return the error for the first invalid field; of a union's alternatives that for the one that matches farthest."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"]))
     if first["type"] == "json_invalid":
@@ -302,5 +306,5 @@ def _invalid(error: ValidationError) -> ApiError:
 
 
 def _is_alternative(part: int | str) -> bool:
-    """Whether a part of a field's place names an alternative of a union."""
+    """Return whether a part of a field's place is not a name in the request, but pydantic's for an alternative of a union."""
     return isinstance(part, str) and (not part.isidentifier() or part in ("str", "int", "bool", "constrained-str"))

@@ -27,11 +27,12 @@ from halfbyte.serve.metrics import Metrics
 from halfbyte.serve.settings import Settings
 from halfbyte.serve.vectors import VectorService
 
-_BACKLOG = 1024
+_BACKLOG = 1024  # connections that the system accepts before the server does
 _KEEP_ALIVE = 30  # seconds that a connection may be idle
-_AFTER = 2.0  # seconds for the last bytes of responses, after the time of grace
+_FLUSH = 2.0  # seconds for the last bytes of responses, after the time of grace
 _TEXT_THREADS = 2  # that tokenize, render templates and compile grammars
-_SWITCH = 1e-4  # seconds until the event loop lets the engine's thread run, which releases Python's lock in each launch of a step
+# Seconds until the event loop lets the engine's thread run, which releases Python's lock in each launch of a step.
+_SWITCH_INTERVAL = 1e-4
 
 
 class Language(NamedTuple):
@@ -58,14 +59,21 @@ class Sentences(NamedTuple):
 def listen(host: str, port: int) -> socket.socket:
     """Listen on an address, before a model is opened: clients wait until it is.
 
+    Args:
+        host: Name or address.
+        port: 0: any free one.
+
+    Returns:
+        The socket.
+
     Raises:
         ArgumentError: The address is in use, or is none of this machine's.
     """
     if not 0 <= port <= 65535:
         raise ArgumentError(f"a port is 0 to 65535, 0 for any free one, got {port}")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         sock = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as e:
         raise ArgumentError(f"{host} is no address of this machine ({getattr(e, 'strerror', None) or e}): use 127.0.0.1") from e
@@ -90,7 +98,13 @@ class Serving:
     """The services of a process, and the threads that they have."""
 
     def __init__(self, settings: Settings, language: Language | None, sentences: Sentences | None) -> None:
-        """Make the services of a language model, an encoder, or both."""
+        """Create the services of a language model, an encoder, or both.
+
+        Args:
+            settings: Limits of requests.
+            language: The language model; None: the server has none.
+            sentences: The encoder; None: the server has none.
+        """
         metrics = Metrics()
         self._settings = settings
         self._executor = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="halfbyte-text")
@@ -141,15 +155,15 @@ class _Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._ended) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _ended(self, number: int, frame: FrameType | None) -> None:
-        """End; at once where that was asked for before."""
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Begin to shut down; a second signal ends running requests at once."""
         if self.should_exit:
             self._serving.hurry()
         self.should_exit = True
@@ -171,7 +185,7 @@ def make_server(serving: Serving, settings: Settings) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE,
-        timeout_graceful_shutdown=math.ceil(settings.grace + _AFTER),
+        timeout_graceful_shutdown=math.ceil(settings.grace + _FLUSH),
         backlog=_BACKLOG,
     )
     return _Server(config, serving)
@@ -187,7 +201,7 @@ def run(serving: Serving, sock: socket.socket, settings: Settings, ready: Callab
         ready: Called when requests are answered.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    sys.setswitchinterval(_SWITCH)
+    sys.setswitchinterval(_SWITCH_INTERVAL)
 
     async def main() -> None:
         serving.start()

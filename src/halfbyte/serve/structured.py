@@ -34,7 +34,12 @@ class Grammars:
     """Grammars over the vocabulary of one model."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
-        """Take a tokenizer, and the number of logits of the model."""
+        """Create a compiler of grammars.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            vocabulary: Number of the model's logits, which may be more than the tokenizer has tokens.
+        """
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
 
     @lru_cache(maxsize=1)  # noqa: B019 - one object lives as long as the server
@@ -50,7 +55,13 @@ class Grammars:
         return LLTokenizer(backend.to_str(), n_vocab=self._vocabulary, eos_token=ends)
 
     def json_schema(self, schema: Mapping[str, object] | bool) -> Grammar:
-        """Compile a JSON schema. Takes up to a second.
+        """Compile a JSON schema, which takes up to a second.
+
+        Args:
+            schema: The schema; True allows any value, False none.
+
+        Returns:
+            The grammar at the beginning of an answer.
 
         Raises:
             ArgumentError: It is no JSON schema, has parts that are not supported, or is too large.
@@ -64,14 +75,15 @@ class Grammars:
             document = dict(schema) if isinstance(schema, Mapping) else ({} if schema else {"not": {}})
             grammar = LLMatcher.grammar_from_json_schema(document, overrides=cast(Any, _JSON))
         except ValueError as e:
-            raise ArgumentError(f"the JSON schema cannot be read ({_short(e)}): send another one") from e
+            raise ArgumentError(f"the JSON schema cannot be read ({_one_line(e)}): send another one") from e
         matcher = LLMatcher(ll_tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise ArgumentError(f"the JSON schema is not supported, or too large ({_short(matcher.get_error())}): use a simpler one")
+            raise ArgumentError(f"the JSON schema is not supported, or too large ({_one_line(matcher.get_error())}): use a simpler one")
         return Grammar(matcher, self._vocabulary, ll_tokenizer.eos_tokens)
 
 
-def _short(error: object) -> str:
+def _one_line(error: object) -> str:
+    """Return an error's text in one line of 300 characters at most."""
     return " ".join(str(error).split())[:300]
 
 
@@ -89,7 +101,7 @@ class Grammar:
         self.error: str | None = None
 
     def copy(self) -> Grammar:
-        """Return one at the beginning of an answer, for another sequence."""
+        """Return the grammar in its present state for another sequence: compiled once, it serves all sequences of a request."""
         return Grammar(self._matcher.deep_copy(), self._vocabulary, self._ends)
 
     def process(self, logits: Tensor) -> Tensor:
@@ -97,7 +109,7 @@ class Grammar:
         if not self._matcher.is_stopped():
             self._matcher.unsafe_compute_mask_ptr(self._mask.data_ptr(), self._mask.nbytes)
         if self._matcher.is_error():
-            self.error = f"the answer could not be continued by the schema ({_short(self._matcher.get_error())}): use a simpler one"
+            self.error = f"the answer could not be continued by the schema ({_one_line(self._matcher.get_error())}): use a simpler one"
         if self._matcher.is_stopped():
             allowed = torch.zeros(logits.numel(), dtype=torch.bool, device=logits.device)
             allowed[self._ends] = True
@@ -136,4 +148,4 @@ class Bias:
         return logits.float().index_add(0, self._ids.to(logits.device), self._biases.to(logits.device))
 
     def accept(self, token: int) -> None:
-        """Need not know."""
+        """Do nothing: biases stay the same, so sequences may share them."""

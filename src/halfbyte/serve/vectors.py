@@ -27,7 +27,15 @@ class VectorService:
     """Answers requests for embeddings with one encoder."""
 
     def __init__(self, name: str, encoder: Encoder, settings: Settings, metrics: Metrics, executor: Executor) -> None:
-        """Make a service. name: of the model, in responses; executor: for work on texts."""
+        """Create a service.
+
+        Args:
+            name: The model's name in responses.
+            encoder: Encodes texts, in a thread of its own.
+            settings: Limits of requests.
+            metrics: Counts tokens.
+            executor: Counts tokens of texts, which would block the event loop.
+        """
         self.name, self.encoder = name, encoder
         self._settings, self._metrics, self._executor = settings, metrics, executor
 
@@ -39,7 +47,7 @@ class VectorService:
             )
         given = [request.input] if isinstance(request.input, str) or isinstance(request.input[0], int) else request.input
         texts = [text if isinstance(text, str) else self.encoder.decode(text) for text in given]
-        rows, tokens = await self._rows(texts, receive)
+        rows, tokens = await self._embeddings(texts, receive)
         if request.encoding_format == "base64":
             data: list[object] = [base64.b64encode(row.numpy().astype("<f4").tobytes()).decode("ascii") for row in rows]
         else:
@@ -51,7 +59,7 @@ class VectorService:
         """Answer POST /v1/rerank."""
         documents = [document if isinstance(document, str) else document.text for document in request.documents]
         query, document = self.encoder.prompt("query"), self.encoder.prompt("document")
-        rows, tokens = await self._rows([query + request.query, *(document + text for text in documents)], receive)
+        rows, tokens = await self._embeddings([query + request.query, *(document + text for text in documents)], receive)
         scores = (rows[1:] @ rows[0]).tolist()
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
         results = [
@@ -64,11 +72,18 @@ class VectorService:
         ]
         return json_reply({"id": f"rerank-{uuid.uuid4().hex}", "model": self.name, "results": results, "usage": {"total_tokens": tokens}})
 
-    async def _rows(self, texts: Sequence[str], receive: Receive) -> tuple[Tensor, int]:
-        """Embeddings [texts, dimensions], and the number of tokens of all texts.
+    async def _embeddings(self, texts: Sequence[str], receive: Receive) -> tuple[Tensor, int]:
+        """Encode texts, and cancel that if the client disconnects.
+
+        Args:
+            texts: The texts.
+            receive: ASGI's, by which a disconnection is noticed.
+
+        Returns:
+            Embeddings float32 [texts, dimensions] of length 1, and the number of tokens of all texts.
 
         Raises:
-            ApiError: A text is empty or too long, there are too many, or the time is over.
+            ApiError: A text is too long or not Unicode, there are too many, or the time is over.
         """
         if len(texts) > self._settings.inputs:
             raise ApiError(400, f"a request has {self._settings.inputs} texts at most, got {len(texts)}: ask several times", param="input")

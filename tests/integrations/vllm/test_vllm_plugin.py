@@ -122,7 +122,7 @@ def test_the_plugin_imports_no_llvmlite() -> None:
 
 def test_tensors_are_renamed_by_vllm() -> None:
     names = ["model.layers.0.mlp.experts.down_proj.weight", "model.layers.0.mlp.experts.down_proj.weight.scale", "lm_head.weight.data"]
-    assert HalfbyteConfig.get_checkpoint_weight_mapper().apply_list(names) == [
+    assert HalfbyteConfig({}).get_checkpoint_weight_mapper().apply_list(names) == [
         "model.layers.0.mlp.experts.down_proj_scale",
         "lm_head.weight_data",
     ]
@@ -139,6 +139,24 @@ def test_convolutions_are_refused() -> None:
     hf_config = SimpleNamespace(halfbyte={"weights": {"vision.patch.weight": {"kind": "Conv2d"}}})
     with pytest.raises(UnsupportedError, match=r"vision.patch is a quantized Conv2d, .* skip=\('vision.patch',\)"):
         HalfbyteConfig({}).maybe_update_config("model", hf_config)
+
+
+def test_quantized_positions_are_refused() -> None:
+    hf_config = SimpleNamespace(halfbyte={"weights": {"tower.embeddings.position_embedding.weight": {"kind": "Embedding"}}})
+    with pytest.raises(UnsupportedError, match=r"position_embedding is a quantized Embedding, .* positions in floating point alone"):
+        HalfbyteConfig({}).maybe_update_config("model", hf_config)
+
+
+@pytest.mark.parametrize(("tower", "inner"), [("clip_vision_model", "vision_model."), ("siglip_vision_model", "vision_model."), ("x", "")])
+def test_towers_have_the_names_of_vllm(tower: str, inner: str) -> None:
+    """vLLM's models of CLIP and SigLIP have a level of names more than transformers'; others, such as InternVL's, have not."""
+    module = Module(as_format("q4_0"), (64, 32))
+    config = HalfbyteConfig({"model.vision_tower.encoder.layers.0.mlp.fc1": module})
+    config.maybe_update_config("model", SimpleNamespace(vision_config=SimpleNamespace(model_type=tower)))
+    place = f"model.vision_tower.{inner}encoder.layers.0.mlp.fc1"
+    assert config.modules.of_layer(place, {}) == (module,)
+    stored = ["model.vision_tower.encoder.layers.0.mlp.fc1.weight.data", "model.vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias"]
+    assert config.get_checkpoint_weight_mapper().apply_list(stored) == [f"{place}.weight_data", stored[1]]  # type: ignore[attr-defined]
 
 
 def check_loading(fmt: str, load: Any) -> None:

@@ -17,11 +17,12 @@ from halfbyte.integrations.vllm import api
 from halfbyte.integrations.vllm.embedding import HalfbyteEmbeddingMethod
 from halfbyte.integrations.vllm.experts import HalfbyteExpertsMethod
 from halfbyte.integrations.vllm.linear import HalfbyteLinearMethod
-from halfbyte.integrations.vllm.names import RENAMED, QuantizedModules
+from halfbyte.integrations.vllm.names import RENAMED, TOWER_RENAMED, TOWERS, QuantizedModules
 
 __all__ = ["METHOD", "HalfbyteConfig"]
 
 _KINDS = ("Linear", "Embedding", "Experts")
+_POSITIONS = "position_embedding"  # of a vision tower: a plain nn.Embedding in vLLM
 _HEAD = "lm_head"
 
 
@@ -32,6 +33,7 @@ class HalfbyteConfig(api.QuantizationConfig):
         super().__init__()
         self.modules = QuantizedModules(modules)
         self._tied_head = False
+        self._renamed = dict(RENAMED)
 
     @classmethod
     def from_config(cls, config: dict[str, object]) -> HalfbyteConfig:
@@ -52,9 +54,8 @@ class HalfbyteConfig(api.QuantizationConfig):
     def get_config_filenames() -> list[str]:
         return []  # config.json has it all
 
-    @staticmethod
-    def get_checkpoint_weight_mapper() -> object:
-        return api.WeightsMapper(orig_to_new_regex=RENAMED)
+    def get_checkpoint_weight_mapper(self) -> object:
+        return api.WeightsMapper(orig_to_new_regex=self._renamed)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: api.WeightsMapper) -> None:
         self.modules.rename(hf_to_vllm_mapper.apply_dict)
@@ -62,18 +63,23 @@ class HalfbyteConfig(api.QuantizationConfig):
     def maybe_update_config(self, model_name: str, hf_config: object = None, revision: str | None = None) -> None:
         """Look at the whole config.json, of which `from_config` got one section.
 
-        Raises UnsupportedError where modules are quantized that vLLM has in floating point, such as convolutions.
+        Raises:
+            UnsupportedError: Modules are quantized that vLLM has in floating point, such as convolutions.
         """
         self._check_kinds(hf_config)
+        if getattr(getattr(hf_config, "vision_config", None), "model_type", None) in TOWERS:
+            self.modules.rename(api.WeightsMapper(orig_to_new_regex=TOWER_RENAMED).apply_dict)
+            self._renamed |= TOWER_RENAMED
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
         self._tied_head = bool(getattr(text, "tie_word_embeddings", False))  # then the files hold one weight for embedding and head
 
     def _check_kinds(self, hf_config: object) -> None:
         for name, weight in (getattr(hf_config, SECTION, None) or {}).get("weights", {}).items():
-            if weight.get("kind") not in _KINDS:
-                module = name.removesuffix(".weight")
+            module, kind = name.removesuffix(".weight"), weight.get("kind")
+            if kind not in _KINDS or module.endswith(_POSITIONS):
+                allowed = f"{', '.join(_KINDS)} alone" if kind not in _KINDS else "positions in floating point alone"
                 raise UnsupportedError(
-                    f"{module} is a quantized {weight.get('kind')}, and vLLM's models take {', '.join(_KINDS)} alone: "
+                    f"{module} is a quantized {kind}, and vLLM's models take {allowed}: "
                     f"leave it in floating point, with halfbyte.Config(…, skip=({module!r},))"
                 )
 

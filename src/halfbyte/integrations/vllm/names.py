@@ -22,6 +22,12 @@ RENAMED: Mapping[re.Pattern[str], str | None] = {
     re.compile(rf"{_STACK}\.weight\.{_PART}$"): r"\g<stack>_\g<part>",
     re.compile(rf"\.weight\.{_PART}$"): r".weight_\g<part>",
 }
+# transformers 5 calls the layers of a CLIP or SigLIP tower `vision_tower.encoder…`; files of its earlier versions, as vLLM's models, have
+# `vision_tower.vision_model.encoder…`.
+TOWERS = ("clip_vision_model", "siglip_vision_model")
+TOWER_RENAMED: Mapping[re.Pattern[str], str | None] = {
+    re.compile(r"(^|\.)vision_tower\.(?=(?:embeddings|encoder|pre_layrnorm|post_layernorm|head)\.)"): r"\1vision_tower.vision_model."
+}
 # The fused layers of models that do not say what theirs consist of.
 _FUSED: Mapping[str, Sequence[str]] = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _EMBEDDING = "embed_tokens"

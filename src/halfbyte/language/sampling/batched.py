@@ -155,8 +155,8 @@ def _masked(scores: Tensor, kept: Tensor) -> Tensor:
 
 
 def _inverse_cumulative(weights: Tensor, target: Tensor, *, relative: bool) -> tuple[Tensor, Tensor]:
-    """The element [B, 1] at which the cumulative sum of weights [B, C], in float64, exceeds a target [B, 1], and how far the target is in
-    that element.
+    """Return the element [B, 1] at which the cumulative sum of weights [B, C], in float64, exceeds a target [B, 1], and how far in it the
+    target is.
 
     A relative target is a fraction of the sum. An element of weight 0 is never chosen.
     """

@@ -143,7 +143,7 @@ class Sampler:
         *,
         is_float16: bool = False,
     ) -> None:
-        """Starts a sequence.
+        """Start a sequence.
 
         Args:
             sampling: How tokens are chosen.
@@ -153,7 +153,7 @@ class Sampler:
         """
         self.sampling, self.is_float16, self._processors = sampling, is_float16, tuple(processors)
         self._penalizes = sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
-        self._seen = _Ids(prompt_ids if sampling.repetition_penalty != 1 else ())
+        self._occurred = _Ids(prompt_ids if sampling.repetition_penalty != 1 else ())
         self._counts: Counter[int] = Counter()
         self._generator: torch.Generator | None = None
         if sampling.temperature:
@@ -173,7 +173,7 @@ class Sampler:
         return self._penalizes or bool(self._processors)
 
     def choose(self, logits: Tensor) -> int | Choice:
-        """Chooses the next token.
+        """Choose the next token.
 
         Args:
             logits: The model's logits [N] for the next token, of any floating-point dtype, on any device; they are not changed. -inf
@@ -201,36 +201,36 @@ class Sampler:
         return self._generator is not None
 
     def uniform(self) -> float:
-        """The next number of the sequence's generator, uniform in [0, 1)."""
+        """Return the next number of the sequence's generator, uniform in [0, 1)."""
         return float(torch.rand((), generator=self._generator, dtype=torch.float64, device="cpu"))
 
     def scores(self, logits: Tensor) -> Tensor:
-        """The logits [N] after processors and penalties; the given ones are not changed."""
+        """Return the logits [N] after processors and penalties; the given ones are not changed."""
         scores = logits
         for processor in self._processors:
             scores = processor.process(scores)
         return self._penalized(scores) if self._penalizes else scores
 
     def accept(self, chosen: int, logits: Tensor) -> int | Choice:
-        """Note which token was chosen; returns it, with log probabilities by the logits [N] where they are asked for."""
+        """Note which token was chosen, and return it, with log probabilities by the logits [N] where they are asked for."""
         if self._penalizes:
             self._counts[chosen] += 1
             if self.sampling.repetition_penalty != 1:
-                self._seen.add(chosen)
+                self._occurred.add(chosen)
         for processor in self._processors:
             processor.accept(chosen)
         return chosen if self.sampling.logprobs is None else _with_logprobs(logits, chosen, self.sampling.logprobs)
 
     def _penalized(self, logits: Tensor) -> Tensor:
-        """A copy of the logits in float32 with the penalties of tokens that have occurred."""
+        """Return a copy of the logits in float32 with the penalties of tokens that have occurred."""
         scores = logits.to(torch.float32, copy=True)
-        if (penalty := self.sampling.repetition_penalty) != 1 and self._seen.count:
-            if self._seen.highest >= scores.numel():
+        if (penalty := self.sampling.repetition_penalty) != 1 and self._occurred.count:
+            if self._occurred.highest >= scores.numel():
                 raise ArgumentError(
-                    f"the prompt has token {self._seen.highest}, and the model logits for {scores.numel()} tokens: "
+                    f"the prompt has token {self._occurred.highest}, and the model logits for {scores.numel()} tokens: "
                     "its tokenizer is another model's"
                 )
-            ids = self._seen.on(scores.device)
+            ids = self._occurred.on(scores.device)
             values = scores[ids]
             scores[ids] = torch.where(values < 0, values * penalty, values / penalty)
         if self._counts and (self.sampling.presence_penalty or self.sampling.frequency_penalty):
@@ -258,7 +258,7 @@ class Sampler:
         return at if ids is None else int(ids[at])
 
     def _inverse_cumulative(self, weights: Tensor, target: float, *, relative: bool) -> tuple[int, float]:
-        """The element at which the cumulative sum of weights [N], in float64, exceeds a target, and how far the target is in that element.
+        """Return the element at which the cumulative sum of weights [N], in float64, exceeds a target, and how far in it the target is.
 
         A relative target is a fraction of the sum. An element of weight 0 is never chosen.
         """
@@ -274,13 +274,13 @@ class Sampler:
 
 
 def _in_blocks(values: Tensor, padding: float) -> Tensor:
-    """Values [N] as [blocks, _BLOCK]; a copy where N is no multiple."""
+    """Return values [N] as [blocks, _BLOCK]; a copy where N is no multiple."""
     missing = -values.numel() % _BLOCK
     return (nn.functional.pad(values, (0, missing), value=padding) if missing else values).view(-1, _BLOCK)
 
 
 def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]:
-    """The tokens that may be drawn.
+    """Return the tokens that may be drawn.
 
     Args:
         scores: Logits [N] after penalties.
@@ -303,7 +303,7 @@ def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tenso
 
 
 def _top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k highest scores in decreasing order, and those that are equal to the last of them, as in transformers; and their ids."""
+    """Return the k highest scores in decreasing order, and those that are equal to the last of them, as in transformers; and their ids."""
     if 4 * _BLOCK * k >= scores.numel():
         pool, blocks = scores, None
     else:  # the highest ones are in the blocks with the highest maxima
@@ -319,7 +319,7 @@ def _top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _top_p(scores: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """The highest scores, in decreasing order, whose predecessors have a total probability below top_p."""
+    """Return the highest scores, in decreasing order, whose predecessors have a total probability below top_p."""
     total = torch.logsumexp(scores, 0)
     if ids is not None:
         values = scores
@@ -362,7 +362,7 @@ def _with_logprobs(logits: Tensor, chosen: int, count: int) -> Choice:
 
 
 class _Ids:
-    """A set of token ids that grows, as a tensor."""
+    """A set of token ids that grows, as a tensor, to which new ids are appended only when it is asked for."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._set = set(ids)
@@ -383,7 +383,7 @@ class _Ids:
             self._new.append(id)
 
     def on(self, device: torch.device) -> Tensor:
-        """The ids on a device."""
+        """Return the ids as int64 on a device."""
         if self._new or self._tensor.device != device:
             self._tensor = torch.cat([self._tensor.to(device), torch.tensor(self._new, dtype=torch.int64, device=device)])
             self._new = []
