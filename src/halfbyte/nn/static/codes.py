@@ -24,6 +24,7 @@ from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.modules.quantized import QuantLinear, keep_hooks, why_not_hooks
 from halfbyte.nn.static.batchnorm import fold_
 from halfbyte.nn.static.bias_correction import BiasCorrector, Layer, LayerWeight, Weights, channel_means
+from halfbyte.nn.static.equalization import equalize_
 from halfbyte.nn.static.integer import (
     AveragePool,
     Dequantize,
@@ -79,7 +80,13 @@ def calibrated(model: nn.Module) -> Calibrated | None:
 
 
 def on_codes(
-    model: nn.Module, images: Iterable[object], weights: CalibratedWeights, *, observer: Observer, moments: bool = False
+    model: nn.Module,
+    images: Iterable[object],
+    weights: CalibratedWeights,
+    *,
+    observer: Observer,
+    moments: bool = False,
+    equalize: bool = True,
 ) -> fx.GraphModule:
     """A copy of `model`, in evaluation, that computes on int8 codes.
 
@@ -87,26 +94,29 @@ def on_codes(
                 one hundred images or so
     observer    how a result's range is chosen: "minmax"; "percentile": without the outermost values; "mse": the one with the least
                 squared error of the codes
-    moments     whether `weights` takes the moments of the inputs of a layer, for which images are kept in memory
+    moments     whether `weights` takes the moments of the inputs of a layer
+    equalize    whether channels get equal ranges first, by `equalize_`
+
+    All images are kept in memory.
 
     Raises UnsupportedError for a model that torch.fx cannot trace, ArgumentError without images.
     """
     traced, folded = _traced(model)
     range_observer = _RangeObserver(traced, observer, {layer for layer, _ in folded}, moments)
     corrector = BiasCorrector(traced, lambda name, layer: weights(name, layer, range_observer.moments.get(name)))
-    kept: list[tuple[Tensor, Mapping[str, Tensor]]] = []
+    batches = [_image_of(batch) for batch in ([images] if isinstance(images, Tensor) else images)]
+    means = []
     with torch.no_grad():
-        for batch in [images] if isinstance(images, Tensor) else images:
-            image = _image_of(batch)
+        for image in batches:
             if image.is_floating_point():  # others may be ids
                 check_floats(image, "calibration takes images")
+        if equalize:
+            equalize_(traced, batches)
+        for image in batches:
             range_observer.run(image)
-            if moments:
-                kept.append((image, dict(range_observer.means)))
-            else:
-                corrector.collect(image, range_observer.means)
-        for image, means in kept:
-            corrector.collect(image, means)
+            means.append(dict(range_observer.means))
+        for image, of_layers in zip(batches, means, strict=True):
+            corrector.collect(image, of_layers)
     if not range_observer.seen:
         raise ArgumentError("there are no calibration images of float32, bfloat16 or float16: pass at least one batch")
     notes = (f"{len(folded)} batch norm{' was' if len(folded) == 1 else 's were'} folded into the layers before",) if folded else ()
