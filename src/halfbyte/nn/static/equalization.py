@@ -59,8 +59,9 @@ def equalize_(traced: fx.GraphModule, images: Iterable[Tensor]) -> None:
             ranges.run(batch)
     modules = dict(traced.named_modules())
     for stream in _streams(traced, ranges.shapes, modules):
-        scale = _scales([ranges.largest[node] for node in stream.nodes if _has_range(node, modules)])
-        if stream.fixed or not stream.writers or not stream.readers or scale is None:
+        if stream.fixed or not stream.writers or not stream.readers:
+            continue
+        if (scale := _scales([ranges.largest[node] for node in stream.nodes if _has_range(node, modules)])) is None:
             continue
         for layer in stream.writers:
             layer.weight = _like(layer.weight, layer.weight / scale.view(-1, *[1] * (layer.weight.dim() - 1)))
