@@ -53,7 +53,7 @@ def test_the_network_computes_the_same_with_channels_of_equal_ranges() -> None:
     weights = {name: module.weight for name, module in traced.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)}
     equalize_(traced, x.split(16))
     torch.testing.assert_close(traced(x), model(x), rtol=1e-10, atol=1e-10)
-    assert all(weight is not traced.get_submodule(name).weight for name, weight in weights.items())
+    assert all(weight is not traced.get_parameter(f"{name}.weight") for name, weight in weights.items())
     before, after = (_ranges(m, "grouped", x) for m in (fx.symbolic_trace(model), traced))
     assert float(before.amax() / before.amin()) > 20
     # Each channel reaches the range of the largest, but for those below a sixteenth of it.
@@ -68,8 +68,8 @@ def test_what_does_not_commute_with_scales_keeps_its_channels(act: Callable[[Ten
     traced = fx.symbolic_trace(copy.deepcopy(model))
     equalize_(traced, [x])
     torch.testing.assert_close(traced(x), model(x), rtol=1e-10, atol=1e-10)
-    assert torch.equal(traced.get_submodule("stem").weight, model.stem.weight)  # of the sum that `act` reads
-    assert not torch.equal(traced.get_submodule("grouped").weight, model.grouped.weight)
+    assert torch.equal(traced.get_parameter("stem.weight"), model.stem.weight)  # of the sum that `act` reads
+    assert not torch.equal(traced.get_parameter("grouped.weight"), model.grouped.weight)
 
 
 class _Shared(nn.Module):

@@ -71,7 +71,7 @@ def equalize_(traced: fx.GraphModule, images: Iterable[Tensor]) -> None:
             layer.weight = _like(layer.weight, layer.weight * _of_inputs(layer, scale))
 
 
-def _like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+def _like(parameter: Tensor, value: Tensor) -> nn.Parameter:
     """Another parameter, since modules may share one."""
     return nn.Parameter(value.to(parameter.dtype), parameter.requires_grad)
 
