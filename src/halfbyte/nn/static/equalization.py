@@ -130,8 +130,8 @@ def _streams(traced: fx.GraphModule, shapes: Mapping[fx.Node, torch.Size], modul
 
     for node in traced.graph.nodes:
         module, sources = module_of(node, modules), node.all_input_nodes
-        own = calls.count(str(node.target)) == 1 and str(node.target) not in read
-        if isinstance(module, Layer) and own and _is_plain(module) and len(shapes.get(node, ())) == module.weight.dim():
+        private = calls.count(str(node.target)) == 1 and str(node.target) not in read
+        if isinstance(module, Layer) and private and _is_plain(module) and len(shapes.get(node, ())) == module.weight.dim():
             stream(node).writers.append(module)
             stream(sources[0]).readers.append(module)
         elif _keeps_channels(node, module, sources, shapes):
@@ -151,7 +151,7 @@ def _has_range(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _is_plain(layer: Layer) -> bool:
-    """Whether a layer computes with its weight and bias as torch's class does, and nobody watches it."""
+    """Whether a layer computes with its weight and bias as torch's class does, without hooks."""
     return why_overridden(layer) is None and not parametrize.is_parametrized(layer)
 
 
