@@ -86,7 +86,7 @@ def on_codes(
     *,
     observer: Observer,
     moments: bool = False,
-    equalize: bool = True,
+    equalize: bool = False,
 ) -> fx.GraphModule:
     """A copy of `model`, in evaluation, that computes on int8 codes.
 
@@ -95,28 +95,27 @@ def on_codes(
     observer    how a result's range is chosen: "minmax"; "percentile": without the outermost values; "mse": the one with the least
                 squared error of the codes
     moments     whether `weights` takes the moments of the inputs of a layer
-    equalize    whether channels get equal ranges first, by `equalize_`
-
-    All images are kept in memory.
+    equalize    whether channels get equal ranges first, by `equalize_`; for either, images are kept in memory
 
     Raises UnsupportedError for a model that torch.fx cannot trace, ArgumentError without images.
     """
     traced, folded = _traced(model)
     range_observer = _RangeObserver(traced, observer, {layer for layer, _ in folded}, moments)
     corrector = BiasCorrector(traced, lambda name, layer: weights(name, layer, range_observer.moments.get(name)))
-    batches = [_image_of(batch) for batch in ([images] if isinstance(images, Tensor) else images)]
-    means = []
+    batches: Iterable[Tensor] = map(_image_of, [images] if isinstance(images, Tensor) else images)
+    kept: list[tuple[Tensor, Mapping[str, Tensor]]] = []
     with torch.no_grad():
-        for image in batches:
-            if image.is_floating_point():  # others may be ids
-                check_floats(image, "calibration takes images")
         if equalize:
+            batches = list(batches)
             equalize_(traced, batches)
         for image in batches:
             range_observer.run(image)
-            means.append(dict(range_observer.means))
-        for image, of_layers in zip(batches, means, strict=True):
-            corrector.collect(image, of_layers)
+            if moments:
+                kept.append((image, dict(range_observer.means)))
+            else:
+                corrector.collect(image, range_observer.means)
+        for image, means in kept:
+            corrector.collect(image, means)
     if not range_observer.seen:
         raise ArgumentError("there are no calibration images of float32, bfloat16 or float16: pass at least one batch")
     notes = (f"{len(folded)} batch norm{' was' if len(folded) == 1 else 's were'} folded into the layers before",) if folded else ()
@@ -236,9 +235,12 @@ def _make_module(node: fx.Node, traced: fx.GraphModule) -> None:
 
 
 def _image_of(batch: object) -> Tensor:
+    """The images of a batch, checked."""
     image = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if not isinstance(image, Tensor):
         raise ArgumentError(f"calibration takes batches that are tensors, or tuples that begin with one, got a {type(batch).__name__}")
+    if image.is_floating_point():  # others may be ids
+        check_floats(image, "calibration takes images")
     return image
 
 
