@@ -54,7 +54,7 @@ def main() -> int:
     tests = [crops(photo, args.crops, seed=2 * i + 1) for i, photo in enumerate(photos.values())]
 
     def on_codes(method: str, *skip: str) -> nn.Module:
-        config = hb.Config("int8_channel", method, activations="static", observer=args.observer, skip=skip)
+        config = hb.Config("int8_channel", method, activations="static", observer=args.observer, skip=skip, equalize=True)
         return hb.quantize_(copy.deepcopy(model), config, calibration.split(32))
 
     static, gptq = on_codes("absmax"), on_codes("gptq")

@@ -82,6 +82,8 @@ class Config:
             floating point, and `report` says why.
         low_rank: The rank of a product in floating point that takes the outliers of each Linear, so that the rest can have 4 bits with
             compute="int8" (SVDQuant); 0: none. With calibration, inputs of the model, scales balance inputs and weights before.
+        equalize: For "static", whether weights are rescaled first so that the channels between layers have equal ranges, where the network
+            then computes the same in floating point. Activations get more precise and weights less: for int8, not for int4.
 
     Example:
         >>> hb.Config("q4_0", skip=["*lm_head"], overrides={"*down_proj": "q8_0"}).method
@@ -100,6 +102,7 @@ class Config:
     observer: Observer = "minmax"
     strict: bool = False
     low_rank: int = 0
+    equalize: bool = False
 
     def __post_init__(self) -> None:
         check_type(self.overrides, Mapping, "overrides are a dict of patterns and formats", 'write overrides={"*.down_proj": "q8_0"}')

@@ -245,7 +245,8 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
         error, bias = relative_error(layer.weight, codes), None if layer.bias is None else layer.bias.detach()
         return LayerWeight(pack_weight(layer, codes, layer.weight.device), bias, error)
 
-    network = on_codes(model, cast("Iterable[object]", images), weight_of, observer=config.observer, moments=config.method == "gptq")
+    batches, moments = cast("Iterable[object]", images), config.method == "gptq"
+    network = on_codes(model, batches, weight_of, observer=config.observer, moments=moments, equalize=config.equalize)
     from_ = calibrated(network)
     assert from_ is not None
     replace_(model, network)

@@ -24,6 +24,7 @@ from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.modules.quantized import QuantLinear, keep_hooks, why_not_hooks
 from halfbyte.nn.static.batchnorm import fold_
 from halfbyte.nn.static.bias_correction import BiasCorrector, Layer, LayerWeight, Weights, channel_means
+from halfbyte.nn.static.equalization import equalize_
 from halfbyte.nn.static.integer import (
     AveragePool,
     Dequantize,
@@ -79,7 +80,13 @@ def calibrated(model: nn.Module) -> Calibrated | None:
 
 
 def on_codes(
-    model: nn.Module, images: Iterable[object], weights: CalibratedWeights, *, observer: Observer, moments: bool = False
+    model: nn.Module,
+    images: Iterable[object],
+    weights: CalibratedWeights,
+    *,
+    observer: Observer,
+    moments: bool = False,
+    equalize: bool = False,
 ) -> fx.GraphModule:
     """A copy of `model`, in evaluation, that computes on int8 codes.
 
@@ -87,19 +94,21 @@ def on_codes(
                 one hundred images or so
     observer    how a result's range is chosen: "minmax"; "percentile": without the outermost values; "mse": the one with the least
                 squared error of the codes
-    moments     whether `weights` takes the moments of the inputs of a layer, for which images are kept in memory
+    moments     whether `weights` takes the moments of the inputs of a layer
+    equalize    whether channels get equal ranges first, by `equalize_`; for either, images are kept in memory
 
     Raises UnsupportedError for a model that torch.fx cannot trace, ArgumentError without images.
     """
     traced, folded = _traced(model)
     range_observer = _RangeObserver(traced, observer, {layer for layer, _ in folded}, moments)
     corrector = BiasCorrector(traced, lambda name, layer: weights(name, layer, range_observer.moments.get(name)))
+    batches: Iterable[Tensor] = map(_image_of, [images] if isinstance(images, Tensor) else images)
     kept: list[tuple[Tensor, Mapping[str, Tensor]]] = []
     with torch.no_grad():
-        for batch in [images] if isinstance(images, Tensor) else images:
-            image = _image_of(batch)
-            if image.is_floating_point():  # others may be ids
-                check_floats(image, "calibration takes images")
+        if equalize:
+            batches = list(batches)
+            equalize_(traced, batches)
+        for image in batches:
             range_observer.run(image)
             if moments:
                 kept.append((image, dict(range_observer.means)))
@@ -226,9 +235,12 @@ def _make_module(node: fx.Node, traced: fx.GraphModule) -> None:
 
 
 def _image_of(batch: object) -> Tensor:
+    """The images of a batch, checked."""
     image = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if not isinstance(image, Tensor):
         raise ArgumentError(f"calibration takes batches that are tensors, or tuples that begin with one, got a {type(batch).__name__}")
+    if image.is_floating_point():  # others may be ids
+        check_floats(image, "calibration takes images")
     return image
 
 
