@@ -1,8 +1,7 @@
 """GroupNorm with SiLU before a quantized convolution on a CPU: what residual blocks of diffusion models are made of.
 
-`nn/fused_blocks.py` asks `supports`, then calls `group_norm` or `normed_conv2d`; where `supports` has a reason it leaves the block to
-diffusers. The kernel is in `kernels/cpu/quantize/group_norm.py`, which functions import here, so that `import halfbyte` does not import
-llvmlite.
+`nn/fused_blocks.py` asks `supports`, then calls `normed_conv2d`; where `supports` has a reason it leaves the block to diffusers. The
+kernel is in `kernels/cpu/quantize/group_norm.py`, which functions import here, so that `import halfbyte` does not import llvmlite.
 """
 
 from __future__ import annotations
@@ -18,36 +17,25 @@ from halfbyte.ops.library import plain
 _INFINITE = float("inf")
 
 
-def supports(x: Tensor, norm: nn.GroupNorm, added: Tensor | None = None) -> str | None:
-    """Return why `group_norm` does not take these; None if it does.
+def supports(x: Tensor, *norms: nn.GroupNorm, added: Tensor | None = None) -> str | None:
+    """Return why `normed_conv2d` does not take these; None if it does.
 
     Args:
-        x, norm, added: As for `group_norm`; anything else is answered with a reason.
+        x: As for `normed_conv2d`; anything else is answered with a reason.
+        norms: The norm of x, and others whose images have other channels, but x's dtype.
+        added: A tensor that is added to one of the images, or that what is added is computed from.
     """
-    if not plain(x, norm.weight, added) or not x.is_cpu or x.dim() != 4 or not x.numel():
-        return "it is for images on a CPU, without tracing, autocast or transforms"
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (x, added, norm.weight, norm.bias)):
+    if not plain(x, None, added) or not x.is_cpu or x.dim() != 4 or not x.numel() or norms[0].num_channels != x.shape[1]:
+        return "it is for images on a CPU with the norm's channels, without tracing, autocast or transforms"
+    if any(norm.weight is None or norm.bias is None or not norm.weight.is_cpu for norm in norms):
+        return "a norm has no weights"
+    weights = [weight for norm in norms for weight in (norm.weight, norm.bias)]
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (x, added, *weights)):
         return "gradients are needed"
-    if norm.weight is None or norm.bias is None or norm.num_channels != x.shape[1]:
-        return f"the norm has no weights of {x.shape[1]} channels"
     from halfbyte.kernels.cpu.codegen.isas import current
     from halfbyte.kernels.cpu.quantize import group_norm as kernel
 
-    return kernel.supports(x.dtype, x.shape[1], current())
-
-
-def group_norm(x: Tensor, norm: nn.GroupNorm, added: Tensor | None = None) -> Tensor:
-    """Compute silu(norm(x + added)) of images. The caller has checked `supports`.
-
-    Args:
-        x: [B, C, H, W].
-        norm: Its groups, weight, bias and eps.
-        added: [B or 1, C], or None: added to all pixels first.
-
-    Returns:
-        [B, C, H, W] in x's dtype, channels_last.
-    """
-    return _normed(x, norm, added, codes=False)[0]
+    return next((reason for norm in norms if (reason := kernel.supports(x.dtype, norm.num_channels, current())) is not None), None)
 
 
 def normed_conv2d(
@@ -57,6 +45,7 @@ def normed_conv2d(
     bias: Tensor | None,
     window_numbers: tuple[int, ...],
     *,
+    activated: bool,
     added: Tensor | None = None,
     residual: Tensor | None = None,
     compute: str,
@@ -64,10 +53,13 @@ def normed_conv2d(
 ) -> Tensor:
     """Compute conv2d(silu(norm(x + added))) + residual. The caller has checked `supports`.
 
-    A convolution that quantizes images with one scale each gets codes from the norm; any other gets what `group_norm` returns.
+    The norm writes codes where the convolution quantizes images with one scale each.
 
     Args:
-        x, norm, added: As for `group_norm`.
+        x: [B, C, H, W] in float32, bfloat16 or float16.
+        norm: Its groups, weight, bias and eps.
+        activated: Whether there is a SiLU.
+        added: [B or 1, C], or None: added to all pixels first.
         packed, bias, residual, compute, activation: As for `conv2d`.
         window_numbers: `Window.numbers` of stride, padding and dilation.
 
@@ -76,14 +68,14 @@ def normed_conv2d(
     """
     weight, settings = packed.data, (packed.name, packed.numbers, window_numbers, compute, activation)
     codes = cpu.quantizes_images(x, *settings)
-    y, scales = _normed(x, norm, added, codes=codes)
+    y, scales = _normed(x, norm, added, activated=activated, codes=codes)
     return cpu.conv2d(x if codes else y, weight, bias, residual, *settings, -_INFINITE, _INFINITE, (y, scales) if codes else None)
 
 
-def _normed(x: Tensor, norm: nn.GroupNorm, added: Tensor | None, *, codes: bool) -> tuple[Tensor, Tensor | None]:
+def _normed(x: Tensor, norm: nn.GroupNorm, added: Tensor | None, *, activated: bool, codes: bool) -> tuple[Tensor, Tensor | None]:
     from halfbyte.kernels.cpu.quantize import group_norm as kernel
 
     if added is not None:
         added = added.float().expand(len(x), -1).contiguous()
     weight, bias = (tensor.detach().float().contiguous() for tensor in (norm.weight, norm.bias))
-    return kernel.group_norm(channels_last(x), norm.num_groups, weight, bias, norm.eps, added, activated=True, codes=codes)
+    return kernel.group_norm(channels_last(x), norm.num_groups, weight, bias, norm.eps, added, activated=activated, codes=codes)
