@@ -109,7 +109,7 @@ class _Block(nn.Module):
         return supports(x, self.norm1, self.norm2, added=temb) is None
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        return _fused_again, (type(self).__mro__[2], self.__dict__)
+        return _blank, (_Block, type(self).__mro__[2]), self.__dict__
 
 
 class _Transformer(nn.Module):
@@ -146,14 +146,13 @@ class _Transformer(nn.Module):
         return cast(Tensor, self.proj_out(image, residual, channels_last=True))
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        return _fused_again, (type(self).__mro__[2], self.__dict__)
+        return _blank, (_Transformer, type(self).__mro__[2]), self.__dict__
 
 
-def _fused_again(kind: type[nn.Module], state: dict[str, object]) -> nn.Module:
-    module = kind.__new__(kind)
-    module.__dict__.update(state)
-    fuse_blocks_(module)
-    return module
+def _blank(mixin: type[nn.Module], kind: type[nn.Module]) -> nn.Module:
+    """A module without its state, which copy and pickle add."""
+    fused = _fused_class(mixin, kind)
+    return fused.__new__(fused)
 
 
 @functools.cache
