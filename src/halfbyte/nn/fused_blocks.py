@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +43,13 @@ def fuse_blocks_(model: nn.Module) -> None:
             module.__class__ = _fused_class(_Transformer, kind)
         of_attention = kind.__module__ == _ATTENTION and kind.__name__ == "Attention"
         if of_attention and type(module.processor) is getattr(sys.modules[_ATTENTION], "AttnProcessor2_0", None):
-            module.processor = _processor()
+            cast(_Attention, module).processor = _processor()
 
 
 def _is_plain(block: nn.Module) -> bool:
     """Whether a ResnetBlock2D computes (shortcut(x) + conv2(silu(norm2(conv1(silu(norm1(x))) + temb)))) / output_scale_factor, and its
     convolutions are quantized."""
-    resamples = block.upsample is not None or block.downsample is not None
+    resamples = any(getattr(block, name) is not None for name in ("upsample", "downsample"))
     quantized = all(type(block._modules.get(name)) is QuantConv2d for name in ("conv1", "conv2"))
     return quantized and block.time_embedding_norm == "default" and not resamples and "forward" not in vars(block)
 
@@ -155,9 +156,32 @@ def _blank(mixin: type[nn.Module], kind: type[nn.Module]) -> nn.Module:
     return fused.__new__(fused)
 
 
-@functools.cache
+_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
 def _fused_class(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+    if (mixin, kind) not in _CLASSES:
+        _CLASSES[mixin, kind] = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+    return _CLASSES[mixin, kind]
+
+
+class _Attention(Protocol):
+    """What a processor reads of diffusers' Attention."""
+
+    processor: object
+    spatial_norm: object
+    norm_q: object
+    norm_k: object
+    group_norm: Callable[[Tensor], Tensor] | None
+    norm_cross: object
+    norm_encoder_hidden_states: Callable[[Tensor], Tensor]
+    to_q: Callable[[Tensor], Tensor]
+    to_k: Callable[[Tensor], Tensor]
+    to_v: Callable[[Tensor], Tensor]
+    to_out: Sequence[Callable[[Tensor], Tensor]]
+    heads: int
+    residual_connection: bool
+    rescale_output_factor: float
 
 
 def _processor() -> object:
@@ -176,7 +200,7 @@ class _Processor:
 
     def __call__(
         self,
-        attn: nn.Module,
+        attn: _Attention,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -205,12 +229,12 @@ class _Processor:
             y = y.transpose(-1, -2).reshape(hidden_states.shape)
         if attn.residual_connection:
             y = y + hidden_states
-        return cast(Tensor, y if attn.rescale_output_factor == 1 else y / attn.rescale_output_factor)
+        return y if attn.rescale_output_factor == 1 else y / attn.rescale_output_factor
 
     def __reduce__(self) -> tuple[object, ...]:
         return _processor, ()
 
 
-def _attends(attn: nn.Module, x: Tensor) -> bool:
+def _attends(attn: _Attention, x: Tensor) -> bool:
     """Whether attention is softmax(q kᵀ) v of plain tensors on a CPU, without norms of heads."""
     return x.is_cpu and plain(x) and attn.spatial_norm is None and attn.norm_q is None and attn.norm_k is None

@@ -138,7 +138,8 @@ def test_offloaded_in_groups(kind: str) -> None:
     want, cpu = run(fused, call), torch.device("cpu")
     blocks = {"num_blocks_per_group": 1} if kind == "block_level" else {}
     fused.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type=kind, **blocks)
-    assert torch.equal(run(fused, call), want)
+    # Diffusers' own forwards of blocks, whose leaves have hooks: norms and the residual add in another order.
+    torch.testing.assert_close(run(fused, call), want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_feed_forward_layer_with_geglu() -> None:

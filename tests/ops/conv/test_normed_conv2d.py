@@ -33,7 +33,7 @@ def test_the_same_as_one_after_the_other(activated: bool, activation: str, compu
     normed = norm(x + added[:, :, None, None])
     normed = functional.silu(normed) if activated else normed
     how = {"compute": compute, "activation": activation}
-    wanted = hb.conv2d(normed, packed, bias, padding=1, residual=residual, **how)
+    wanted = hb.conv2d(normed, packed, bias, padding=1, residual=residual, compute=compute, activation=activation)
     assert supports(x, norm, added=added) is None
     y = normed_conv2d(x, norm, packed, bias, NUMBERS, activated=activated, added=added, residual=residual, **how)
     assert y.is_contiguous(memory_format=torch.channels_last)

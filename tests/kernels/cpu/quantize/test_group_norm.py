@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.conv.gathered import quantize_images
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.quantize import group_norm as kernel
@@ -122,7 +123,7 @@ def test_zeros_have_zeros_for_codes() -> None:
 
 
 def test_what_is_not_supported() -> None:
-    isa = kernel.current()
+    isa = current()
     assert "not a multiple" in (kernel.supports(torch.float32, isa.lanes + 1, isa) or "")
     assert "no conversion" in (kernel.supports(torch.float64, 64, isa) or "")
     assert "no conversion" in (kernel.supports(torch.int8, 64, isa) or "")

@@ -15,6 +15,7 @@ with a NaN or infinite y is NaN.
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ class _GroupNorm(Emitter):
         f = self.f
         for b in f.loop(self.batch):
             if self.spec.work == "sums":
-                self._over_channels(lambda c, vectors, b=b: self._sum(b, c, vectors))
+                self._over_channels(functools.partial(self._sum, b))
                 continue
             self._write_affine(b)
             self._write(b)
@@ -147,8 +148,8 @@ class _GroupNorm(Emitter):
             for total, part in zip(totals, sums, strict=True):
                 total.value = total.value + part.value
         to = self.pointer("sums") + (self.thread * self.batch + b) * self.sums_row
-        for i, value in enumerate([*means, *(each.value for each in (*totals, *extremes))]):
-            (to + self.row * (i // vectors) + places[i % vectors] * 4).store(value, 0, 4)
+        for n, value in enumerate([*means, *(each.value for each in (*totals, *extremes))]):
+            (to + self.row * (n // vectors) + places[n % vectors] * 4).store(value, 0, 4)
 
     def _of_threads(self, sums: Value, row: int, first: Value, combine: Callable[[Value, Value], Value]) -> Value:
         """A row of the sums, combined over the threads."""
