@@ -20,15 +20,16 @@ from halfbyte.nn.fused_blocks import fuse_blocks_
 from halfbyte.ops.conv.group_norm import normed_conv2d
 from halfbyte.ops.transformer import attention
 
+OF_VAE = {"temb_channels": None, "time_embedding_norm": "group"}
 FLOAT = hb.Config("int8_channel", compute="float")
 
 
 def block(out: int = 48, **settings: Any) -> Any:
     torch.manual_seed(0)
-    return ResnetBlock2D(in_channels=32, out_channels=out, temb_channels=16, groups=8, **settings).eval()
+    return ResnetBlock2D(in_channels=32, out_channels=out, groups=8, **{"temb_channels": 16, **settings}).eval()
 
 
-def inputs() -> tuple[Tensor, Tensor]:
+def inputs() -> tuple[Tensor, Any]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(2, 32, 9, 7, generator=generator), torch.randn(2, 16, generator=generator)
 
@@ -66,9 +67,10 @@ def native(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("settings", [{}, {"out": 32}, {"output_scale_factor": 2.0}, {"skip_time_act": True}])
+@pytest.mark.parametrize("settings", [{}, {"out": 32}, {"output_scale_factor": 2.0}, {"skip_time_act": True}, OF_VAE])
 def test_residual_blocks(settings: dict[str, Any], native: list[int]) -> None:
     model, (x, temb) = hb.quantize_(block(**settings), FLOAT), inputs()
+    temb = None if settings == OF_VAE else temb
     wanted, before = run(model, x, temb), {key: value.clone() for key, value in model.state_dict().items()}
     fused = hb.fuse_(model)
     fuse_blocks_(fused)  # again changes nothing
@@ -117,7 +119,8 @@ def test_diffusers_computes_what_is_watched(native: list[int]) -> None:
 
 
 def test_other_blocks_stay(native: list[int]) -> None:
-    others = [block(time_embedding_norm="scale_shift"), block(up=True), block(down=True)]
+    others = [block(time_embedding_norm=kind) for kind in ("scale_shift", "group")]
+    others += [block(up=True), block(down=True)]
     x, temb = inputs()
     for model in others:
         small = hb.quantize_(model, FLOAT)
