@@ -51,9 +51,10 @@ def _is_plain(block: nn.Module) -> bool:
     convolutions are quantized."""
     resamples = any(getattr(block, name) is not None for name in ("upsample", "downsample"))
     quantized = all(type(block._modules.get(name)) is QuantConv2d for name in ("conv1", "conv2"))
-    # Other kinds than "default", such as "group" in VAEs, do not add the embedding.
-    adds = block.time_embedding_norm == "default" or (block.time_embedding_norm == "group" and block._modules.get("time_emb_proj") is None)
-    return quantized and adds and not resamples and "forward" not in vars(block)
+    # "group": of VAEs, without an embedding.
+    without = block._modules.get("time_emb_proj") is None
+    plain_norm = block.time_embedding_norm == "default" or (block.time_embedding_norm == "group" and without)
+    return quantized and plain_norm and not resamples and "forward" not in vars(block)
 
 
 def _is_norm_of(norm: nn.Module, conv: nn.Module) -> bool:
