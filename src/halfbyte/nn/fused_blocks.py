@@ -58,7 +58,7 @@ def _is_plain(block: nn.Module) -> bool:
 
 
 def _is_norm_of(norm: nn.Module, conv: nn.Module) -> bool:
-    """Whether both are of the classes that `normed_conv2d` computes, and nobody watches or changes what they compute."""
+    """Whether both are of the classes that `normed_conv2d` computes, without hooks or another forward."""
     if type(norm) is not nn.GroupNorm or type(conv) is not QuantConv2d or conv.padding_mode != "zeros":
         return False
     return not any(has_hooks(module) or "forward" in vars(module) for module in (norm, conv))
