@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print what halfbyte's first contender spends its time on instead")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
+    hb.keep_freed_memory()  # for all contenders alike
     rows = []
     for part in args.parts:
         with torch.inference_mode():

@@ -26,6 +26,7 @@ from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.nn.described import RESIDUAL
+from halfbyte.nn.fused_blocks import fuse_blocks_
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
 from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.packed_check import digest
@@ -123,6 +124,7 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
                 setattr(parent, name, GeluLinear(dense, approximate))
                 setattr(parent, function, nn.Identity())
                 _remark(parent, (name, function))
+    fuse_blocks_(model)
     fuse_convolutions_(model)
     return model
 

@@ -76,7 +76,9 @@ def test_the_same_as_unfused(name: str, dtype: torch.dtype, how: str) -> None:
     found = run(fused, call, dtype)
     if name != "unet" or dtype == torch.float32:  # of a UNet in bfloat16, GEGLU is rounded once, not twice: its codes are others
         # The same products of the same codes: sums in another order in float32, each rounded once to the dtype; a few blocks pass that on.
-        assert float((found - unfused).norm() / unfused.norm()) < (1e-5 if dtype == torch.float32 else 2**-7)
+        # A UNet's norms also differ by 2^-20, so that one code in 2^12 is another, by up to 1/127 of the largest.
+        codes = 1e-3 if (name, how) == ("unet", "int8") else 1e-5
+        assert float((found - unfused).norm() / unfused.norm()) < (codes if dtype == torch.float32 else 2**-7)
     # int8 rounds each activation by 2^-8 of the largest of its block.
     assert float((found - floats).norm() / floats.norm()) < (0.05 if how == "int8" else 1e-4 if dtype == torch.float32 else 0.03)
 
@@ -136,7 +138,8 @@ def test_offloaded_in_groups(kind: str) -> None:
     want, cpu = run(fused, call), torch.device("cpu")
     blocks = {"num_blocks_per_group": 1} if kind == "block_level" else {}
     fused.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type=kind, **blocks)
-    assert torch.equal(run(fused, call), want)
+    # Diffusers' own forwards of blocks, whose leaves have hooks: norms and the residual add in another order.
+    torch.testing.assert_close(run(fused, call), want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_feed_forward_layer_with_geglu() -> None:

@@ -148,13 +148,13 @@ def conv2d(
         if not is_batch:
             x, residual = x.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
         low, high = (-_INFINITE, _INFINITE) if clamp is None else clamp
-        window_numbers = _window_numbers(packed.sizes.kernel, stride, padding, dilation)
-        settings = (packed.name, packed.numbers, window_numbers, compute, activation)
+        numbers = window_numbers(packed.sizes.kernel, stride, padding, dilation)
+        settings = (packed.name, packed.numbers, numbers, compute, activation)
         if not plain(x, bias, residual) or differentiated(x, bias, residual):
             run: Callable[..., Tensor] = _transformed_conv2d if transformed() else _ops.conv2d.default
             y = run(x, packed.data, bias, residual, *settings, *optional(low, high))
         elif x.is_cuda:
-            y = cuda_conv.packed_conv2d(x, packed, bias, residual, window_numbers, compute, activation, low, high)
+            y = cuda_conv.packed_conv2d(x, packed, bias, residual, numbers, compute, activation, low, high)
         else:
             y = cpu_conv.conv2d(x, packed.data, bias, residual, *settings, low, high)
         y = y if channels_last else in_memory_format_of(y, x)
@@ -270,7 +270,7 @@ def qconv2d(
     try:
         low, high = code_range(clamp)
         table = conv_requantization_table(packed, bias, in_scale=in_scale, in_zero=in_zero, out_scale=out_scale, out_zero=out_zero)
-        numbers = _window_numbers(packed.sizes.kernel, stride, padding, dilation)
+        numbers = window_numbers(packed.sizes.kernel, stride, padding, dilation)
         return in_memory_format_of(qconv2d_with(x, packed, table, numbers, in_zero, (low, high)), x)
     except Exception:
         check_operands(x, packed, PackedConv, bias, clamp=clamp)
@@ -332,7 +332,7 @@ def module_window(module: _Convolution) -> Window:
     return window_of(kernel, stride, padding, dilation)
 
 
-def _window_numbers(kernel: tuple[int, int], stride: Sizes, padding: Padding, dilation: Sizes) -> tuple[int, ...]:
+def window_numbers(kernel: tuple[int, int], stride: Sizes, padding: Padding, dilation: Sizes) -> tuple[int, ...]:
     """`Window.numbers` of a caller's arguments, cached: parsing takes longer than a small kernel."""
     if torch.compiler.is_compiling():
         return window_of(kernel, stride, padding, dilation).numbers

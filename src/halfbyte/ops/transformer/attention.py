@@ -33,13 +33,14 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Compute softmax(scale * query · keyᵀ) · value over all T keys that the mask lets each query see.
+    """Compute softmax(scale * query · keyᵀ) · value over all S keys that the mask lets each query see.
 
     The caller has checked `supports`.
 
     Args:
-        query, key, value: float32 [B, H, T, D], of one shape: no grouped-query attention; the last dimension is contiguous.
-        mask: bool [B or 1, 1, T or 1, T], True where a query may see a key; None: every query sees every key.
+        query: float32 [B, H, T, D]; the last dimension is contiguous.
+        key, value: float32 [B, H, S, D], likewise: no grouped-query attention.
+        mask: bool [B or 1, 1, T or 1, S], True where a query may see a key; None: every query sees every key.
         scale: Factor of the scores.
 
     Returns:

@@ -23,15 +23,20 @@ isas = pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
 
 
 @isas
-@pytest.mark.parametrize(("batch", "count", "tokens", "dim"), [(1, 1, 1, 4), (2, 3, 5, 8), (3, 2, 73, 32), (1, 3, 40, 20), (1, 1, 130, 64)])
-def test_against_float64(batch: int, count: int, tokens: int, dim: int, isa: ISA, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("batch", "count", "tokens", "keys", "dim"),
+    [(1, 1, 1, 1, 4), (2, 3, 5, 5, 8), (3, 2, 73, 73, 32), (1, 3, 40, 40, 20), (1, 1, 130, 130, 64), (2, 3, 33, 77, 40), (1, 2, 70, 9, 60)],
+)
+def test_against_float64(batch: int, count: int, tokens: int, keys: int, dim: int, isa: ISA, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of queries that attend to other tokens than their own (cross-attention)."""
     monkeypatch.setattr(attend_whole, "current", lambda: isa)
     monkeypatch.setattr(attend_whole, "_WORK_A_THREAD", 1)
     monkeypatch.setattr(runtime, "threads", lambda: 2)
-    q, k, v = heads(batch, count, tokens, dim)
-    some = torch.rand(batch, 1, tokens, tokens) < 0.6
+    q, k, v = heads(batch, count, max(tokens, keys), dim)
+    q, k, v = q[:, :, :tokens], k[:, :, :keys], v[:, :, :keys]
+    some = torch.rand(batch, 1, tokens, keys) < 0.6
     some[0, 0, tokens // 2] = False  # a query that may see nothing
-    bias = 3 * torch.randn(batch, count, tokens, tokens)
+    bias = 3 * torch.randn(batch, count, tokens, keys)
     for mask, added in ((None, None), (some, None), (some[:, :, :1], bias[:1]), (some[:1], bias[:, :1]), (None, bias[:, :, :1])):
         PLANS.scratch = torch.full((1 << 20,), 255, dtype=torch.uint8)  # NaN
         out, untouched = poisoned(batch, tokens, count, dim, dtype=torch.float32)
@@ -116,7 +121,7 @@ def test_what_is_not_supported() -> None:
     assert attention.supports(q, k, v, None)
     assert not attention.supports(q.requires_grad_(), k, v, None)
     q = q.detach()
-    others = (q.bfloat16(), q[:, :, :5], q[..., :6], q.mT.contiguous().mT, q[:, :, :0])
+    others = (q.bfloat16(), q[:, :1], q[..., :6], q.mT.contiguous().mT, q[:, :, :0])
     assert not any(attention.supports(other, k, v, None) for other in others)
     assert not attention.supports(q[..., :6], k[..., :6], v[..., :6], None)
     masks = (torch.zeros(2, 1, 6, 6), torch.ones(2, 2, 6, 6, dtype=torch.bool), torch.ones(2, 1, 6, 5, dtype=torch.bool))

@@ -1,5 +1,6 @@
-"""Weights on CPUs, at the speed of memory.
+"""Weights, and images behind norms, on CPUs, at the speed of memory.
 
 quantize.py      float weights to codes; dequantize.py: and back
 pack.py          codes into the layout of tiles; extract.py: codes out of llama.cpp's blocks
+group_norm.py    GroupNorm and SiLU of images, and their codes
 """

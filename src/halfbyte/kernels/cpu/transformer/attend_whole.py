@@ -31,7 +31,7 @@ from torch import Tensor
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.codegen.elementary import exp
-from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
@@ -100,7 +100,7 @@ class _Whole(Emitter):
     Scratch memory of a thread, float32:
 
         keys    [padded, D]       transposed in groups of _VECTORS vectors of keys
-        values  [padded, D]
+        values  [padded, D]       with D padded to whole vectors
         scores  [_ROWS, padded]   of a tile; `_exponentiate` replaces them by exp(score - largest)
         sums    [rows, 2]         the running maximum of each row, and the sum of its exponentials
     """
@@ -111,12 +111,14 @@ class _Whole(Emitter):
     def __init__(self, spec: WholeSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
         _, self.thread, self.threads = f.parameters
-        self.lanes = next(n for n in (16, 8, 4) if n <= isa.lanes and spec.dim % n == 0)
+        # Heads of float32 end with a vector that is partly masked; those of other types are loaded in whole vectors.
+        self.lanes = next(n for n in (16, 8, 4) if n <= isa.lanes and (spec.kind == "f32" or spec.dim % n == 0))
         self.floats, self.bytes = vector("float", self.lanes), 4 * self.lanes
         self.rows, self.padded = self.get("tokens") * spec.group, self.get("padded")
         self.keys = self.pointer("scratch") + self.thread * self.get("thread_bytes")
         self.values = self.keys + self.padded * (4 * spec.dim)
-        self.scores = self.values + self.padded * (4 * spec.dim)
+        self.value_bytes = 4 * round_up(spec.dim, self.lanes)
+        self.scores = self.values + self.padded * self.value_bytes
         self.sums = self.scores + self.padded * (4 * _ROWS)
 
     def emit(self) -> None:
@@ -136,7 +138,7 @@ class _Whole(Emitter):
                 for j in f.loop(count):
                     for at in range(0, self.spec.dim, self.lanes):
                         value = self._load(v + (start + j) * self.get("v_token"), at)
-                        self.values.store(value, j * (4 * self.spec.dim) + 4 * at, self.bytes)
+                        self.values.store(value, j * self.value_bytes + 4 * at, self.bytes)
                 begin = first
                 if self.spec.causal:  # skips rows that see none of these keys
                     first_key = start - self.get("before")
@@ -187,8 +189,16 @@ class _Whole(Emitter):
         return self.pointer(name) + b * self.get(f"{name}_batch") + head * self.get(f"{name}_head")
 
     def _load(self, row: Value, at: int) -> Value:
-        """Load a vector of a cached head, from element `at` on, as floats."""
-        return load_head(self.isa, self.spec.kind, self.spec.dim, row, at, self.lanes)
+        """Load a vector of a cached head, from element `at` on, as floats; 0 behind its last element."""
+        count = min(self.lanes, self.spec.dim - at)
+        return self._widened(load_head(self.isa, self.spec.kind, self.spec.dim, row, at, count))
+
+    def _widened(self, part: Value) -> Value:
+        """Fill a vector of the last elements of a head up with zeros."""
+        count = lanes_of(part.type)
+        if count == self.lanes:
+            return part
+        return part.shuffle([min(i, count) for i in range(self.lanes)], self.f.value(part.type, 0.0))
 
     def _transpose(self, k: Value, count: Value) -> None:
         """Lay out `count` keys so that the vectors that are multiplied together are contiguous for each element.
@@ -210,7 +220,7 @@ class _Whole(Emitter):
                             square[i] = a.shuffle([j if not j & half else n + j - half for j in range(n)], b)
                             square[i + half] = a.shuffle([j + half if not j & half else n + j for j in range(n)], b)
                     half //= 2
-                for i, column in enumerate(square):
+                for i, column in enumerate(square[: self.spec.dim - d]):
                     place.store(column, (d + i) * (4 * step), self.bytes)
 
     def _query(self, place: tuple[Value, Value, Value], start: Value, limit: Value) -> _Query:
@@ -293,7 +303,8 @@ class _Whole(Emitter):
             columns: Keys of this block.
             is_first: Whether it is the first block, so that the output is undefined yet.
         """
-        f, out, vectors = self.f, self.pointer("out"), self.spec.dim // self.lanes
+        f, out, vectors = self.f, self.pointer("out"), -(-self.spec.dim // self.lanes)
+        counts = [min(self.lanes, self.spec.dim - v * self.lanes) for v in range(vectors)]
         inverse = [s.equals(0.0).select(f.value("float", 0.0), f.value("float", 1.0) / s).splat(self.lanes) for s, _ in sums]
         earlier = [part.splat(self.lanes) for _, part in sums]
         for first in range(0, vectors, _VECTORS):
@@ -301,33 +312,35 @@ class _Whole(Emitter):
             totals = []
             for place, part in zip(places, earlier, strict=True):
                 for v in some:
-                    so_far = (out + place).load(self.floats, v * self.bytes, 4) * part
+                    so_far = self._widened((out + place).load(vector("float", counts[v]), v * self.bytes, 4)) * part
                     totals.append(f.variable(is_first.select(f.value(self.floats, 0.0), so_far)))
             for j in f.loop(columns):
                 weights = [self.scores + (self.padded * i + j) * 4 for i in range(_ROWS)]
-                self._multiply_add(totals, weights, self.values + j * (4 * self.spec.dim) + first * self.bytes)
+                self._multiply_add(totals, weights, self.values + j * self.value_bytes + first * self.bytes)
             for i, place in enumerate(places):
                 for v in some:
-                    (out + place).store(totals[i * len(some) + v - first].value * inverse[i], v * self.bytes, 4)
+                    y = totals[i * len(some) + v - first].value * inverse[i]
+                    (out + place).store(y if counts[v] == self.lanes else y.shuffle(range(counts[v])), v * self.bytes, 4)
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attend` takes these: float32 [B, H, T, D] on the CPU, of one shape, a head's elements side by side; mask bool
-    [B or 1, 1, T or 1, T] with its tokens side by side."""
+    """Whether `attend` takes these: float32 query [B, H, T, D], key and value [B, H, S, D] on the CPU, a head's elements side by side;
+    mask bool [B or 1, 1, T or 1, S] with its keys side by side."""
     shape = query.shape
-    same_shapes = query.dim() == 4 and key.shape == shape and value.shape == shape and shape[2] > 0 and shape[3] % 4 == 0
+    fitting = query.dim() == 4 and key.shape == value.shape and key.shape == (*shape[:2], *key.shape[2:3], shape[3])
+    fitting = fitting and shape[2] > 0 and key.shape[2] > 0 and shape[3] % 4 == 0
     plain = all(x.dtype == torch.float32 and x.is_cpu and x.stride(3) == 1 for x in (query, key, value))
-    if mask is None or not (same_shapes and plain):
-        return same_shapes and plain and shape[3] > 0
-    fits = mask.dim() == 4 and mask.shape[3] == shape[2] and mask.shape[2] in (1, shape[2]) and mask.shape[1] == 1
+    if mask is None or not (fitting and plain):
+        return fitting and plain and shape[3] > 0
+    fits = mask.dim() == 4 and mask.shape[3] == key.shape[2] and mask.shape[2] in (1, shape[2]) and mask.shape[1] == 1
     return fits and mask.shape[0] in (1, shape[0]) and mask.dtype == torch.bool and mask.stride(3) == 1
 
 
 def sizes(length: int, rows: int, dim: int, isa: ISA) -> tuple[int, int]:
     """For how many of `length` keys there are places at a time, and the bytes that each thread takes; rows: queries of a head of keys."""
-    step = _VECTORS * next(n for n in (16, 8, 4) if n <= isa.lanes and dim % n == 0)
-    padded = round_up(min(length, MOST_AT_ONCE), step)
-    return padded, 4 * padded * (2 * dim + _ROWS) + 8 * round_up(rows, 8)
+    lanes = min(16, isa.lanes)
+    padded = round_up(min(length, MOST_AT_ONCE), _VECTORS * lanes)
+    return padded, 4 * padded * (dim + round_up(dim, lanes) + _ROWS) + 8 * round_up(rows, 8)
 
 
 def parts(heads: int, rows: int, threads: int) -> int:
@@ -357,15 +370,16 @@ def _strides(scores: Tensor, *dimensions: int) -> tuple[int, ...]:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, bias: Tensor | None = None) -> Tensor:
-    """[B, H, T, D] each, mask bool, True where a token is seen -> [B, T, H, D]. The caller has asked `supports`.
+    """query [B, H, T, D], key and value [B, H, S, D], mask bool, True where a key is seen -> [B, T, H, D]. The caller has asked `supports`.
 
-    bias  float32 [B or 1, H or 1, T or 1, T] with contiguous last dimension
+    bias  float32 [B or 1, H or 1, T or 1, S] with contiguous last dimension
     """
+    length = key.shape[2]
     batch, heads, tokens, dim = query.shape
     isa = current()
     out = torch.empty(batch, tokens, heads, dim, dtype=torch.float32, device="cpu")
-    padded, thread_bytes = sizes(tokens, tokens, dim, isa)
-    work = 2 * batch * heads * tokens * tokens * dim
+    padded, thread_bytes = sizes(length, tokens, dim, isa)
+    work = 2 * batch * heads * tokens * length * dim
     threads = max(1, min(runtime.threads(), work // _WORK_A_THREAD))
     mask, bias = (None if scores is None else readable(scores) for scores in (mask, bias))
     q, k, v = ((x.data_ptr(), *(4 * s for s in x.stride()[:3])) for x in (query, key, value))
@@ -373,7 +387,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     numbers = batch, heads, tokens, padded, parts(batch * heads, tokens, threads), scratch, thread_bytes
     function = compiled(build, WholeSpec(dim, mask is not None, bias is not None), isa)
     scores = *mask_fields(mask), *bias_fields(bias)
-    block = _pack(function, 0, runtime.openmp_address(), 0, *q, 0, tokens, *k, *v, *scores, out.data_ptr(), *numbers, 0, scale, 0.0)
+    block = _pack(function, 0, runtime.openmp_address(), 0, *q, 0, length, *k, *v, *scores, out.data_ptr(), *numbers, 0, scale, 0.0)
     buffer = ctypes.create_string_buffer(block, len(block))
     runtime.runner()(ctypes.addressof(buffer), threads)
     return out

@@ -1,0 +1,243 @@
+"""Residual blocks and attention of diffusers' UNets and VAEs on CPUs, without copies between memory formats.
+
+A `ResnetBlock2D` becomes four native calls: GroupNorm with SiLU, which adds the time embedding, quantizes where the convolution behind it
+has a scale for each image, and writes channels_last; and convolutions, of which the second one adds the residual. Its result is
+channels_last, as the images of the blocks behind it then are. A `Transformer2DModel` leaves its tokens as they lie, which is channels_last.
+Attention processors call halfbyte's attention in place of torch's.
+
+Modules keep their classes' names, parameters and places. What these forwards do not compute is computed by diffusers': in training, for
+gradients, under torch.compile, on GPUs, with hooks within a block, or where one of its layers was replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from halfbyte.nn.modules.conv import QuantConv2d
+from halfbyte.nn.modules.quantized import has_global_hooks, has_hooks
+from halfbyte.nn.report import REMARK
+from halfbyte.ops.conv.functions import window_numbers
+from halfbyte.ops.conv.group_norm import normed_conv2d, supports
+from halfbyte.ops.library import plain
+from halfbyte.ops.transformer import attention
+
+_RESNET, _ATTENTION = "diffusers.models.resnet", "diffusers.models.attention_processor"
+_TRANSFORMER = "diffusers.models.transformers.transformer_2d"
+
+
+def fuse_blocks_(model: nn.Module) -> None:
+    """Replace the forwards of residual blocks and the processors of attention in `model`, in place."""
+    for module in list(model.modules()):
+        kind = type(module)
+        if kind.__module__ == _RESNET and kind.__name__ == "ResnetBlock2D" and not isinstance(module, _Block) and _is_plain(module):
+            module.__class__ = _fused_class(_Block, kind)
+            setattr(module, REMARK, "computed together: norms with their activations, the second convolution with the residual")
+        if kind.__module__ == _TRANSFORMER and kind.__name__ == "Transformer2DModel" and not isinstance(module, _Transformer):
+            module.__class__ = _fused_class(_Transformer, kind)
+        of_attention = kind.__module__ == _ATTENTION and kind.__name__ == "Attention"
+        if of_attention and type(module.processor) is getattr(sys.modules[_ATTENTION], "AttnProcessor2_0", None):
+            cast(_Attention, module).processor = _processor()
+
+
+def _is_plain(block: nn.Module) -> bool:
+    """Whether a ResnetBlock2D computes (shortcut(x) + conv2(silu(norm2(conv1(silu(norm1(x))) + temb)))) / output_scale_factor, and its
+    convolutions are quantized."""
+    resamples = any(getattr(block, name) is not None for name in ("upsample", "downsample"))
+    quantized = all(type(block._modules.get(name)) is QuantConv2d for name in ("conv1", "conv2"))
+    # "group": of VAEs, without an embedding.
+    without = block._modules.get("time_emb_proj") is None
+    plain_norm = block.time_embedding_norm == "default" or (block.time_embedding_norm == "group" and without)
+    return quantized and plain_norm and not resamples and "forward" not in vars(block)
+
+
+def _is_norm_of(norm: nn.Module, conv: nn.Module) -> bool:
+    """Whether both are of the classes that `normed_conv2d` computes, without hooks or another forward."""
+    if type(norm) is not nn.GroupNorm or type(conv) is not QuantConv2d or conv.padding_mode != "zeros":
+        return False
+    return not any(has_hooks(module) or "forward" in vars(module) for module in (norm, conv))
+
+
+def _normed_conv(
+    x: Tensor, norm: nn.GroupNorm, conv: QuantConv2d, *, activated: bool, added: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    numbers = window_numbers(conv.packed.sizes.kernel, conv.stride, conv.padding, conv.dilation)
+    settings = {"compute": conv.compute, "activation": conv.activation}
+    return normed_conv2d(x, norm, conv.packed, conv.bias, numbers, activated=activated, added=added, residual=residual, **settings)
+
+
+class _Block(nn.Module):
+    """Mixed in before diffusers' ResnetBlock2D (the second base class) to replace its forward."""
+
+    norm1: nn.GroupNorm
+    norm2: nn.GroupNorm
+    conv1: QuantConv2d
+    conv2: QuantConv2d
+    conv_shortcut: nn.Module | None
+    time_emb_proj: nn.Module | None
+    nonlinearity: nn.Module
+    dropout: nn.Module
+    skip_time_act: bool
+    output_scale_factor: float
+
+    def forward(self, input_tensor: Tensor, temb: Tensor | None, *args: object, **kwargs: object) -> Tensor:
+        """input_tensor [B, C, H, W], temb [B, E] or None -> [B, Co, H, W], channels_last"""
+        x, added = input_tensor, None
+        if args or kwargs or not self._computes(x, temb):
+            return cast(Tensor, super().forward(input_tensor, temb, *args, **kwargs))
+        if self.time_emb_proj is not None and temb is not None:
+            added = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))
+        y = _normed_conv(x, self.norm1, self.conv1, activated=True)
+        shortcut = self.conv_shortcut
+        if shortcut is not None:
+            x = shortcut(x, channels_last=True) if type(shortcut) is QuantConv2d else shortcut(x)
+        y = _normed_conv(y, self.norm2, self.conv2, activated=True, added=added, residual=x)
+        return y if self.output_scale_factor == 1 else y / self.output_scale_factor
+
+    def _computes(self, x: Tensor, temb: Tensor | None) -> bool:
+        if self.training or (temb is None) != (self.time_emb_proj is None) or type(self.nonlinearity) is not nn.SiLU:
+            return False
+        if self.dropout.training or any(has_hooks(module) for module in (self.nonlinearity, self.dropout)) or has_global_hooks():
+            return False
+        pairs = (self.norm1, self.conv1), (self.norm2, self.conv2)
+        if not all(_is_norm_of(*pair) for pair in pairs):
+            return False
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+            return False
+        return supports(x, self.norm1, self.norm2, added=temb) is None
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return _blank, (_Block, type(self).__mro__[2]), self.__dict__
+
+
+class _Transformer(nn.Module):
+    """Mixed in before diffusers' Transformer2DModel: images become tokens, and tokens images, without copies; the first convolution takes
+    what the norm quantizes, and the last one adds the residual."""
+
+    norm: nn.GroupNorm
+    proj_in: nn.Module
+    proj_out: nn.Module
+    use_linear_projection: bool
+
+    def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
+        """hidden_states [B, C, H, W] -> [B, H * W, Ci] and Ci"""
+        x, proj = hidden_states, self.proj_in
+        if (
+            type(proj) is not QuantConv2d
+            or not _is_norm_of(self.norm, proj)
+            or has_global_hooks()
+            or (torch.is_grad_enabled() and proj.bias is not None and proj.bias.requires_grad)
+            or supports(x, self.norm) is not None
+        ):
+            return cast("tuple[Tensor, int]", super()._operate_on_continuous_inputs(x))  # type: ignore[misc]
+        image = _normed_conv(x, self.norm, proj, activated=False)
+        return image.permute(0, 2, 3, 1).flatten(1, 2), image.shape[1]
+
+    def _get_output_for_continuous_inputs(
+        self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
+    ) -> Tensor:
+        """hidden_states [B, H * W, C], residual [B, Co, H, W] -> [B, Co, H, W], channels_last"""
+        if self.use_linear_projection or type(self.proj_out) is not QuantConv2d:
+            sizes = batch_size, height, width, inner_dim
+            return cast(Tensor, super()._get_output_for_continuous_inputs(hidden_states, residual, *sizes))  # type: ignore[misc]
+        image = hidden_states.reshape(batch_size, height, width, inner_dim).permute(0, 3, 1, 2)
+        return cast(Tensor, self.proj_out(image, residual, channels_last=True))
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return _blank, (_Transformer, type(self).__mro__[2]), self.__dict__
+
+
+def _blank(mixin: type[nn.Module], kind: type[nn.Module]) -> nn.Module:
+    """A module without its state, which copy and pickle add."""
+    fused = _fused_class(mixin, kind)
+    return fused.__new__(fused)
+
+
+_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+def _fused_class(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+    if (mixin, kind) not in _CLASSES:
+        _CLASSES[mixin, kind] = type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+    return _CLASSES[mixin, kind]
+
+
+class _Attention(Protocol):
+    """What a processor reads of diffusers' Attention."""
+
+    processor: object
+    spatial_norm: object
+    norm_q: object
+    norm_k: object
+    group_norm: Callable[[Tensor], Tensor] | None
+    norm_cross: object
+    norm_encoder_hidden_states: Callable[[Tensor], Tensor]
+    to_q: Callable[[Tensor], Tensor]
+    to_k: Callable[[Tensor], Tensor]
+    to_v: Callable[[Tensor], Tensor]
+    to_out: Sequence[Callable[[Tensor], Tensor]]
+    heads: int
+    residual_connection: bool
+    rescale_output_factor: float
+
+
+def _processor() -> object:
+    """A processor that attends by halfbyte's kernel."""
+    return _processor_class()()
+
+
+@functools.cache
+def _processor_class() -> type:
+    base = vars(sys.modules[_ATTENTION])["AttnProcessor2_0"]
+    return type(base.__name__, (_Processor, base), {"__module__": base.__module__})
+
+
+class _Processor:
+    """Mixed in before diffusers' AttnProcessor2_0, which computes what this one does not."""
+
+    def __call__(
+        self,
+        attn: _Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> Tensor:
+        """hidden_states [B, T, C] or [B, C, H, W], encoder_hidden_states [B, S, E] or None -> as hidden_states"""
+        if attention_mask is not None or args or kwargs or not _attends(attn, hidden_states):
+            inputs = attn, hidden_states, encoder_hidden_states, attention_mask, temb
+            return cast(Tensor, super().__call__(*inputs, *args, **kwargs))  # type: ignore[misc]
+        x = hidden_states.flatten(2).transpose(1, 2) if hidden_states.dim() == 4 else hidden_states
+        if attn.group_norm is not None:
+            x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
+        context = x if encoder_hidden_states is None else encoder_hidden_states
+        if encoder_hidden_states is not None and attn.norm_cross:
+            context = attn.norm_encoder_hidden_states(context)
+        projected = attn.to_q(x), attn.to_k(context), attn.to_v(context)
+        query, key, value = (y.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for y in projected)
+        if attention.supports(query, key, value, None):
+            y = attention.attend(query, key, value, None, query.shape[-1] ** -0.5)
+        else:
+            y = functional.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+        y = attn.to_out[1](attn.to_out[0](y.flatten(2)))
+        if hidden_states.dim() == 4:
+            y = y.transpose(-1, -2).reshape(hidden_states.shape)
+        if attn.residual_connection:
+            y = y + hidden_states
+        return y if attn.rescale_output_factor == 1 else y / attn.rescale_output_factor
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _processor, ()
+
+
+def _attends(attn: _Attention, x: Tensor) -> bool:
+    """Whether attention is softmax(q kᵀ) v of plain tensors on a CPU, without norms of heads."""
+    return x.is_cpu and plain(x) and attn.spatial_norm is None and attn.norm_q is None and attn.norm_k is None
