@@ -1,6 +1,6 @@
 """New tokens through a whole Llama-like model in one call: ids [M] -> logits [M, N], float32.
 
-The tokens are one of each of B sequences, or the next 1 … FEW of one sequence. Each row is computed in the same order of operations
+The tokens are one of each of B sequences, or the next 1 … 8 of one sequence. Each row is computed in the same order of operations
 whatever M is: the logits after a token are the same, bit by bit, whether it is alone or among others of its sequence.
 
     x  = factor * table[ids]     rows of a quantized table; of any other, the caller writes table[ids] to x
@@ -33,7 +33,7 @@ from halfbyte.kernels.cpu.transformer import decoder
 from halfbyte.kernels.cpu.transformer.attend import ATTEND, CACHES
 from halfbyte.kernels.cpu.transformer.attention_half import Size
 from halfbyte.kernels.cpu.transformer.decoder import Entry, Layer, Plan
-from halfbyte.kernels.cpu.transformer.halves import Fields, Laid, Norm, product_steps, shared
+from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, Workspace, product_steps
 from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.cpu_tiles import Geometry
 
@@ -65,9 +65,9 @@ class Inputs:
         """From so many rows x, of a model of so many layers, to e [rows, layers * P]; and what these steps read, to be kept."""
         product = self.projection
         wide, width = 4 * product.n, product.n // layers
-        memory = shared("per_layer_inputs", (*Laid.sizes((product,), rows, threads), rows * wide))
-        laid, projected = Laid.of((product,), rows, threads, memory.starts), memory.starts[2]
-        first = laid.steps(product, x, projected)
+        workspace = Workspace.of("per_layer_inputs", (product,), rows, threads, (rows * wide,))
+        projected = workspace.buffers[0]
+        first = workspace.product(product, x, projected)
         fields: Fields = {
             "x": projected,
             "x_stride": 4 * width,
@@ -78,7 +78,7 @@ class Inputs:
         }
         fields |= {"weight": self.norm.weight, "shift": self.scale, "eps": (self.norm.eps, 0.0)}
         added = arguments(NORM, phase(self.norm.step("norm", added=True, scaled=True)), fields)
-        return [*_looked_up(self.table, self.factor, rows, product.n, ids, per_layer_inputs), *first.blocks, added], (memory, first)
+        return [*_looked_up(self.table, self.factor, rows, product.n, ids, per_layer_inputs), *first.blocks, added], (workspace, first)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -173,8 +173,7 @@ class Steps:
         norm, head, k = self._model.norm, self._model.head, self.x.shape[1]
         if head is None:
             sizes = {"x": self.x.data_ptr(), "x_stride": 4 * k, "out_stride": 4 * k, "rows": self._rows, "k": k}
-            of_norm: Fields = {"weight": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
-            block = arguments(NORM, phase(norm.step("norm")), {**sizes, **of_norm})
+            block = arguments(NORM, phase(norm.step("norm")), {**sizes, **norm.fields})
             self._last = [(block, NORM.offset("out"))]
             return [block]
         alone = self._rows == 1
@@ -193,7 +192,7 @@ class Steps:
             "shift": norm.bias,
             "eps": (norm.eps, 0.0),
         }
-        steps, self._table = product_steps(head.n, buffer, fields, alone=alone, threads=self.threads, kind=norm.step(""))
+        steps, _, self._table = product_steps(head.n, buffer, fields, single_row=alone, threads=self.threads, step=norm.step(""))
         if self._model.logits is not None:
             function, constant = self._model.logits
             steps.append(_each(function, self._rows * head.n, constant))
