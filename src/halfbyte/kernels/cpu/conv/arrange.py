@@ -192,7 +192,7 @@ def _match_pairs(cost: Tensor) -> tuple[Tensor, Tensor]:
     firsts, seconds = list[Tensor](), list[Tensor]()
     for _ in range(LANE // 2):
         cheapest = key.amin(1)
-        # Of the available codes the one with the highest cost; among equals the first, as 15 - number is in the low four bits.
+        # The available code with the highest cost; among equals the first, as 15 - number is in the low four bits.
         worst = torch.where(cheapest < _UNAVAILABLE * LANE, cheapest | LANE - 1, -1) - (LANE - 1 - number).view(-1, 1)
         first = (worst.amax(0) & LANE - 1).long().unsqueeze(0)
         second = cheapest.gather(0, first).long() & LANE - 1

@@ -26,7 +26,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function
 from halfbyte.kernels.cpu.linear.block_end import HIGHEST_CODE, Record
 from halfbyte.kernels.cpu.linear.packed_planes import PackedBitsUnit
-from halfbyte.kernels.cpu.linear.sparse import SparseUnit, zeros_of
+from halfbyte.kernels.cpu.linear.sparse import SparseUnit, zero_codes
 from halfbyte.kernels.cpu.linear.tile import PanelSlice, Tile
 from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, TileSpec, WeightSpec
 from halfbyte.layouts.cpu_tiles import PANEL, data_bytes, tail_bytes
@@ -168,7 +168,7 @@ class ExpandingTile(ExpandedTile):
         self._expand_weight_meta(packed, block.weight_meta)
         if self.spec.weight.sparse:
             points = packed + self.column + PANEL * self.scale_size if self.panel.weight.zero == "point" else None
-            self.zeros = zeros_of(self.isa, self.f, self.spec.weight.bits, points, self.vectors)
+            self.zeros = zero_codes(self.isa, self.f, self.spec.weight.bits, points, self.vectors)
         self.left = self._left_of_points(packed) if self.panel.subtracts_points else None
         super()._block(block)
         self.at.value = self.at.value + self.packed_meta

@@ -46,7 +46,7 @@ class PackedBitsUnit:
             yield from zip(*(self.isa.unit_weights(stored, 8) for stored in self.stored(t)), strict=True)
 
 
-def eight(f: Function, bits: int, signed: bool, unit: int, data: Value, group: Value, lane: Value) -> Value:
+def eight_codes(f: Function, bits: int, signed: bool, unit: int, data: Value, group: Value, lane: Value) -> Value:
     """Eight k of one row as 8-bit codes are stored, <8 x i32>: the group-th of a block whose data lie at `data`."""
     a_unit, pairs = unit // 8, plane_groups(bits) // 2  # eights of a unit, and of a byte of the second plane
     at, inside = data + group // a_unit * (unit * bits // 32 * _GROUP) + lane * 4, group % a_unit
