@@ -7,8 +7,8 @@
                                              sequence that only fills the cache, and `attend_whole.py` attends
     h   = x + residual_multiplier * norm(a · Woᵀ + bias)
 
-Either norm may be missing. `decoder.py` plans both halves of a layer once for each size of a call (`AttentionPlan`): a list of steps whose
-arguments are filled in but for addresses that change from call to call, which `point` writes.
+Either norm may be missing. `decoder.py` plans both sublayers of a layer once for each size of a call (`AttentionPlan`): a list of steps
+whose arguments are filled in but for addresses that change from call to call, which `point` writes.
 """
 
 from __future__ import annotations

@@ -70,19 +70,22 @@ class Clamped(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsStep:
-    """kind     "logits", "choose", "sort", "up" or "down"
-    alone       there is one row, which each thread prepares for itself
-    prepares    before it multiplies by the router, or its experts
-    router      "f32", "bf16" or "f16", its weights
-    normalized  weights of a row add up to 1, before their factor
-    scores      "sigmoid" or "softmax" of logits, where a row chooses by these and a correction
-    clamped     gates are `Clamped`
-    layer_norm, unit_offset  of the norm, as in `step_sequence.Step`, where it is prepared
-    crosses     a GPU gives ids and weights, and waits for y
+    """What the code of a step is generated for.
+
+    Attributes:
+        kind: "logits", "choose" (top-k), "sort" (rows by expert), "up" or "down".
+        single_row: There is one row, which each thread prepares for itself.
+        prepares: It lays out rows before it multiplies, by the router or by the experts.
+        router: Element type of the router's weights.
+        normalized: Weights of a row sum to 1, before their factor.
+        scores: "sigmoid" or "softmax" of logits, where experts are chosen by these and a correction.
+        clamped: Gates are `Clamped`.
+        crosses: A GPU gives ids and weights, and waits for y.
+        layer_norm, unit_offset: Of the norm, as in `step_sequence.Step`, where the step prepares normed rows.
     """
 
     kind: Literal["logits", "choose", "sort", "up", "down"]
-    alone: bool = False
+    single_row: bool = False
     prepares: bool = False
     router: Kind | Literal[""] = ""
     normalized: bool = False
@@ -160,7 +163,7 @@ class _Experts(Emitter):
         with self.f.when(self.thread.equals(0)):
             for r in self.f.loop(self.rows):
                 self._choose(r)
-            if not self.spec.alone:
+            if not self.spec.single_row:
                 self._sort()
 
     def sort(self) -> None:
@@ -298,7 +301,7 @@ class _Experts(Emitter):
             at.store(to + 1, 0, 8)
 
     def _place(self, pair: Value) -> Value:
-        return pair if self.spec.alone else (self.pointer("order") + pair * 8).load("i64", 0, 8)
+        return pair if self.spec.single_row else (self.pointer("order") + pair * 8).load("i64", 0, 8)
 
     def _of_expert(self, linear: Value, place: Value) -> tuple[Value, Value]:
         """Weights and bias."""
@@ -313,7 +316,7 @@ class _Experts(Emitter):
 
     def up(self) -> None:
         """Groups are of the panels of all pairs of a row and an expert, which are pairs of panels: of gates and what they are for."""
-        if self.spec.alone:
+        if self.spec.single_row:
             self._wait()
         f, linear, gate = self.f, self._prepare(), self.get("gate")
         tile, up_offset = (f.value("i64", 0), f.value("i64", 1)), gate * (4 * PANEL)
@@ -327,7 +330,7 @@ class _Experts(Emitter):
                 after = i + (last - first)
                 after = f.umin(after.below(stop).select(after, following), end - 1)  # at the end a panel that was read: harmless
                 then = self._of_expert(linear, self._place(after // gate))[0] + after % gate * panel_bytes * (2 if self.spec.clamped else 1)
-                a = self._laid_out(linear, f.value("i64", 0) if self.spec.alone else place // self.top_k)
+                a = self._laid_out(linear, f.value("i64", 0) if self.spec.single_row else place // self.top_k)
                 out = LINEAR.load(linear, "out", "ptr") + place * LINEAR.load(linear, "out_stride")
                 if self.spec.clamped:
                     driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias, then=then)

@@ -173,7 +173,7 @@ class Workspace:
         fields: Fields = {"normed": self.normed, "normed_thread": self.normed_bytes, "private": self.private}
         if norm is not None:
             fields |= {"norm": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
-        step = replace(Step("", gates) if norm is None else norm.step("", gates), alone=not gated, external_up=external_up)
+        step = replace(Step("", gates) if norm is None else norm.step("", gates), ungated=not gated, external_up=external_up)
         return product_steps(product.n, linear, fields, single_row=self.m == 1, threads=self.threads, step=step)
 
     def norm(self, norm: Norm, x: int, out: int, stride: int, k: int) -> Buffer:
@@ -267,7 +267,7 @@ def product_steps(n: int, linear: Buffer, fields: Fields, *, single_row: bool, t
         threads: That compute it.
         step: All but the kind of the steps.
     """
-    gated = step.gates != "none" and not step.alone
+    gated = step.gates != "none" and not step.ungated
     panels = -(-n // PANEL) // (2 if gated else 1)
     groups = shares(panels, threads)
     table = (ctypes.c_int64 * len(groups))(*groups)
@@ -281,6 +281,6 @@ def product_steps(n: int, linear: Buffer, fields: Fields, *, single_row: bool, t
     if single_row:
         steps = [replace(step, kind="product")]
     else:
-        prepare = replace(step, kind="rows", gates="none", alone=False, external_up=False)
-        steps = [prepare, Step("panels", step.gates, alone=step.alone, external_up=step.external_up)]
+        prepare = replace(step, kind="rows", gates="none", ungated=False, external_up=False)
+        steps = [prepare, Step("panels", step.gates, ungated=step.ungated, external_up=step.external_up)]
     return ProductSteps([arguments(PRODUCT, phase(one), fields) for one in steps], linear, table)
