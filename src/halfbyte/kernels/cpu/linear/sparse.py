@@ -172,7 +172,8 @@ def build(spec: ConvertSpec, isa: ISA, f: Function) -> None:
             points = places[source].value + units * unit_bytes[source] + PANEL * spec.scale_bytes if spec.points else None
             zeros = zero_codes(isa, f, spec.bits, points, PANEL // _ROWS)
             for _ in f.loop(units):
-                _convert_unit(spec, isa, *(place.value for place in places), zeros)
+                dense, sparse = (place.value for place in places)
+                _convert_unit(spec, isa, dense, sparse, zeros)
                 for place, size in zip(places, unit_bytes, strict=True):
                     place.value = place.value + size
             for i in f.loop(spec.sparse_tail, step=64):  # the dense tail may be longer, by sums of pairs, which come last

@@ -412,7 +412,7 @@ def multiply_slabs(ring, stored, scale, first_n, count, step, high, shape, HALF:
         acc, step = _multiply_halved(ring, stored, acc, count, step, high, HALF, DTYPE, S)
     total = ()
     for i in gl.static_range(len(S.sum_widths)):
-        scaled = acc[i]  # type: ignore[var-annotated]
+        scaled = acc[i]
         if S.subnormal or S.one_block:
             of_rows = gl.convert_layout(factor, gl.SliceLayout(1, sums_layout(S.sum_widths[i])), assert_trivial=True)
             scaled *= gl.expand_dims(of_rows, 1)

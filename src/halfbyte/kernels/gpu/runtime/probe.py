@@ -66,6 +66,6 @@ def read_launches(data: Sequence[Tensor], gpu: Gpu) -> dict[str, list[Callable[[
         words_per_program = round_up(-(-words // programs), block)
         for unrolled in _UNROLLED:
             name = f"{block} words, {warps} warps, {programs_per_sm} programs per SM, {unrolled} blocks together"
-            arguments = {"BLOCK": block, "UNROLLED": unrolled, "num_warps": warps}
-            launches[name] = [partial(launch.run, _read, (programs,), view, out, words, words_per_program, **arguments) for view in views]
+            read = partial(launch.run, _read, (programs,), BLOCK=block, UNROLLED=unrolled, num_warps=warps)
+            launches[name] = [partial(read, view, out, words, words_per_program) for view in views]
     return launches
