@@ -96,7 +96,7 @@ class Program:
         scratch_bytes = max(node.step.scratch_bytes + threads * node.step.thread_scratch_bytes for node in nodes)
         self._memory = torch.empty(size + scratch_bytes + _ALIGNED, dtype=torch.uint8, device="cpu")
         base = round_up(self._memory.data_ptr(), _ALIGNED)
-        # Of each input, then of each output: the blocks and offsets at which its address is written.
+        # The blocks and offsets at which the address of each input, and then of each output, is written.
         self._unbound: dict[int, list[tuple[Buffer, int]]] = {i: [] for i in range(num_inputs)}
         self._unbound |= {num_inputs + i: [] for i, node in enumerate(nodes) if node.is_output}
         blocks = []

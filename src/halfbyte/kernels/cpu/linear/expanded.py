@@ -285,7 +285,7 @@ class _Panel(Emitter):
         out, bias = self.out + column * self.get("out_bytes"), self.bias + column * 4
 
         def rows_before(tile: Value) -> Value:
-            """Of all tiles before this one: the first `count` of them have `big` rows, the others one less."""
+            """Return the rows of all tiles before this one: the first `count` of them have `big` rows, the others one less."""
             return tile * big - (tile - f.umin(tile, count))
 
         prefetch = ends.select(self.following, self.weights + stop * self.packed_bytes)

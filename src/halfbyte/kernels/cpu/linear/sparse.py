@@ -127,11 +127,11 @@ def eight_codes(f: Function, bits: int, at: Value, eighth: Value, row: Value, po
     masks = at + (row >> 1) + eighth * (2 * _MASKS) + _lines(bits) * _LINE
     low, high = (masks.load("i8", g * _MASKS).to("i32", unsigned=True) >> ((row & 1) * 4).to("i32") & 15 for g in (0, 1))
     mask, group_bit = (low | high << 4).splat(8), f.constant("<8 x i32>", [0] * 4 + [8] * 4)
-    own_bit, earlier_bits = ([number << GROUP * g for g in (0, 1) for number in numbers] for numbers in ((1, 2, 4, 8), (0, 1, 3, 7)))
+    code_bit, earlier_bits = ([number << GROUP * g for g in (0, 1) for number in numbers] for numbers in ((1, 2, 4, 8), (0, 1, 3, 7)))
     candidates = [(number.splat(8) >> group_bit) & 255 for number in (first, second)]
     kept = (mask & f.constant(mask.type, earlier_bits)).equals(0).select(*candidates)
     zero = f.value(mask.type, 1 << (bits - 1)) if point is None else point
-    return (mask & f.constant(mask.type, own_bit)).equals(0).select(zero, kept)
+    return (mask & f.constant(mask.type, code_bit)).equals(0).select(zero, kept)
 
 
 # Conversion of whole weights
