@@ -269,6 +269,10 @@ def test_products_with_a_norm_and_gates() -> None:
     assert choose(problem, gpu) is not choice
     assert names == {candidate.name for candidate in GPU_NORMED}
     assert choose(NormedProblem(product), GPUS["gfx942"]).taken is None
+    with pytest.raises(UnsupportedError, match="NormedProblem has kernels on GPUs alone"):
+        choose(NormedProblem(product), current())  # type: ignore[call-overload]
+    with pytest.raises(UnsupportedError, match="kind of problem"):
+        choose(product.format, current())  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("isa", native(), ids=lambda isa: isa.name)

@@ -1,6 +1,13 @@
 """`choose`: the kernel for a problem on a machine, of whichever kind. Nothing else in halfbyte chooses between kernels.
 
-The lists are in one file for each kind and machine; this one knows which.
+    problem                        on a GPU      on a CPU
+    Problem, a product             gpu.py        cpu.py
+    ConvProblem                    gpu_conv.py   cpu_conv.py
+    AttentionProblem               layers.py     layers.py
+    ExpertsProblem                 layers.py     layers.py
+    NormedProblem, norm + product  layers.py     -
+
+Each of these files has a list of candidates (`candidate.py`), of which its chooser takes one. `ops` runs it, `explain.py` prints why.
 """
 
 from __future__ import annotations
@@ -11,13 +18,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, overload
 
 from halfbyte.dispatch.candidate import Choice, Option
+from halfbyte.errors import UnsupportedError, lookup
 from halfbyte.kernels.layer_kinds import Gelu
 from halfbyte.kernels.problem import AttentionProblem, ConvProblem, ExpertsProblem, NormedProblem, Problem
 from halfbyte.machine import Gpu
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from halfbyte.dispatch.cpu import CpuCandidate
     from halfbyte.dispatch.cpu_conv import CpuConvCandidate
     from halfbyte.dispatch.gpu import GpuCandidate
@@ -42,49 +48,52 @@ def choose(problem: NormedProblem, machine: Gpu) -> Choice[NormedProblem, Normed
 @overload
 def choose(problem: Problem, machine: ISA) -> Choice[Problem, CpuCandidate]: ...
 def choose(problem: object, machine: Gpu | ISA) -> object:
-    """Choose the kernel for a problem, which has something to compute.
+    """Choose the kernel for a problem.
 
     Args:
-        problem: What to compute.
+        problem: What to compute; none of its sizes is 0.
         machine: A GPU, present or not, or the instruction set of a CPU.
 
     Returns:
-        What is taken and its config, what else could run, and why the others may not. The same object for equal arguments, until a kernel
-        fails or is measured.
+        The kernel and config to run, the others that could, and the reasons against the rest. The same object for equal arguments, until
+        `forget`.
 
     Raises:
-        UnsupportedError: No kernel solves it there, and torch's own operations do not, either.
+        UnsupportedError: Neither a kernel nor torch's own operations solve it there.
     """
     return _choose(problem, machine)
 
 
-def _home(problem: object, machine: Gpu | ISA) -> Callable[[object, Gpu | ISA], object]:
-    """The function that chooses for this kind of problem and machine."""
-    home = next(home for kind, home in _HOMES if isinstance(problem, kind))
-    module, name = home[0 if isinstance(machine, Gpu) else 1].split(":")
-    chooser: Callable[[object, Gpu | ISA], object] = getattr(import_module(f"halfbyte.dispatch.{module}"), name)
-    return chooser
-
-
 # The functions that choose on GPUs and on CPUs, by the kind of problem. Those of CPUs import llvmlite: they are imported when needed.
-_HOMES: tuple[tuple[type, tuple[str, str]], ...] = (
-    (Problem, ("gpu:choose_product", "cpu:choose_product")),
-    (ConvProblem, ("gpu_conv:choose_conv", "cpu_conv:choose_conv")),
-    (AttentionProblem, ("layers:choose_attention", "layers:choose_cpu_attention")),
-    (ExpertsProblem, ("layers:choose_experts", "layers:choose_cpu_experts")),
-    (NormedProblem, ("layers:choose_normed", "")),
-)
+_CHOOSERS: dict[type, tuple[str, str | None]] = {
+    Problem: ("gpu:choose_product", "cpu:choose_product"),
+    ConvProblem: ("gpu_conv:choose_conv", "cpu_conv:choose_conv"),
+    AttentionProblem: ("layers:choose_attention", "layers:choose_cpu_attention"),
+    ExpertsProblem: ("layers:choose_experts", "layers:choose_cpu_experts"),
+    NormedProblem: ("layers:choose_normed", None),
+}
 
 
 @lru_cache(maxsize=4096)
 def _choose(problem: object, machine: Gpu | ISA) -> object:
-    return _home(problem, machine)(problem, machine)
+    on_gpu, on_cpu = lookup(_CHOOSERS, type(problem), "the kind of problem")
+    chooser = on_gpu if isinstance(machine, Gpu) else on_cpu
+    if chooser is None:
+        raise UnsupportedError(f"{type(problem).__name__} has kernels on GPUs alone, got {machine.name}: compute its parts there")
+    module, name = chooser.split(":")
+    return getattr(import_module(f"halfbyte.dispatch.{module}"), name)(problem, machine)
 
 
 def cpu_kernel(problem: Problem, *, gelu: Gelu = "") -> LinearKernel:
-    """Return the compiled kernel of a product on this CPU, for any number of rows, followed by GELU if `gelu`.
+    """Return the compiled kernel of a product on this CPU.
 
-    Raises ArgumentError for an unknown compute."""
+    Args:
+        problem: The product; the kernel is for any number of rows.
+        gelu: The GELU that follows it; "": none.
+
+    Raises:
+        ArgumentError: The problem's compute is unknown.
+    """
     from halfbyte.kernels.cpu.codegen.isas import current
 
     choice = choose(problem, current())
@@ -92,14 +101,14 @@ def cpu_kernel(problem: Problem, *, gelu: Gelu = "") -> LinearKernel:
 
 
 def forget() -> None:
-    """Choose anew from now on: other times are known."""
+    """Discard all memoized choices: times or failures that they depend on have changed."""
     _choose.cache_clear()
     if (products := sys.modules.get("halfbyte.dispatch.gpu")) is not None:
         products.choose_product.cache_clear()
 
 
 def report_failure(problem: Problem, gpu: Gpu, option: Option[GpuCandidate], reason: str) -> None:
-    """`option` does not run here: it will not be chosen again for such a problem, and `explain` gives the reason."""
+    """Record that `option` does not run on this GPU: `choose` passes over it for such problems, and `explain` prints `reason`."""
     from halfbyte.dispatch.gpu import keep_failure
 
     keep_failure(problem, gpu, option, reason)

@@ -22,7 +22,7 @@ import torch
 
 from halfbyte.dispatch import tune
 from halfbyte.dispatch.candidate import Candidate, Choice, Option, decide
-from halfbyte.dispatch.roofline import Tiles, predict, reading, spreading
+from halfbyte.dispatch.roofline import Tiles, least_seconds, predict, spread_seconds
 from halfbyte.errors import UnsupportedError, unreachable
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.problem import Compute, Problem, check_compute
@@ -77,7 +77,7 @@ class GpuCandidate(Candidate[Problem, Gpu]):
         """The module's own prediction; None where it has none."""
         known = getattr(self.module, "seconds", None)
         seconds = None if known is None else known(problem, config)
-        return None if seconds is None else max(seconds, reading(problem, machine))
+        return None if seconds is None else max(seconds, least_seconds(problem, machine))
 
     def options(self, problem: Problem, machine: Gpu) -> tuple[list[Option[Any]], list[str]]:
         """Return its configs, those that were measured here or on a GPU like this with their times."""
@@ -87,7 +87,7 @@ class GpuCandidate(Candidate[Problem, Gpu]):
         failures: list[str] = []
         if (multiplied := self.multiplied(problem)) is not problem:
             options, failures = self.options(multiplied, machine)
-            longer = spreading(problem, machine)
+            longer = spread_seconds(problem, machine)
             for option in options:
                 seconds = of_candidate.get(str(option.config))
                 found.append(Option(self, option.config, seconds or option.seconds + longer, "" if seconds is None else where))

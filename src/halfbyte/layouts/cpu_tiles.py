@@ -24,14 +24,14 @@ dot-product instructions subtract (`kernels/cpu/codegen/isa_x86.py`). They take 
 A block longer than 32768 is cut into several records with the same scale, so that int32 sums can't overflow.
 
 The layout `cpu_tiles_2_4` is for weights that are 2:4 sparse (`sparse.py`) whose blocks are padded to multiples of 32. Data hold two codes
-of each 4 k, first those that are not 0, and where in the 4 k they belong; sums of pairs there are none:
+of each 4 k, those that are not 0 first, and a mask of where in the 4 k they belong; there are no sums of pairs:
 
     data, 4 bits, for each 32 k:  256 bytes of codes: for each 8 k byte 2*row + i holds the i-th code of k = 0 … 3 in its low nibble and
-                                  that of k = 4 … 7 in its high nibble;  then 128 bytes of places
-    data, 8 bits, for each 32 k:  512 bytes of codes: for each 4 k byte 2*row + i holds the i-th;  then 128 bytes of places
-    places: for each 4 k and row 4 bits, of which two are 1, k = 0 in the lowest; rows with even numbers in low nibbles
+                                  that of k = 4 … 7 in its high nibble;  then 128 bytes of masks
+    data, 8 bits, for each 32 k:  512 bytes of codes: for each 4 k byte 2*row + i holds the i-th;  then 128 bytes of masks
+    masks: for each 4 k and row 4 bits, of which two are 1, k = 0 in the lowest; rows with even numbers in low nibbles
 
-All is read by vectors of 16 rows: an instruction that expands bytes by a mask puts 32 codes where 64 bits of places say.
+All is read by vectors of 16 rows: an instruction expands 32 codes to 64 bytes by 64 bits of masks.
 """
 
 from __future__ import annotations
@@ -347,19 +347,19 @@ def _quads(units: Tensor, bits: int, zero: Tensor | int) -> Tensor:
 
     zero   what stands for 0: a number, or [P, blocks, 1, 32]
     """
-    codes, places = units.split((units.shape[-1] - 128, 128), dim=-1)
+    codes, masks = units.split((units.shape[-1] - 128, 128), dim=-1)
     codes = codes.reshape(*units.shape[:3], -1, 1, PANEL, KEPT)
     if bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), dim=4)
     first, second = codes.reshape(*units.shape[:2], -1, PANEL, KEPT).unbind(-1)
-    places = torch.stack((places & 15, places >> 4), dim=-1).reshape(first.shape).int()
+    masks = torch.stack((masks & 15, masks >> 4), dim=-1).reshape(first.shape).int()
     # The shuffle that moves each number to its byte of a 32-bit word, by positions: the first code, the second, and the code of 0.
     kept_positions = [[k for k in range(GROUP) if p >> k & 1] for p in range(1 << GROUP)]
     moved = [[1 << 8 * ks[i] if len(ks) == KEPT else 0 for ks in kept_positions] for i in range(KEPT)]
     moved.append([sum(1 << 8 * k for k in range(GROUP) if k not in ks) for ks in kept_positions])
-    by_places = torch.tensor(moved, dtype=torch.int32, device="cpu")
-    words: Tensor = first * by_places[0][places] + second * by_places[1][places] + zero * by_places[2][places]
-    return words.view(torch.uint8).view(*places.shape, GROUP)
+    by_mask = torch.tensor(moved, dtype=torch.int32, device="cpu")
+    words: Tensor = first * by_mask[0][masks] + second * by_mask[1][masks] + zero * by_mask[2][masks]
+    return words.view(torch.uint8).view(*masks.shape, GROUP)
 
 
 def _canonical(tail: Tensor, scale_shape: tuple[int, ...], geo: Geometry) -> Tensor:

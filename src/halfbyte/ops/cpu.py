@@ -23,7 +23,7 @@ from halfbyte.ops.tensors import aligned, empty_sum, empty_sum_codes, geglu
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.linear.linear import LinearKernel
-    from halfbyte.kernels.cpu.steps import Step
+    from halfbyte.kernels.cpu.steps import ProgramStep
 
 _INFINITE = float("inf")
 _CPU = torch.device("cpu")
@@ -143,7 +143,7 @@ def _qlinear_kernel(fmt: Format, n: int, k: int, sparse: bool) -> Any:
     return cpu_kernel(Problem("qlinear", 1, n, k, fmt, torch.int8, "int8", sparse=sparse))
 
 
-def qlinear_step(x: Tensor, packed: Packed, table: Tensor, clamp: tuple[int, int]) -> Step | None:
+def qlinear_step(x: Tensor, packed: Packed, table: Tensor, clamp: tuple[int, int]) -> ProgramStep | None:
     """`qlinear` of tensors of the sizes and strides of x, as a step of a program; None where it is none."""
     from halfbyte.kernels.cpu.linear.linear import ROWS_A_PASS
     from halfbyte.kernels.cpu.steps import linear_step

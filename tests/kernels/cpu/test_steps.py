@@ -6,14 +6,14 @@ from torch import Tensor
 import halfbyte as hb
 from halfbyte import ops
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR
-from halfbyte.kernels.cpu.steps import Program, Step, Wired
+from halfbyte.kernels.cpu.steps import Program, ProgramNode, ProgramStep
 from halfbyte.ops.cpu import qlinear_step
 from halfbyte.ops.functions import requantization_table
 
 SCALES = {"in_scale": 0.02, "in_zero": 3, "out_scale": 0.5, "out_zero": -7}
 
 
-def layer(n: int, k: int, x: Tensor) -> tuple[hb.Packed, Step]:
+def layer(n: int, k: int, x: Tensor) -> tuple[hb.Packed, ProgramStep]:
     packed = hb.pack(hb.quantize(torch.randn(n, k), "int8_channel"))
     table = requantization_table(packed, None, **SCALES)  # type: ignore[arg-type]
     step = qlinear_step(x, packed, table, (-128, 127))
@@ -28,7 +28,7 @@ def test_a_step_may_be_in_several_programs() -> None:
     (first, one), (second, two) = layer(160, 96, x), layer(32, 160, hidden)
     assert any(int.from_bytes(bytes(step.block)[at : at + 8], "little") for step in (one, two) for at in [LINEAR.offset("second_phase")])
     wanted = ops.qlinear(ops.qlinear(x, first, **SCALES), second, **SCALES)
-    programs = [Program([Wired(one, (0,), False), Wired(two, (1,), True)], 1) for _ in range(2)]
+    programs = [Program([ProgramNode(one, (0,), False), ProgramNode(two, (1,), True)], 1) for _ in range(2)]
     for program in programs:
         out = torch.zeros(64, 32, dtype=torch.int8)
         program([x, out])

@@ -73,24 +73,37 @@ GATES: dict[GateFunction, Callable[[Function, Value], Value]] = {"silu": silu, "
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """kind: "sequence", "lanes", "norm", "scale", one of EACH, or of a product "rows" (prepare them), "panels" (multiply) or "product"
-    (both, each thread for itself); gates: their function, one of GATES, "none" where there are none; layer_norm: norms are layer norms;
-    unit_offset: norms multiply by 1 + weight; added: there is a residual; alone: what comes out of `gates` is all, it multiplies nothing of
-    the product; external_up: gates multiply a tensor from outside; scaled: a sum with a residual is multiplied by a float that lies where
-    an RMS norm would have its shift."""
+    """What the code of a step is generated for.
+
+    Attributes:
+        kind: "sequence", "lanes", "norm", "scale", one of EACH, or of a product "rows" (prepare them), "panels" (multiply) or "product"
+            (both, each thread for itself).
+        gates: Function of a product's activation, one of GATES; "none": no activation.
+        layer_norm: Norms are LayerNorms.
+        unit_offset: RMSNorms multiply by 1 + weight.
+        added: A norm's result has a residual added.
+        ungated: The activation is f of all outputs of the product, which has no up half.
+        external_up: The activation multiplies a tensor that is an argument.
+        scaled: The sum with the residual is multiplied by a float, which lies at `shift`.
+    """
 
     kind: StepKind
     gates: GateFunction | Literal["none"] = "none"
     layer_norm: bool = False
     unit_offset: bool = False
     added: bool = False
-    alone: bool = False
+    ungated: bool = False
     external_up: bool = False
     scaled: bool = False
+
+    def __post_init__(self) -> None:
+        assert not (self.layer_norm and (self.unit_offset or self.added or self.scaled)), "a LayerNorm is computed without these"
+        assert self.added or not self.scaled, "the scale is that of a sum with a residual"
 
 
 @kernel.phase
 def build(step: Step, isa: ISA, f: Function) -> None:
+    """Emit the code of a step."""
     match step.kind:
         case "sequence":
             _sequence(f)
@@ -111,7 +124,7 @@ def build(step: Step, isa: ISA, f: Function) -> None:
 
 
 def phase(step: Step) -> int:
-    """Its address."""
+    """Return the address of a step's compiled code."""
     return kernel.compiled(build, step, current())
 
 
@@ -152,7 +165,15 @@ def _sequence(f: Function) -> None:
 def prepare(
     f: Function, isa: ISA, linear: Value, rows: tuple[Value, Value], *, layer_norm: bool = False, unit_offset: bool = False
 ) -> None:
-    """Rows first … stop - 1 of x, normed, into the order that tiles read, as `driver.py` does it; the arguments of `f` are PRODUCT's."""
+    """Norm rows of x and lay them out as tiles read them, like `driver.py`.
+
+    Args:
+        f: Its arguments are PRODUCT's. Without a norm's weight there, rows are not normed.
+        isa: Emits the instructions.
+        linear: The product's arguments.
+        rows: The first row, and the end.
+        layer_norm, unit_offset: As in Step.
+    """
     args, thread, _ = f.parameters
     x, stride, k = LINEAR.load(linear, "x", "ptr"), LINEAR.load(linear, "x_stride"), LINEAR.load(linear, "k")
     normed = PRODUCT.load(args, "normed", "ptr") + thread * PRODUCT.load(args, "normed_thread")
@@ -174,7 +195,7 @@ def prepare(
 
 
 def _norms(f: Function, isa: ISA, step: Step) -> None:
-    """Threads share the rows."""
+    """Emit norms of rows, which threads share evenly."""
     args, thread, threads = f.parameters
     x, out = (NORM.load(args, name, "ptr") for name in ("x", "out"))
     rows, k, x_stride, out_stride, residual = (NORM.load(args, name) for name in ("rows", "k", "x_stride", "out_stride", "residual"))
@@ -185,7 +206,7 @@ def _norms(f: Function, isa: ISA, step: Step) -> None:
 
 
 def _scales(f: Function, isa: ISA) -> None:
-    """Threads share the rows."""
+    """Emit factor * x + residual of rows, which threads share evenly."""
     args, thread, threads = f.parameters
     x, out = (NORM.load(args, name, "ptr") for name in ("x", "out"))
     rows, k, x_stride, out_stride, residual = (NORM.load(args, name) for name in ("rows", "k", "x_stride", "out_stride", "residual"))
@@ -204,7 +225,7 @@ def _scales(f: Function, isa: ISA) -> None:
 
 
 def _each(f: Function, isa: ISA, function: Callable[[Function, Value, Value], Value]) -> None:
-    """Threads share the elements."""
+    """Emit function(x, constant) in place, of elements that threads share evenly."""
     args, thread, threads = f.parameters
     x, k = NORM.load(args, "x", "ptr"), NORM.load(args, "k")
     _, constant = NORM.load_floats(args, "eps")
@@ -228,7 +249,13 @@ class RowNorm:
         self.whole = k // self.step * self.step
 
     def emit(self, x: Value, to: Value, residual: Value | None = None, factor: Value | None = None) -> None:
-        """residual: bytes from an output to what is added to it; factor: where that of the sum lies, if it has one."""
+        """Emit the norm of the row at x.
+
+        Args:
+            x, to: Addresses of the row and of its result.
+            residual: Bytes from an output to what is added to it, of an RMSNorm alone.
+            factor: Address of the factor of that sum.
+        """
         f, lanes = self.f, self.isa.lanes
         count = self.k.to("float")
         mean = self._sum(x, lambda total, part: total + part) / count if self.layer_norm else None
@@ -278,8 +305,8 @@ class RowNorm:
 
 
 def _multiply(f: Function, isa: ISA, linear: Value, step: Step) -> None:
-    """Each thread its own first group, then whichever is left."""
-    through, gated = step.gates != "none", step.gates != "none" and not step.alone
+    """Emit the product's groups of panels, each followed by the activation: a thread's own first group, then whichever is left."""
+    activated, gated = step.gates != "none", step.gates != "none" and not step.ungated
     args, thread, _ = f.parameters
     gate = PRODUCT.load(args, "gate")
     a = LINEAR.load(linear, "scratch", "ptr") + thread * PRODUCT.load(args, "private")
@@ -289,7 +316,7 @@ def _multiply(f: Function, isa: ISA, linear: Value, step: Step) -> None:
         driver.multiply(f, linear, tiles, (start, stop), a, out, weights, bias, start + gate if gated else following)
         if gated:
             driver.multiply(f, linear, tiles, (start + gate, stop + gate), a, out, weights, bias, following)
-        if through:
+        if activated:
             for row in f.loop(LINEAR.load(linear, "m")):
                 at = out + row * LINEAR.load(linear, "out_stride") + start * (4 * PANEL)
                 up = at + gate * (4 * PANEL) if gated else None
@@ -304,8 +331,10 @@ def gate_function(step: Step) -> GateFunction:
 
 
 def drawn_shares(f: Function) -> Iterator[tuple[Value, Value, Value]]:
-    """`for start, stop, following in drawn_shares(f):` a thread's groups, each drawn while the one before is computed: `following` is where
-    the next one starts, or the end of all. The arguments of `f` are PRODUCT's."""
+    """`for start, stop, following in drawn_shares(f):` the groups of panels of a thread; the arguments of `f` are PRODUCT's.
+
+    A group is drawn while the one before it is computed: `following` is the first panel of the next one, or the end of all.
+    """
     args, thread, threads = f.parameters
     groups, shares = PRODUCT.load(args, "groups"), PRODUCT.load(args, "shares", "ptr")
     taken = f.variable(thread)
@@ -320,7 +349,15 @@ def drawn_shares(f: Function) -> Iterator[tuple[Value, Value, Value]]:
 
 
 def through_gates(f: Function, isa: ISA, gates: Value, count: Value, up: Value | None, function: GateFunction = "silu") -> None:
-    """function(gate) * up in the gates' place, `count` columns of a row; up lies at that address; None: function(gate) alone."""
+    """Emit function(gate) * up in the gates' place.
+
+    Args:
+        f, isa: Emit the instructions.
+        gates: Address of the gates, float32.
+        count: How many, a multiple of the lanes.
+        up: Address of what they multiply; None: nothing.
+        function: One of GATES.
+    """
     for i in f.loop(count, step=isa.lanes):
         at = gates + i * 4
         y = lookup(GATES, function, "the gate function")(f, at.load(isa.floats, 0, 4))
@@ -345,7 +382,8 @@ class Product:
 
 
 def shares(panels: int, threads: int) -> list[int]:
-    """Where groups of panels begin, and the end: for each thread three fifths of its share, then ever less."""
+    """Return where groups of panels begin, and the end. A thread's first group is three fifths of its share, later ones are ever smaller:
+    the wait for the last thread is short."""
     sizes: list[int] = []
     left = panels
     while left:
@@ -356,9 +394,16 @@ def shares(panels: int, threads: int) -> list[int]:
 
 
 class StepSequence:
-    """Steps, ready to run again and again: `blocks` of arguments, each with its phase in the first field."""
+    """Steps that run in one native call, as often as one likes, by one Python thread at a time: they share their arguments."""
 
     def __init__(self, blocks: Sequence[ctypes.Array[ctypes.c_char]], threads: int) -> None:
+        """Prepare the call.
+
+        Args:
+            blocks: Arguments of the steps, in order, each with the address of its code in the first field. What they point to is the
+                caller's to keep alive. No block may be listed twice in a row, as its counter is reset while the step before it runs.
+            threads: That run all steps.
+        """
         self._blocks, self._threads = blocks, threads
         self._steps = (ctypes.c_int64 * len(blocks))(*map(ctypes.addressof, blocks))
         fields = {"steps": ctypes.addressof(self._steps), "count": len(blocks)}
@@ -367,16 +412,17 @@ class StepSequence:
         self._run = runtime.runner()
 
     def ready(self) -> int:
-        """Its address, for one run."""
+        """Prepare one run, and return the address of its arguments."""
         ctypes.memset(self._steps[0] + LINEAR.offset("counter"), 0, 8)
         return self._address
 
     def run(self) -> None:
+        """Run the steps; returns when all are done."""
         self.ready()
         if self._threads == 1 or runtime.openmp_address():
             self._run(self._address, self._threads)
             return
-        for address in self._steps:  # a pool of threads that cannot meet within a call
+        for address in self._steps:  # threads of a pool have no barrier within a call: a call for each step
             ctypes.memset(address + LINEAR.offset("counter"), 0, 8)
             self._run(address, self._threads)
 

@@ -1,6 +1,10 @@
-"""Chains of kernel calls for tensors of fixed sizes, prepared once and then run as one native call (`step_sequence.py`).
+"""Programs of int8 networks: kernel calls on tensors of fixed sizes, prepared once and then run as one native call (`step_sequence.py`).
 
-Results that stay inside of a chain share one block of memory: each takes the first gap that is large enough, and its place is free after
+    ProgramStep   a call of one kernel, without addresses       `conv_step`, `linear_step`; `conv/elementwise.py`, `conv/pool.py`
+    ProgramNode   the step, and which values it reads           values: the inputs of the program, then the result of each node
+    Program       all of them, with memory for the results      `nn/static/network.py` makes them
+
+Results that stay inside of a program share one block of memory: each takes the first gap that is large enough, and its place is free after
 the last step that reads it. So a small network stays in the caches, from which fresh memory for each result would evict it.
 """
 
@@ -20,120 +24,138 @@ from halfbyte.kernels.cpu.linear.linear import CALL, LinearKernel, pack_call
 from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.layouts.base import round_up
 
-_ALIGNED = 64
+_ALIGNED = 64  # bytes
 _FIRST, _SECOND = LINEAR.offset("first_phase"), LINEAR.offset("second_phase")
 _X, _OUT, _SCRATCH = (LINEAR.offset(name) for name in ("x", "out", "scratch"))
 _pack, _unpack = struct.Struct("<q").pack_into, struct.Struct("<q").unpack_from
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """A call of a kernel that is prepared but for the addresses of its tensors.
 
-    block    its arguments, which programs copy
-    threads  that are worth waking for it
-    nbytes   of what it makes
-    inputs   offsets in the block of the addresses of the tensors that it reads; `out`, `scratch`: of its result's, of scratch memory's
-    shared   bytes of scratch memory that threads share; `each`: bytes more per thread
-    kept     what the block points to
+    Attributes:
+        block: Its arguments, which programs copy.
+        threads: How many are worth waking for it.
+        out_bytes: Bytes of its result.
+        inputs: Offsets in the block of the addresses of the tensors that it reads.
+        out: Offset of the address of its result.
+        scratch: Offset of the address of scratch memory.
+        scratch_bytes: Scratch memory that threads share.
+        thread_scratch_bytes: Scratch memory of each thread in addition.
+        alive: What the block points to.
     """
 
     block: Buffer
     threads: int
-    nbytes: int
+    out_bytes: int
     inputs: tuple[int, ...] = (_X,)
     out: int = _OUT
     scratch: int = _SCRATCH
-    shared: int = 0
-    each: int = 0
-    kept: tuple[object, ...] = ()
+    scratch_bytes: int = 0
+    thread_scratch_bytes: int = 0
+    alive: tuple[object, ...] = ()
 
 
-def conv_step(call: ConvCall, weights: Tensor, table: Tensor, low: float, high: float) -> Step:
-    """The step of a convolution of codes."""
+def conv_step(call: ConvCall, weights: Tensor, table: Tensor, low: float, high: float) -> ProgramStep:
+    """Return the step of a convolution of codes; `weights` and the requantization `table` are as its kernel reads them."""
     pack_call(call.buffer, CALL, 0, 0, 0, 0, weights.data_ptr(), table.data_ptr(), 0, 0, low, high)
     batch, channels, height, width = call.out_shape
-    size, each = batch * channels * height * width, call.memory // call.threads
-    return Step(call.buffer, call.threads, size, each=each, kept=(call, weights, table))
+    thread_scratch_bytes, alive = call.scratch_bytes // call.threads, (call, weights, table)
+    return ProgramStep(call.buffer, call.threads, batch * channels * height * width, thread_scratch_bytes=thread_scratch_bytes, alive=alive)
 
 
-def linear_step(kernel: LinearKernel, m: int, weights: Tensor, table: Tensor, low: float, high: float) -> Step:
-    """The step of a linear layer of codes."""
+def linear_step(kernel: LinearKernel, m: int, weights: Tensor, table: Tensor, low: float, high: float) -> ProgramStep:
+    """Return the step of a linear layer of codes with m contiguous rows; `table` is its requantization table."""
     threads, geo = kernel.threads(m, runtime.threads()), kernel.geometry
-    buffer, scratch = kernel.arguments(m, threads)
+    buffer, scratch_bytes = kernel.arguments(m, threads)
     pack_call(buffer, CALL, 0, 0, geo.k, 0, weights.data_ptr(), table.data_ptr(), 0, 0, low, high)
-    return Step(buffer, threads, m * geo.n, shared=scratch, kept=(weights, table))
+    return ProgramStep(buffer, threads, m * geo.n, scratch_bytes=scratch_bytes, alive=(weights, table))
 
 
-class Wired(NamedTuple):
-    """A step of a program. Values have numbers: those that a call brings come first, then the result of each step, in order.
+class ProgramNode(NamedTuple):
+    """A step of a program.
 
-    sources  numbers of the values that it reads
-    given    whether its result is the caller's, who brings memory for it
+    Attributes:
+        step: The call.
+        sources: Numbers of the values that it reads: the program's inputs come first, then the result of each node, in order.
+        is_output: Whether its result is one of the program's.
     """
 
-    step: Step
+    step: ProgramStep
     sources: tuple[int, ...]
-    given: bool
+    is_output: bool
 
 
 class Program:
-    """A chain of steps, for calls that bring `brought` tensors. Calls share its memory: it is not thread-safe."""
+    """Steps that run in order, in one native call. Its calls share memory: it is not thread-safe."""
 
-    def __init__(self, wired: Sequence[Wired], brought: int) -> None:
-        threads = max(one.step.threads for one in wired)
-        places, size = _places(wired, brought)
-        scratch = max(one.step.shared + threads * one.step.each for one in wired)
-        self._memory = torch.empty(size + scratch + _ALIGNED, dtype=torch.uint8, device="cpu")
+    def __init__(self, nodes: Sequence[ProgramNode], num_inputs: int) -> None:
+        """Allocate memory and fill in all addresses but those of inputs and outputs."""
+        threads = max(node.step.threads for node in nodes)
+        places, size = _places(nodes, num_inputs)
+        scratch_bytes = max(node.step.scratch_bytes + threads * node.step.thread_scratch_bytes for node in nodes)
+        self._memory = torch.empty(size + scratch_bytes + _ALIGNED, dtype=torch.uint8, device="cpu")
         base = round_up(self._memory.data_ptr(), _ALIGNED)
-        # Offsets in the blocks at which the addresses of inputs and outputs are written.
-        self._open: dict[int, list[tuple[Buffer, int]]] = {i: [] for i in range(brought)}
-        self._open |= {brought + i: [] for i, one in enumerate(wired) if one.given}
+        # The blocks and offsets at which the address of each input, and then of each output, is written.
+        self._unbound: dict[int, list[tuple[Buffer, int]]] = {i: [] for i in range(num_inputs)}
+        self._unbound |= {num_inputs + i: [] for i, node in enumerate(nodes) if node.is_output}
         blocks = []
-        for i, (step, sources, _) in enumerate(wired):
-            both = [type(step.block).from_buffer_copy(step.block)]
-            if second := _unpack(step.block, _SECOND)[0]:  # a sequence runs one phase of each block: two phases are two blocks
-                both.append(type(step.block).from_buffer_copy(step.block))
-                _pack(both[1], _FIRST, second)
-            for block in both:
-                _pack(block, _SECOND, 0)
-                if step.shared + step.each:
+        for i, (step, sources, _) in enumerate(nodes):
+            phases = _phases(step.block)
+            for block in phases:
+                if step.scratch_bytes + step.thread_scratch_bytes:
                     _pack(block, step.scratch, base + size)
-                for offset, value in zip((*step.inputs, step.out), (*sources, brought + i), strict=True):
-                    if value in self._open:
-                        self._open[value].append((block, offset))
+                for offset, value in zip((*step.inputs, step.out), (*sources, num_inputs + i), strict=True):
+                    if value in self._unbound:
+                        self._unbound[value].append((block, offset))
                     else:
                         _pack(block, offset, base + places[value])
-            blocks += both
-        self._kept = [one.step.kept for one in wired]
+            blocks += phases
+        self._alive = [node.step.alive for node in nodes]
         self._sequence = StepSequence(blocks, threads)
 
     def __call__(self, tensors: Sequence[Tensor]) -> None:
-        """tensors: those that the call brings, then those that are given, in order of their steps, to be filled."""
-        for tensor, places in zip(tensors, self._open.values(), strict=True):
+        """Run the steps.
+
+        Args:
+            tensors: The inputs, then the outputs in the order of their nodes, which are filled. Their sizes and strides are those that
+                the steps were prepared for: the caller checks that.
+        """
+        for tensor, places in zip(tensors, self._unbound.values(), strict=True):
             address = tensor.data_ptr()
             for block, offset in places:
                 _pack(block, offset, address)
         self._sequence.run()
 
 
-def _places(wired: Sequence[Wired], brought: int) -> tuple[dict[int, int], int]:
-    """Where in one block of memory the values lie that stay inside of a program, and its size."""
-    last = {source: i for i, one in enumerate(wired) for source in one.sources}
+def _phases(block: Buffer) -> list[Buffer]:
+    """Return copies of a block of arguments for each of its kernel's one or two phases, as a sequence runs one phase of each block."""
+    phases = [type(block).from_buffer_copy(block)]
+    if second := _unpack(block, _SECOND)[0]:
+        phases.append(type(block).from_buffer_copy(block))
+        _pack(phases[1], _FIRST, second)
+    for copy in phases:
+        _pack(copy, _SECOND, 0)
+    return phases
+
+
+def _places(nodes: Sequence[ProgramNode], num_inputs: int) -> tuple[dict[int, int], int]:
+    """Return the offsets in one block of memory of the values that stay inside of a program, and its size in bytes."""
+    last_reader = {source: i for i, node in enumerate(nodes) for source in node.sources}
     places: dict[int, int] = {}
     taken: list[tuple[int, int, int]] = []  # start, stop, value; in order
     size = 0
-    for i, one in enumerate(wired):
-        value = brought + i
-        if not one.given:
-            start, stops = 0, 0
-            for start_of_next, stop, _ in taken:
-                if start_of_next - stops >= one.step.nbytes:
+    for i, node in enumerate(nodes):
+        value = num_inputs + i
+        if not node.is_output:
+            start = 0
+            for next_start, next_stop, _ in taken:
+                if next_start - start >= node.step.out_bytes:
                     break
-                stops = stop
-            start = stops
+                start = next_stop
             places[value] = start
-            taken.append((start, start + round_up(one.step.nbytes, _ALIGNED), value))
+            taken.append((start, start + round_up(node.step.out_bytes, _ALIGNED), value))
             taken.sort()
             size = max(size, taken[-1][1])
-        taken = [entry for entry in taken if last.get(entry[2], -1) > i]
+        taken = [entry for entry in taken if last_reader.get(entry[2], -1) > i]
     return places, size

@@ -36,7 +36,7 @@ from halfbyte.ops.cpu import qlinear_step
 from halfbyte.ops.library import autocast, plain
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.steps import Step
+    from halfbyte.kernels.cpu.steps import ProgramStep
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -107,7 +107,7 @@ class Quantize(nn.Module):
             return _rounded(numbers, elementwise.combine(x.detach(), self._how))
         return elementwise.combine(x, self._how)
 
-    def step(self, x: Tensor) -> Step | None:
+    def step(self, x: Tensor) -> ProgramStep | None:
         return elementwise.combine_step(x, self._how)
 
     def extra_repr(self) -> str:
@@ -131,7 +131,7 @@ class Dequantize(nn.Module):
             return autocast(_rounded(exact, elementwise.combine(_integers(x), self._how)))
         return autocast(elementwise.combine(x, self._how))
 
-    def step(self, x: Tensor) -> Step | None:
+    def step(self, x: Tensor) -> ProgramStep | None:
         return elementwise.combine_step(x, self._how)
 
 
@@ -155,7 +155,7 @@ class Requantize(nn.Module):
             a, b = torch.broadcast_tensors(a, b)
         return elementwise.combine(a, self.how(b is not None), b)
 
-    def step(self, a: Tensor, b: Tensor | None = None) -> Step | None:
+    def step(self, a: Tensor, b: Tensor | None = None) -> ProgramStep | None:
         return elementwise.combine_step(a, self.how(b is not None), b)
 
 
@@ -178,7 +178,7 @@ class AveragePool(nn.Module):
         means = cast(Tensor, self.pool(x - self.scale.zero))  # what pads is 0
         return means if self.result == self.scale else means * (self.scale.step / self.result.step)
 
-    def step(self, x: Tensor) -> Step | None:
+    def step(self, x: Tensor) -> ProgramStep | None:
         return pool.step(x) if (pool := pooling(x, self.pool, self.scale.zero)) else None
 
 
@@ -197,7 +197,7 @@ class MaxPool(nn.Module):
         # In bfloat16, which holds all codes, since torch's own of int8 fails for large images.
         return cast(Tensor, self.pool(x.to(torch.bfloat16)).to(torch.int8))
 
-    def step(self, x: Tensor) -> Step | None:
+    def step(self, x: Tensor) -> ProgramStep | None:
         return pool.step(x) if (pool := pooling(x, self.pool)) else None
 
 
@@ -305,7 +305,7 @@ class IntegerConv2d(IntegerModule):
             return elementwise.combine(*addition.of(self._multiply(x)))
         return conv.qconv2d_added(x, self.packed, self.current_table(), self.window.numbers, self.source.zero, self.clamp, addition)
 
-    def step(self, x: Tensor) -> Step | None:
+    def step(self, x: Tensor) -> ProgramStep | None:
         assert self.window is not None
         if x.dim() == 3:
             return None
@@ -324,7 +324,7 @@ class IntegerConv1d(IntegerConv2d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.unsqueeze(-2)).squeeze(-2)
 
-    def step(self, x: Tensor) -> Step | None:
+    def step(self, x: Tensor) -> ProgramStep | None:
         return super().step(x.unsqueeze(-2))
 
 
@@ -341,7 +341,7 @@ class IntegerLinear(IntegerModule):
         n, k = self.packed.shape
         return torch.ops.halfbyte.qlinear.default(x, self.packed.data, self.current_table(), self.packed.name, n, k, *self.clamp)  # type: ignore[no-any-return]
 
-    def step(self, x: Tensor) -> Step | None:
+    def step(self, x: Tensor) -> ProgramStep | None:
         return qlinear_step(x, self.packed, self.current_table(), self.clamp)
 
     def extra_repr(self) -> str:

@@ -26,7 +26,7 @@ from halfbyte.ops.library import plain
 from halfbyte.quantizers.check import check_dense
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.steps import Step
+    from halfbyte.kernels.cpu.steps import ProgramStep
 
 _SIZES = 16  # of images whose programs are kept: each has memory of its own
 
@@ -209,7 +209,7 @@ class _Writer:
         self.root: dict[str, object] = {}
         self.graph = fx.Graph()
         self.copies: dict[fx.Node, fx.Node] = {}
-        self.pending: dict[fx.Node, Step | None] = {}  # what becomes the next program; None: its input as it lies in memory
+        self.pending: dict[fx.Node, ProgramStep | None] = {}  # what becomes the next program; None: its input as it lies in memory
 
     def result(self) -> fx.GraphModule:
         for node in self.network.graph.nodes:
@@ -220,7 +220,7 @@ class _Writer:
             self.copies[node] = copy_node(node, self.network, self.graph, self.root, self.copies.__getitem__)
         return fx.GraphModule(self.root, self.graph, type(self.network).__name__)
 
-    def _step(self, node: fx.Node) -> Step | None:
+    def _step(self, node: fx.Node) -> ProgramStep | None:
         step_of = getattr(module_of(node, self.modules), "step", None)
         if step_of is None or node not in self.seen:
             return None
@@ -270,20 +270,20 @@ class _ProgramModule(nn.Module):
     def __init__(
         self,
         inputs: list[fx.Node],
-        steps: dict[fx.Node, Step],
+        steps: dict[fx.Node, ProgramStep],
         memory_of: dict[fx.Node, fx.Node],
         outputs: list[fx.Node],
         seen: dict[fx.Node, Tensor],
     ) -> None:
-        from halfbyte.kernels.cpu.steps import Program, Wired
+        from halfbyte.kernels.cpu.steps import Program, ProgramNode
 
         super().__init__()
         numbers = {node: i for i, node in enumerate((*inputs, *steps))}
-        wired = [
-            Wired(step, tuple(numbers[memory_of.get(source, source)] for source in _sources(node)), node in outputs)
+        program_nodes = [
+            ProgramNode(step, tuple(numbers[memory_of.get(source, source)] for source in _sources(node)), node in outputs)
             for node, step in steps.items()
         ]
-        self._program = Program(wired, len(inputs))
+        self._program = Program(program_nodes, len(inputs))
         self._inputs = [(seen[node].shape, seen[node].stride()) for node in inputs]
         self._outputs = [(tuple(seen[node].shape), seen[node].stride(), seen[node].dtype) for node in outputs]
 

@@ -34,7 +34,7 @@ from halfbyte.ops.tensors import aligned
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.conv.gathered import ImageConvKernel
     from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, RearrangedWeights
-    from halfbyte.kernels.cpu.steps import Step
+    from halfbyte.kernels.cpu.steps import ProgramStep
 
 _CPU = torch.device("cpu")
 
@@ -258,7 +258,7 @@ def _prepared(x: Tensor, weight: Tensor, table: Tensor, plan: _Plan, in_zero: in
 
 def qconv2d_step(
     x: Tensor, packed: PackedConv, table: Tensor, window_numbers: Sequence[int], in_zero: int, clamp: tuple[int, int]
-) -> Step | None:
+) -> ProgramStep | None:
     """`qconv2d` of images of the sizes and strides of x, as a step of a program; None where it is none."""
     from halfbyte.kernels.cpu.steps import conv_step
 

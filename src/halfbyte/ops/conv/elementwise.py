@@ -15,7 +15,7 @@ from halfbyte.ops.ends import bounded, optional
 from halfbyte.ops.library import loops, plain, refuses_derivatives
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.steps import Step
+    from halfbyte.kernels.cpu.steps import ProgramStep
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 _library = torch.library.Library("halfbyte", "FRAGMENT")
@@ -64,7 +64,7 @@ def _combine(
         return gpu.combine(a, how, b)
 
 
-def combine_step(a: Tensor, how: Combination, b: Tensor | None = None) -> Step | None:
+def combine_step(a: Tensor, how: Combination, b: Tensor | None = None) -> ProgramStep | None:
     """`combine` of tensors on the CPU of the sizes and strides of a and b, as a step of a program; None where it is none."""
     from halfbyte.kernels.cpu.conv import elementwise as cpu
 

@@ -16,7 +16,7 @@ from halfbyte.ops.conv.images import channels_last, in_memory_format_of
 from halfbyte.ops.library import plain
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.steps import Step
+    from halfbyte.kernels.cpu.steps import ProgramStep
 
 _KEPT = 4096
 _LARGEST = 1 << 31  # elements of an image from which on the GPU's kernel, which counts them in 32 bits, is none for it
@@ -42,7 +42,7 @@ class Pooling(NamedTuple):
 
         return pool(channels_last(x), *self)
 
-    def step(self, x: Tensor) -> Step | None:
+    def step(self, x: Tensor) -> ProgramStep | None:
         """The same of images on the CPU of the sizes and strides of x, as a step of a program; None where it is none."""
         from halfbyte.kernels.cpu.conv.pool import step
 

@@ -16,7 +16,7 @@ from halfbyte.ops.transformer.layers import TensorAddresses, Weight, why_not_pac
 from halfbyte.ops.transformer.unrounded import rounded, unrounded
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.transformer import attention_half, feed_forward, halves, per_layer
+    from halfbyte.kernels.cpu.transformer import attention_half, feed_forward, per_layer, sublayers
 
 MOST_SEQUENCES = 64
 _NORMED_SUM = "it has norms of sums with the residual, which are for encoders"
@@ -177,7 +177,7 @@ class FeedForward(Protocol):
     def check(self) -> None:
         """Raises ArgumentError for tensors that do not fit together."""
 
-    def inner(self, tensors: TensorAddresses) -> halves.FeedForward:
+    def inner(self, tensors: TensorAddresses) -> sublayers.FeedForward:
         """The same by the addresses of tensors, which these keep alive."""
 
 
@@ -449,14 +449,14 @@ def why_not(attention: Attention, feed_forward: FeedForward | None, per_layer: P
     return attention.why_not() or next((reason for reason in more if reason is not None), None)
 
 
-def norm_of(tensors: TensorAddresses, norm: Norm) -> halves.Norm:
+def norm_of(tensors: TensorAddresses, norm: Norm) -> sublayers.Norm:
     """The layer by the addresses of its tensors."""
-    from halfbyte.kernels.cpu.transformer import halves
+    from halfbyte.kernels.cpu.transformer import sublayers
 
     shift = 0
     if norm.layer_norm:
         shift = tensors.as_float32(torch.zeros(norm.weight.shape, dtype=torch.float32, device="cpu") if norm.bias is None else norm.bias)
-    return halves.Norm(tensors.as_float32(norm.weight), norm.eps, norm.unit_offset, norm.layer_norm, shift)
+    return sublayers.Norm(tensors.as_float32(norm.weight), norm.eps, norm.unit_offset, norm.layer_norm, shift)
 
 
 def _norms(k: int, *norms: Norm | None) -> list[tuple[Tensor, int]]:

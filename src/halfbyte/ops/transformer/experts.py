@@ -18,7 +18,7 @@ from halfbyte.ops.transformer.layers import TensorAddresses, Weight
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import experts as kernel
-    from halfbyte.kernels.cpu.transformer import halves
+    from halfbyte.kernels.cpu.transformer import sublayers
 
 CLAMPED = "(up + 1) * gate * sigmoid(alpha * gate)"  # what `Clamped` gates are
 
@@ -166,7 +166,7 @@ class Experts(NamedTuple):
             )
         check_scores(self.scores, self.correction_bias)
 
-    def inner(self, tensors: TensorAddresses) -> halves.FeedForward:
+    def inner(self, tensors: TensorAddresses) -> sublayers.FeedForward:
         """The same by the addresses of tensors, which these keep alive."""
         from halfbyte.kernels.cpu.codegen.elements import kind_of
         from halfbyte.kernels.cpu.transformer import experts_plan

@@ -16,7 +16,7 @@ from halfbyte.ops.transformer.decoder import DecoderLayer, Norm, norm_of
 from halfbyte.ops.transformer.layers import TensorAddresses, Weight, why_not_packed
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.transformer.whole_model import Steps
+    from halfbyte.kernels.cpu.transformer.whole_model import DecodeSteps
 
 MOST_IN_A_ROW = 8  # tokens of one sequence: attention of more is computed in another order
 _MOST_KINDS = 128  # of calls, for which a thread keeps the arguments: batches of 1 to 64 sequences, with and without a mask
@@ -111,11 +111,11 @@ class DecodingStep:
             with torch.inference_mode(False):
                 scale = tensors.as_float32(torch.tensor([inputs.scale], dtype=torch.float32, device="cpu"))
             product = tensors.product(inputs.projection)
-            of_layers = whole_model.Inputs(rows[1], inputs.table_multiplier, product, norm_of_each, scale)
+            of_layers = whole_model.PerLayerInputs(rows[1], inputs.table_multiplier, product, norm_of_each, scale)
         of_last = norm_of(tensors, norm)
         self._model = whole_model.Model(inner, rows[0], factor, of_last, last, logits, self._windows, rope_index, of_layers)
         self._threads = runtime.threads
-        self._kept: PlanCache[tuple[Steps, Hashable]] = PlanCache(_MOST_KINDS)
+        self._kept: PlanCache[tuple[DecodeSteps, Hashable]] = PlanCache(_MOST_KINDS)
         self._copied = [one for one in (*(layer.tensors for layer in layers), tensors) if one.has_copies]
 
     def __call__(
@@ -160,7 +160,7 @@ class DecodingStep:
 
     def _steps(
         self, size: tuple[int, int], masked: bool, cache: Hashable, entries: Callable[[], Sequence[tuple[Tensor, Tensor, int]]], length: int
-    ) -> Steps:
+    ) -> DecodeSteps:
         (batch, tokens), kind = size, (*size, masked, self._threads())
         kept = self._kept.entries.get(kind)
         if kept is not None and kept[1] == cache:
@@ -182,7 +182,7 @@ class DecodingStep:
             steps = kept[0]
             steps.point(places, length)
         else:
-            steps = whole_model.Steps(self._model, places, length, masked=masked, tokens=tokens)
+            steps = whole_model.DecodeSteps(self._model, places, length, masked=masked, tokens=tokens)
         self._kept.entries[kind] = steps, cache
         return steps
 

@@ -35,11 +35,11 @@ def assembly(isa: ISA, spec: TileSpec) -> str:
 
 
 def spec_of(
-    isa: ISA, inner: Inner, bits: int, zero: str, unit: tuple[int, bool], m: int, shifted: bool = False, out: str = "f32"
+    isa: ISA, inner: Inner, bits: int, zero: str, unit: tuple[int, bool], m: int, has_offset: bool = False, out: str = "f32"
 ) -> TileSpec:
     tiling = isa.tuning.tile(m, inner, geometry(bits, zero))
     rows = min(m, tiling.rows)
-    return tile_spec(inner, bits, zero, unit, rows, tiling.vectors, out=out, shifted=shifted)
+    return tile_spec(inner, bits, zero, unit, rows, tiling.vectors, out=out, has_offset=has_offset)
 
 
 def geometry(bits: int, zero: str, block: int = 32) -> Geometry:
@@ -64,18 +64,18 @@ def spills(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize(("zero", "shifted"), [("none", False), ("point", False), ("offset", True)])
+@pytest.mark.parametrize(("zero", "has_offset"), [("none", False), ("point", False), ("offset", True)])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, shifted: bool, unit: tuple[int, bool]) -> None:
+def test_avx512_int8_tiles_are_dot_products_in_registers(bits: int, zero: str, has_offset: bool, unit: tuple[int, bool]) -> None:
     for isa, m in itertools.product((AVX512VNNI("zen5"), AVX512VNNI("intel")), (1, 6, 8, 10, 20)):
         if m == 10 and unit[1]:
             continue  # such tiles are for long blocks
-        spec = spec_of(isa, "int8", bits, zero, unit, m, shifted)
+        spec = spec_of(isa, "int8", bits, zero, unit, m, has_offset)
         text = assembly(isa, spec)
         loop = between(text, "vpdpbusd")
         dots = [line for line in loop if "vpdpbusd" in line]
         # Four k of 16 outputs each; where activations have an offset the sums of the weights are one more row.
-        assert len(dots) == (spec.schedule.rows + shifted) * spec.schedule.vectors * unit[0] // 4
+        assert len(dots) == (spec.schedule.rows + has_offset) * spec.schedule.vectors * unit[0] // 4
         assert all(line.count("%zmm") == 3 or (line.count("%zmm") == 2 and "(" in line) for line in dots)
         # On AMD's CPUs it takes a slot of its own; on Intel's, where tiles of one vector are, it does not.
         assert not any("{1to16}" in line for line in dots) or (isa.core == "intel" and spec.schedule.vectors == 1)
@@ -106,7 +106,7 @@ def test_codes_of_a_table_are_looked_up_once_a_byte(name: str, lookup: str) -> N
     isa = AVX512VNNI("intel") if name == "avx512_vnni" else BY_NAME[name]
     for m in (1, 6, 20):
         tiling = isa.tuning.tile(m, "int8", Geometry(as_format("mxfp4"), 32, 4096))
-        spec = changed(spec_of(isa, "int8", 8, "none", (32, True), m), rows=min(m, tiling.rows), vectors=tiling.vectors, table="fp4")
+        spec = changed(spec_of(isa, "int8", 8, "none", (32, True), m), rows=min(m, tiling.rows), vectors=tiling.vectors, codebook="fp4")
         loop = between(assembly(isa, spec), lookup)
         assert count(loop, lookup) == spec.schedule.vectors * 8
         assert name == "avx2" or not spills(loop)
@@ -330,13 +330,13 @@ def test_all_is_compiled_for_other_instruction_sets(isa: ISA) -> None:
     some = itertools.cycle(halves)
     modules = [driver.build(isa), runtime.build(isa), probe.build(isa)]
     for source, inner in (("f32", "int8"), ("bf16", "float"), ("f16", "int8"), ("i8", "int8")):
-        modules.append(activations.build(RowSpec(source, ActivationSpec(inner, 32, single=True), 8, False, False, -8, "values"), isa))
-        for by_row, shifted in ((True, False), (False, True)) if source != "i8" else ():
+        modules.append(activations.build(RowSpec(source, ActivationSpec(inner, 32, one_unit=True), 8, False, False, -8, "values"), isa))
+        for by_row, has_offset in ((True, False), (False, True)) if source != "i8" else ():
             modules.append(
-                activations.build(RowSpec(source, ActivationSpec(inner, 8, False, shifted), 8, False, by_row, -8, "values"), isa)
+                activations.build(RowSpec(source, ActivationSpec(inner, 8, False, has_offset), 8, False, by_row, -8, "values"), isa)
             )
     if isa.bf16_dot:
-        modules.append(activations.build(RowSpec("bf16", ActivationSpec("bf16", 32, single=True), 8, False, False, 0, "values"), isa))
+        modules.append(activations.build(RowSpec("bf16", ActivationSpec("bf16", 32, one_unit=True), 8, False, False, 0, "values"), isa))
     for bits, zero in itertools.product((4, 8), ("none", "point", "offset")):
         modules.append(dequantize.build(DequantizeSpec(bits, "f16", zero, 8, next(some)), isa))
         modules.append(quantize.build(QuantizeSpec("f16", bits, zero, next(some), "int"), isa))

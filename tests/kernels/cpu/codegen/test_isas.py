@@ -291,13 +291,13 @@ def test_what_a_kernel_should_not_write_is_looked_at(emulator: Emulator, monkeyp
 LAYER_NORMS = Step("rows", layer_norm=True), Step("norm", layer_norm=True)
 WHOLE = WholeSpec(64, masked=True), WholeSpec(64, masked=True, group=2, kind="int8", causal=True, capped=True, sinks=True)
 ADDED = Step("rows", unit_offset=True), Step("norm", unit_offset=True, added=True), Step("scale"), Step("over"), Step("cap")
-OF_GEMMA4 = Step("norm", added=True, scaled=True), Step("panels", "gelu_tanh", alone=True, external_up=True)
+OF_GEMMA4 = Step("norm", added=True, scaled=True), Step("panels", "gelu_tanh", ungated=True, external_up=True)
 STEPS = (
     Step("sequence"),
     Step("rows"),
     Step("panels", "silu"),
     Step("panels", "gelu_tanh"),
-    Step("panels", "relu2", alone=True),
+    Step("panels", "relu2", ungated=True),
     Step("product"),
     *LAYER_NORMS,
     *ADDED,
@@ -312,7 +312,7 @@ def test_the_generic_path_is_compiled_for_other_cpus(arch: str) -> None:
         isa.features = BY_NAME["rv64gc"].features
     specs = [tile_spec(inner, 4, "point", (8, False), 2, 4) for inner in ("int8", "float")]
     modules = [driver.build(isa), *(tile.build(spec, isa) for spec in specs)]
-    modules.append(activations_module.build(RowSpec("f32", ActivationSpec("int8", 8, single=False), 8, False, False, -8, "codes"), isa))
+    modules.append(activations_module.build(RowSpec("f32", ActivationSpec("int8", 8, one_unit=False), 8, False, False, -8, "codes"), isa))
     modules.append(dequantize.build(DequantizeSpec(4, "f16", "point", 8, "f32"), isa))
     modules.append(quantize.build(QuantizeSpec("f32", 4, "point", "f32", "int"), isa))
     modules.append(attend.build(AttendSpec(64, 2, "bf16", normed=True, masked=True), isa))

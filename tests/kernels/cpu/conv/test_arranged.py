@@ -10,7 +10,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen import jit, runtime
 from halfbyte.kernels.cpu.codegen.isas import ISAS
 from halfbyte.kernels.cpu.conv import arrange, arranged, planned
-from halfbyte.kernels.cpu.conv.arrange import HALF, LANE, PAIRS, WHOLE, Arranged
+from halfbyte.kernels.cpu.conv.arrange import COUPLED_HALVES, LANE, Arranged
 from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 from halfbyte.kernels.problem import Window
@@ -55,14 +55,14 @@ def by_slot(built: Arranged) -> Tensor:
 def test_sums_obey_the_bound_for_any_activations(case: int) -> None:
     built = arrange.arrange(weights()[case])
     w = by_slot(built)
-    kinds = [[WHOLE] * whole + [HALF] * half + [PAIRS] * pairs for whole, half, pairs in built.counts.tolist()]
-    for g, of_group in enumerate(kinds):
+    coupled = [[halves for halves, n in zip(COUPLED_HALVES, counts, strict=True) for _ in range(n)] for counts in built.counts.tolist()]
+    for g, of_group in enumerate(coupled):
         assert not w[g, len(of_group) :].any()
-        for chunk, kind in zip(w[g], of_group, strict=False):
+        for chunk, coupled_halves in zip(w[g], of_group, strict=False):
             for signed in (chunk.clamp(min=0), -chunk.clamp(max=0)):
                 pairs = signed.view(8, 2, -1).sum(1)
                 assert 255 * pairs.max() < 2**15
-                for half in range(kind):
+                for half in range(coupled_halves):
                     four = pairs[4 * half : 4 * half + 4]
                     assert 255 * (four[:2] + four[2:]).max() < 2**15
 
@@ -75,9 +75,9 @@ def test_the_products_are_those_of_the_codes(case: int) -> None:
         torch.randint(-128, 128, codes.shape[2:], generator=rng, dtype=torch.int8),
         *(torch.full(codes.shape[2:], v) for v in (-128, 127)),
     ):
-        seen = x.to(torch.int8).view(torch.uint8)[built.sources] ^ built.flip
-        take = built.take.long()
-        slots = seen.gather(2, take % LANE).where(take < LANE, torch.tensor(0, dtype=torch.uint8))
+        seen = x.to(torch.int8).view(torch.uint8)[built.lanes] ^ built.xor_mask
+        shuffle = built.shuffle.long()
+        slots = seen.gather(2, shuffle % LANE).where(shuffle < LANE, torch.tensor(0, dtype=torch.uint8))
         sums = (by_slot(built) * slots.long().unsqueeze(-1)).sum((1, 2))
         assert torch.equal(sums + built.corrections, (codes.long() * x.long()).sum((2, 3)))
 

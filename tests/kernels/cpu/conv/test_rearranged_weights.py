@@ -44,7 +44,7 @@ def test_images_of_all_sizes_are_those_of_the_reference(isa, form, monkeypatch) 
     PLANS.conv2d.clear()
     rng, torchs, taken = random.Random(1), torch.Generator().manual_seed(1), list[Tensor]()
     planned = form.planned
-    monkeypatch.setattr(form, "planned", lambda *a: taken.append(a[4]) or planned(*a))
+    monkeypatch.setattr(form, "planned", lambda *a, **k: taken.append(a[4]) or planned(*a, **k))
     for case in range(12):
         monkeypatch.setattr(runtime, "threads", lambda threads=1 + case % 2: threads)  # one takes small images in one piece
         groups = rng.choice((1, 1, 1, 2, 3))

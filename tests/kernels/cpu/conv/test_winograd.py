@@ -166,7 +166,7 @@ def test_the_op_takes_it_where_it_pays(isa, monkeypatch) -> None:
     sizes = Filter(INT8, 64, channels, (3, 3))
     codes, x = random_codes(INT8, sizes.codes_shape, 0), image((1, channels, 28, 28), torch.Generator().manual_seed(0))
     planned = WinogradKernel.planned
-    monkeypatch.setattr(WinogradKernel, "planned", lambda *a: taken.append(a[4]) or planned(*a))
+    monkeypatch.setattr(WinogradKernel, "planned", lambda *a, **k: taken.append(a[4]) or planned(*a, **k))
     more, packed = scales(sizes.k, 3, -5), ops.pack_conv(codes, 3)
     for stride in (1, 2):
         y = ops.qconv2d(x, packed, None, stride, AROUND, **more)  # type: ignore[arg-type]

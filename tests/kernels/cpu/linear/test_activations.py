@@ -13,7 +13,7 @@ from halfbyte.formats import Format, as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.linear import linear
-from halfbyte.kernels.cpu.linear.block_end import HIGHEST_CODE, highest_point
+from halfbyte.kernels.cpu.linear.block_end import HIGHEST_CODE, correction_point
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND_BITS
 from halfbyte.kernels.problem import Activation
@@ -69,8 +69,8 @@ def check(kernel: LinearKernel, x: Tensor, way: Activation) -> None:
     assert torch.equal(got.scale.nan_to_num(nan=-1), wanted.scale.expand_as(got.scale).nan_to_num(nan=-1))
     assert torch.equal(got.data[columns], wanted.q[columns])
     assert not bool(got.padding[good.all(dim=1)].any())
-    block_sum, points_off = kernel.tile_spec.activation.block_sum, kernel.tile_spec.weight.points_off
-    highest = HIGHEST_CODE if points_off else highest_point(kernel.isa, fmt.bits, fmt.zero, block_sum == "biased")
+    block_sum, subtracts_points = kernel.tile_spec.activation.block_sum, kernel.tile_spec.weight.subtracts_points
+    highest = HIGHEST_CODE if subtracts_points else correction_point(kernel.isa, fmt.bits, fmt.zero, block_sum == "biased")
     start = wanted.sums * (kernel.isa.correction(fmt.bits, fmt.signed) - highest)
     if kernel.paired:
         q = torch.nn.functional.pad(wanted.q.int(), (0, -geo.k % 2)).unflatten(1, (-1, 2))
@@ -83,7 +83,7 @@ def check(kernel: LinearKernel, x: Tensor, way: Activation) -> None:
     offset = wanted.offset.expand_as(got.scale)
     if way.endswith("offset"):
         assert torch.equal(got.offset[good], offset[good])
-    if points_off:
+    if subtracts_points:
         assert not bool(got.sum.any())
     elif fmt.zero == "point" and block_sum == "biased":  # int16, beside a 0
         assert torch.equal(got.sum[good].view(torch.int32), wanted.sums[good] & 0xFFFF)

@@ -33,8 +33,8 @@ class Expanding(EmulatedDotProducts):
 
 
 class TakingPointsOff(EmulatedDotProducts):
-    name = "avx_vnni_points_off"
-    tuning = replace(AVX_VNNI, biased=False, points_off=256)
+    name = "avx_vnni_subtracts_points"
+    tuning = replace(AVX_VNNI, biased=False, subtracts_points_up_to=256)
 
 
 pytestmark = pytest.mark.skipif(Expanding().missing() is not None, reason=str(Expanding().missing()))
@@ -65,7 +65,7 @@ def test_points_that_tiles_take_off_codes(block: int, activation: Activation) ->
     m, n, k, fmt = 13, 45, 333, Format(4, block, "point")
     codes, x = random_codes(fmt, (n, k), block), activations(m, k, torch.float32, block, 3)
     packed, kernel = pack(codes), LinearKernel(fmt, n, k, x.dtype, "int8", activation, isa=TakingPointsOff())
-    assert kernel.tile_spec.weight.points_off == (block <= 256 and activation != "row_offset")
+    assert kernel.tile_spec.weight.subtracts_points == (block <= 256 and activation != "row_offset")
     y = run_linear(kernel, x, packed)
     error = reference.error_bound(x, codes, None, "int8", activation)
     assert bool(reference.agrees(y, reference.linear(x, codes, None, "int8", activation), error).all())

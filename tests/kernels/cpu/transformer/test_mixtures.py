@@ -63,8 +63,10 @@ class Sum:
 def halved(h: Tensor, half: Experts, codes: list[Codes], common: list[Codes] | None) -> Sum:
     """What an `Experts` gives for rows h."""
     stack = [one.dequantize().double() for one in codes]
-    x = h.double()
-    x = x * (x.square().mean(-1, keepdim=True) + half.pre_norm.eps).rsqrt() * half.pre_norm.weight.double()
+    x, norm = h.double(), half.pre_norm
+    x = x - x.mean(-1, keepdim=True) if norm.layer_norm else x
+    x = x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * (norm.weight.double() + norm.unit_offset)
+    x = x if norm.bias is None else x + norm.bias.double()
     router = half.router.double()
     y, size = h.double().clone(), h.double().abs()
     for r, row in enumerate(x):
@@ -133,6 +135,25 @@ def test_a_half_against_float64(fmt: str, case: tuple[int, ...]) -> None:
         # Each product is rounded in each of its terms, and once for each element of the sums that it enters, in all.
         bound = ROUNDING * (2 * k + 2 * inner + 2 * common + 64) * expected.size
         assert ((run(half, h, threads) - expected.y).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["unit_offset", "layer_norm"])
+def test_norms_of_other_kinds(kind: str, rows: int) -> None:
+    """With a shared expert, whose products have their own norm of the same rows."""
+    k, inner = 96, 64
+    torch.manual_seed(13)
+    codes, weights = stacks("q8_0", 6, k, inner, "float")
+    of_all = [ops.quantize(torch.randn(size) / size[1] ** 0.5, "q8_0") for size in ((2 * inner, k), (k, inner))]
+    shared = SharedExpert(*(Weight(ops.pack(one), None, "float", "block") for one in of_all), torch.randn(k) / k**0.5)
+    norm = Norm(torch.rand(k) + 0.5, 1e-5, unit_offset=kind == "unit_offset")
+    if kind == "layer_norm":
+        norm = norm._replace(layer_norm=True, bias=torch.randn(k))
+    half, h = Experts(*weights, 3 * torch.randn(6, k) / k**0.5, 2, True, norm, shared), torch.randn(rows, k) + 1
+    expected = halved(h, half, codes, of_all)
+    # As in `test_a_half_against_float64`; the mean that is subtracted adds a rounding of its own.
+    bound = ROUNDING * (3 * k + 4 * inner + 64) * expected.size
+    assert ((run(half, h, 2) - expected.y).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("scores", ["sigmoid", "softmax"])

@@ -135,7 +135,7 @@ def convolved(
             depthwise = isinstance(kernel, DepthwiseKernel)
             sizes = {
                 "x": x.numel() * kernel.dtype.itemsize,
-                "scratch": 0 if depthwise else call.memory,
+                "scratch": 0 if depthwise else call.scratch_bytes,
                 "weights": weights.nbytes,
                 "bias": 4 * call.out_shape[1] if bias is None else bias.nbytes,
                 "out": math.prod(call.out_shape) * kernel.out_dtype.itemsize,

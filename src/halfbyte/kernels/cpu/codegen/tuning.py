@@ -23,10 +23,13 @@ _UNLIMITED = 1 << 62
 
 
 class Tiling(NamedTuple):
-    """How outputs are cut into tiles: at most `rows` rows of activations by `vectors` vectors of outputs.
+    """How outputs are cut into tiles.
 
-    panels     that a tile of all rows takes in turn, so that weights are read as several streams
-    expanded   codes are expanded to bytes once for all row tiles (`linear/expanded.py`)
+    Attributes:
+        rows: Most rows of activations of a tile, R.
+        vectors: Vectors of outputs, V.
+        panels: Panels that a tile of all rows takes in turn, so that weights are read as several streams.
+        expanded: Codes are expanded to bytes once for all row tiles (`linear/expanded.py`).
     """
 
     rows: int
@@ -39,14 +42,15 @@ class Tiling(NamedTuple):
 class Prefetching:
     """How tiles prefetch weights (`linear/prefetch.py`).
 
-    distance          bytes ahead of the unit that a tile reads
-    stream_distance   the same for a tile that reads several panels in turn; 0: the CPU's own prefetcher follows the streams
-    streamed_rows     up to so many rows pass over weights once, which are prefetched past the second-level cache
-    sharing_tiles     so many row tiles of a panel, or more, prefetch a share each of the next panel; 0: none does
-    most_sharing      the last so many of them do
-    sharing_bytes     of panels and activations that stay in the second-level cache meanwhile: with more, none does
-    contiguous        a share of 8-bit codes is contiguous lines, not every n-th unit
-    all_tiles         every row tile that shares prefetches its own panel, too; else the first tile alone
+    Attributes:
+        distance: Bytes ahead of the unit that a tile reads.
+        stream_distance: The same for a tile that reads several panels in turn; 0: the CPU's own prefetcher follows the streams.
+        streamed_rows: With at most so many rows, which read weights once, these are prefetched past the second-level cache.
+        sharing_tiles: From so many row tiles of a panel on, each prefetches a share of the next panel; 0: never.
+        most_sharing: How many of the row tiles, the last ones, have a share.
+        sharing_bytes: Most bytes of panels and activations for which they share: these stay in the second-level cache meanwhile.
+        contiguous: A share of 8-bit codes is contiguous lines, not every n-th unit.
+        all_tiles: Every row tile that shares prefetches its own panel, too; else the first tile alone.
     """
 
     distance: int = 8192
@@ -63,9 +67,10 @@ class Prefetching:
 class Expansion:
     """How codes are expanded once for all row tiles (`linear/expanded.py`).
 
-    longest_block   elements; one block at least is expanded at a time
-    record_bytes    expanded at a time: they stay in the first-level cache
-    chunk_bytes     of activations that pass over them together
+    Attributes:
+        longest_block: Most elements of a block, of which one at least is expanded at a time.
+        record_bytes: Bytes that are expanded at a time: they stay in the first-level cache.
+        chunk_bytes: Bytes of activations that pass over them together.
     """
 
     longest_block: int = 1 << 10
@@ -76,8 +81,9 @@ class Expansion:
 class Winograd(NamedTuple):
     """When 3 x 3 convolutions are computed by minimal filtering (`conv/winograd.py`).
 
-    direct_rate, rate   products a cycle of `conv/direct.py` and of `conv/winograd.py`
-    tiles               of a run that are enough, with weights from the third-level cache and from the second
+    Attributes:
+        direct_rate, rate: Products per cycle of `conv/direct.py` and of `conv/winograd.py`.
+        tiles: Tiles of a run that are enough, with weights from the third-level cache and from the second.
     """
 
     direct_rate: float
@@ -89,19 +95,21 @@ class Winograd(NamedTuple):
 class Tuning:
     """The numbers of one microarchitecture. These defaults follow from 16 registers of 128 bits; nothing was measured for them.
 
-    conv_tile          rows and vectors of a tile that convolves codes, or that multiplies sums (`ISA.multiplies_sums`)
-    register_totals    vectors of float totals that stay in registers with a block's accumulators; more lie in memory
-    prefetching        of weights
-    expansion          None: codes are unpacked in every tile
-    chunk_bytes        of activations that stay in a core's second-level cache while all panels pass
-    matrix_rows        rows from which on int8 products go through the matrix unit
-    units_ahead        how far unpacking is ahead of the matrix unit
-    bf16_pays          the dot products of bfloat16 beat float32 multiply-adds
-    biased             block sums become floats by their initial value (`linear/block_end.py`)
-    points_off         elements of a block up to which tiles subtract 4-bit points from codes: byte additions leave ports to products
-    bracketed_rows     rows from which on tiles multiply scales and offsets at once (`linear/bracketed.py`); 0: never
-    winograd           None: never
-    arranged_conv      int8 convolutions order codes for products of bytes (`conv/arrange.py`)
+    Attributes:
+        conv_tile: Rows and vectors of a tile that convolves codes, or that multiplies sums (`ISA.multiplies_sums`).
+        register_totals: Vectors of float totals that stay in registers with a block's accumulators; more lie in memory.
+        prefetching: How tiles prefetch weights.
+        expansion: How codes are expanded for several row tiles; None: they are unpacked in every tile.
+        chunk_bytes: Bytes of activations that stay in a core's second-level cache while all panels pass.
+        matrix_rows: Rows from which on int8 products go through the matrix unit.
+        units_ahead: Units that are unpacked ahead of the matrix unit.
+        bf16_pays: Dot products of bfloat16 are faster than float32 multiply-adds.
+        biased: Block sums become floats by their initial value (`linear/block_end.py`).
+        subtracts_points_up_to: Elements of a block up to which tiles subtract 4-bit points from codes: byte additions leave ports to
+            products.
+        bracketed_rows: Rows from which on tiles multiply scales and offsets at once (`linear/bracketed.py`); 0: never.
+        winograd: When convolutions use minimal filtering; None: never.
+        arranged_conv: int8 convolutions order codes for products of bytes (`conv/arrange.py`).
     """
 
     conv_tile: tuple[int, int] = (2, 4)
@@ -113,7 +121,7 @@ class Tuning:
     units_ahead: int = 0
     bf16_pays: bool = True
     biased: bool = False
-    points_off: int = 0
+    subtracts_points_up_to: int = 0
     bracketed_rows: int = 0
     winograd: Winograd | None = None
     arranged_conv: bool = False
@@ -248,7 +256,7 @@ ZEN5: Tuning = _Zen5(
     conv_tile=(12, 2),
     register_totals=12,
     prefetching=Prefetching(streamed_rows=3, sharing_tiles=2, most_sharing=8, sharing_bytes=3 << 18, contiguous=True),
-    points_off=_LONG_BLOCK // 2,
+    subtracts_points_up_to=_LONG_BLOCK // 2,
     bracketed_rows=48,
     winograd=Winograd(direct_rate=112, rate=58, tiles=(20, 10)),
 )
@@ -258,7 +266,7 @@ ZEN4: Tuning = _Zen4(
     register_totals=12,
     prefetching=replace(ZEN5.prefetching, distance=7 << 10),
     chunk_bytes=1 << 20,
-    points_off=ZEN5.points_off,
+    subtracts_points_up_to=ZEN5.subtracts_points_up_to,
     bracketed_rows=ZEN5.bracketed_rows,
     winograd=ZEN5.winograd,
 )

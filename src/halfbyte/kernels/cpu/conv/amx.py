@@ -330,6 +330,7 @@ class MatrixConvKernel(PlannedConv):
     """
 
     scales_at = MATRIX.offset("scales")
+    specializes_residual = True
 
     def __init__(self, sizes: Filter, window: Window, isa: AMXTiles, out: torch.dtype = torch.int8) -> None:
         super().__init__()
@@ -352,11 +353,7 @@ class MatrixConvKernel(PlannedConv):
             return torch.zeros(self.sizes.groups * self.panels * PANEL, dtype=torch.float32, device="cpu")
         return torch.nn.functional.pad(bias.view(self.sizes.groups, self.n), (0, self.panels * PANEL - self.n))
 
-    def variant(self, residual: Tensor | None) -> tuple[bool, ...]:
-        return (residual is not None,)
-
-    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *more: bool) -> Plan:
-        """`more`: whether there is a residual."""
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
         sizes, units, window, channels = self.sizes, self.units, geo.window, geo.channels
         (height, width), (ho, wo) = geo.image, geo.out
         (kh, kw), (sh, sw), (dh, dw), (top, _, left, _) = geo.kernel, window.stride, window.dilation, window.padding
@@ -395,6 +392,6 @@ class MatrixConvKernel(PlannedConv):
             "waiting_units": waiting,
         }
         step = 0 if image_itself else power_of_two(image["copied_codes"] or UNIT, UNIT)
-        spec = MatrixSpec(step, channels if units.woven > 1 else 0, rows, kind_of(self.out_dtype), any(more))
+        spec = MatrixSpec(step, channels if units.woven > 1 else 0, rows, kind_of(self.out_dtype), has_residual)
         tensors = places, near_from, unit_places
         return Plan(MATRIX, compiled(build, spec, self.isa), fields, strips.items, UNIT, copies * near_bytes, tensors)

@@ -1,12 +1,12 @@
 """Convolutions of int8 codes by products of bytes, exact (`arrange.py`), where other exact products are of int16 (AVX2): int8 -> int8.
 
-    acc[m, co] = correction[co] + sum over chunks c, slots j of  v[co, c, j] * (x[m, c] ^ flip[c])[take[c, j]]
+    acc[m, co] = correction[co] + sum over chunks c, slots j of  v[co, c, j] * (x[m, lane[c]] ^ xor_mask[c])[shuffle[c, j]]
 
 The loops are those of `direct.py`. A chunk is 16 codes of the image, where they lie: one load, one xor and one shuffle of bytes put them
 into the order of the tile's outputs, four further shuffles make vectors of each four of them.
 
-    weights = for each tile's outputs: number of chunks of each kind, lane of the first | corrections | chunks
-    chunk   = weights of 4 quads | flip | take | lane of the next          each in whole vectors
+    weights = for each tile's outputs: numbers of chunks with 2, 1, 0 coupled halves, lane of the first | corrections | chunks
+    chunk   = weights of 4 quads | xor_mask | shuffle | lane of the next          each in whole vectors
 
 Weights are kept in this second form, made at the first call, of 1.4 bytes for each code. Where the order would take more than a quarter
 more chunks than there are lanes, `direct.py` does it.
@@ -40,11 +40,18 @@ _COUNTS, _FIRST, _CORRECTIONS = 0, 24, 64
 
 
 class _Chunk(NamedTuple):
-    """Where the parts of a chunk are: weights of four quads, what codes are combined with by xor and picked by, and the next one's lane."""
+    """Offsets in a chunk, behind the weights of four quads, and its size, in bytes.
 
-    flip: int
-    take: int
-    following: int
+    Attributes:
+        xor_mask: What the lane's codes are combined with.
+        shuffle: The code of the lane for each slot.
+        next_lane: Number of the next chunk's lane.
+        size: Of the chunk.
+    """
+
+    xor_mask: int
+    shuffle: int
+    next_lane: int
     size: int
 
     @classmethod
@@ -67,33 +74,33 @@ class _ArrangedTile(RequantizingDirectTile):
         rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(self.rows)]
         starts = [self._column_start(first, v) for v in range(self.vectors)]
         starts = [start + record.load(isa.ints, _CORRECTIONS + v * 4 * isa.lanes, 4) for v, start in enumerate(starts)]
-        kept = [f.variable(start) for start in starts * self.rows]
+        totals = [f.variable(start) for start in starts * self.rows]
         self.ones = f.pinned(f.value(isa.shorts, 1), isa.register)
         chunk, place = f.variable(record + _HEAD), f.variable(self._place(record, _FIRST))
-        for number, kind in enumerate((arrange.WHOLE, arrange.HALF, arrange.PAIRS)):
+        for number, coupled_halves in enumerate(arrange.COUPLED_HALVES):
             for _ in f.loop(record.load("i64", _COUNTS + 8 * number, 8)):
                 here = [row + place.value for row in rows]
-                place.value = self._place(chunk.value, _Chunk.of(isa).following)  # now, since it takes a while
-                values = self._products(here, chunk.value, [k.value for k in kept], kind)
-                for k, value in zip(kept, values, strict=True):
-                    k.value = value
+                place.value = self._place(chunk.value, _Chunk.of(isa).next_lane)  # now, since it takes a while
+                values = self._products(here, chunk.value, [total.value for total in totals], coupled_halves)
+                for total, value in zip(totals, values, strict=True):
+                    total.value = value
                 chunk.value = chunk.value + _Chunk.of(isa).size
-        self._finish([k.value for k in kept], record, first)
+        self._finish([total.value for total in totals], record, first)
         self._write(first)
 
     def _place(self, chunk: Value, at: int) -> Value:
-        """Where the lane is whose number is there, in bytes behind an output's place."""
+        """Offset of a lane from an output's place in the image, in bytes; the lane's number lies at chunk + at."""
         return (DIRECT.load(self.args, "lane_places", "ptr") + chunk.load("i64", at, 8) * 8).load("i64", 0, 8)
 
-    def _products(self, rows: list[Value], chunk: Value, totals: list[Value], kind: int) -> list[Value]:
-        """The totals and the products of a chunk; its first `kind` halves are added as int16."""
+    def _products(self, rows: list[Value], chunk: Value, totals: list[Value], coupled_halves: int) -> list[Value]:
+        """The totals plus the products of a chunk, in whose first `coupled_halves` halves two pairs are added as int16."""
         isa, f, at, out = self.isa, self.f, _Chunk.of(self.isa), list(totals)
         size, lane = 4 * isa.lanes, vector("i8", LANE)
         everywhere = list(range(LANE)) * (size // LANE)
-        flip, take = (chunk.load(isa.quads, part, size) for part in (at.flip, at.take))
+        xor_mask, shuffle = (chunk.load(isa.quads, part, size) for part in (at.xor_mask, at.shuffle))
         for i, row in enumerate(rows):
             codes = row.load(lane).shuffle(everywhere)
-            slots = isa.picked(f, codes ^ flip, take).bits(isa.ints)
+            slots = isa.picked(f, codes ^ xor_mask, shuffle).bits(isa.ints)
             for half in range(2):
                 products = []
                 for quad in (2 * half, 2 * half + 1):
@@ -102,7 +109,7 @@ class _ArrangedTile(RequantizingDirectTile):
                     products.append([isa.byte_products(f, four, w) for w in weights])
                 for v in range(self.vectors):
                     n = i * self.vectors + v
-                    for sums in [products[0][v] + products[1][v]] if half < kind else [products[0][v], products[1][v]]:
+                    for sums in [products[0][v] + products[1][v]] if half < coupled_halves else [products[0][v], products[1][v]]:
                         out[n] = isa.pinned(f, isa.dot_shorts(f, out[n], sums, self.ones))
                 f.fence()
         return out
@@ -133,13 +140,13 @@ class ArrangedConvKernel(RearrangedWeightsKernel):
         if int(arranged_weights.counts.sum()) > max(1.25 * lanes, lanes + 1) * len(arranged_weights.counts):
             return None
         head = torch.zeros(len(arranged_weights.counts), _HEAD // 4, dtype=torch.int32, device="cpu")
-        head[:, : 2 * 4] = torch.cat((arranged_weights.counts, arranged_weights.sources[:, :1]), 1).view(torch.int32)
+        head[:, : 2 * 4] = torch.cat((arranged_weights.counts, arranged_weights.lanes[:, :1]), 1).view(torch.int32)
         head[:, _CORRECTIONS // 4 :][:, :width] = arranged_weights.corrections
         copies = 4 * self.isa.lanes // LANE
-        flip, take = (part.repeat(1, 1, copies) for part in (arranged_weights.flip, arranged_weights.take))
-        following = torch.nn.functional.pad(arranged_weights.sources[:, 1:], (0, 1))
-        following = torch.nn.functional.pad(following.unsqueeze(-1), (0, 4 * self.isa.lanes // 8 - 1))
-        chunks = torch.cat([part.flatten(2).view(torch.uint8) for part in (arranged_weights.weights, flip, take, following)], 2)
+        masks = (part.repeat(1, 1, copies) for part in (arranged_weights.xor_mask, arranged_weights.shuffle))
+        next_lanes = torch.nn.functional.pad(arranged_weights.lanes[:, 1:], (0, 1))
+        next_lanes = torch.nn.functional.pad(next_lanes.unsqueeze(-1), (0, 4 * self.isa.lanes // 8 - 1))
+        chunks = torch.cat([part.flatten(2).view(torch.uint8) for part in (arranged_weights.weights, *masks, next_lanes)], 2)
         return torch.cat((head.view(torch.uint8), chunks.flatten(1)), 1).view(sizes.groups, columns // width, -1)
 
     def tiles(self, panel_bytes: int) -> TileSizes:

@@ -217,7 +217,7 @@ class DepthwiseKernel(PlannedConv):
     def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor:
         return self.no_bias if bias is None else bias
 
-    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *_: bool) -> Plan:
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
         lanes = self.isa.lanes if geo.channels >= self.isa.lanes else 1
         kw, stride, left, dilation = geo.kernel[1], geo.window.stride[1], geo.window.padding[2], geo.window.dilation[1]
         width, wo = geo.image[1], geo.out[1]

@@ -209,7 +209,7 @@ class DepthwiseDotKernel(PlannedConv):
             laid_out.append(torch.cat((corrections[order].view(torch.uint8), quads.flatten().view(torch.uint8))))
         return torch.stack(laid_out)
 
-    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *_: bool) -> Plan:
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
         spec, height = self.spec, geo.out[0]
         blocks = -(-geo.channels // spec.block)
         lines = max(_LEAST_LINES, -(-height // parts_of(height, threads, _ITEMS_A_THREAD, geo.batch * blocks)))

@@ -336,7 +336,7 @@ def plan(
     sums = walk.sum_fields(lines, rows)
     memory = _Memory.of(walk, lines, rows, 0 if spec.sums == "none" else sums["pixels"])
 
-    laid_out = replace(linear.tile_spec.activation, unit=walk.step, single=False)
+    laid_out = replace(linear.tile_spec.activation, unit=walk.step, one_unit=False)
     tile = replace(linear.tile_spec, activation=laid_out, out=kind_of(out_dtype))
     build = direct.build_tile if tile_sizes is None else tile_sizes.build
     walked = _lines_walked(walk, spec, strips, geo.image[0], outside, by_lines=tile_sizes is None or spec.unsigned)
@@ -385,5 +385,5 @@ class RearrangedWeightsKernel(PlannedConv):
         """What multiplies; `panel_bytes` of weights for each tile's outputs."""
         raise NotImplementedError
 
-    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *_: bool) -> Plan:
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
         return plan(self.linear, self.sizes, geo, threads, torch.int8, outside, self.tiles(weights.shape[2]))

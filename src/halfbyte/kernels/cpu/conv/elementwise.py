@@ -21,7 +21,7 @@ from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.cpu.plan_cache import PLANS, Call
-from halfbyte.kernels.cpu.steps import Step
+from halfbyte.kernels.cpu.steps import ProgramStep
 from halfbyte.kernels.problem import Combination
 
 ELEMENTWISE = Block((*LINEAR.fields[:4], "a", "b", "out", "n", "scales", "offset", "clamp"), frozenset({"scales", "offset", "clamp"}))
@@ -102,13 +102,13 @@ def combine(a: Tensor, how: Combination, b: Tensor | None = None) -> Tensor:
     return out if out.dtype == how.dtype else out.to(how.dtype)
 
 
-def step(a: Tensor, how: Combination, b: Tensor | None = None) -> Step | None:
+def step(a: Tensor, how: Combination, b: Tensor | None = None) -> ProgramStep | None:
     """`combine` of tensors of these sizes; None where it would be followed by a conversion."""
     if how.dtype == torch.float16 and not current().half_conversions:
         return None
     call = _prepare(a, b, how.dtype, how)
     inputs = tuple(ELEMENTWISE.offset(name) for name in ("a", "b")[: 1 if b is None else 2])
-    return Step(call.buffer, call.threads, a.numel() * how.dtype.itemsize, inputs, ELEMENTWISE.offset("out"))
+    return ProgramStep(call.buffer, call.threads, a.numel() * how.dtype.itemsize, inputs, ELEMENTWISE.offset("out"))
 
 
 def _prepare(a: Tensor, b: Tensor | None, out: torch.dtype, how: Combination) -> Call:

@@ -26,7 +26,7 @@ from halfbyte.kernels.cpu.conv.direct import power_of_two
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.cpu.plan_cache import PLANS, Call
-from halfbyte.kernels.cpu.steps import Step
+from halfbyte.kernels.cpu.steps import ProgramStep
 from halfbyte.kernels.problem import Window
 
 POOL = Block(
@@ -105,10 +105,10 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
     return out
 
 
-def step(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Step:
+def step(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> ProgramStep:
     """`pool` of images of these sizes."""
     call = _prepare(x.shape, kernel, window, out_size, zero)
-    return Step(call.buffer, call.threads, x.shape[0] * x.shape[1] * out_size[0] * out_size[1], (_TENSORS,), POOL.offset("out"))
+    return ProgramStep(call.buffer, call.threads, x.shape[0] * x.shape[1] * out_size[0] * out_size[1], (_TENSORS,), POOL.offset("out"))
 
 
 def _prepare(shape: Sequence[int], kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None) -> Call:

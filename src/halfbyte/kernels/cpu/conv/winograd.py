@@ -441,7 +441,7 @@ class WinogradKernel(PlannedConv):
         """The weights as the kernel reads them; None where sums may be too large for it."""
         return transformed(codes, self.sizes)
 
-    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *_: bool) -> Plan:
+    def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
         sizes, column, channels = self.sizes, 2 * self.isa.lanes, geo.channels
         of, columns = Tiles.of(geo.outputs), -(-sizes.out // column)
         spec, tiles = WinogradSpec.of(of, self.isa), sum(of.kinds)

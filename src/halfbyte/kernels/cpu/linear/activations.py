@@ -97,7 +97,7 @@ class _Row(Emitter):
         for b in f.loop(stop, first):
             ends = (b + 1).equals(blocks)
             real = ends.select(last, block)
-            n = f.value("i64", 1) if spec.activation.single else ends.select(last_units, units)
+            n = f.value("i64", 1) if spec.activation.one_unit else ends.select(last_units, units)
             act_meta = record.value + n * self.rows * self.unit_bytes
             yield x.value, real, n, record.value + self.row * self.unit_bytes, act_meta
             x.value = x.value + block * self.element_bytes
@@ -122,7 +122,7 @@ class _Row(Emitter):
     def units(self, x: Value, real: Value, n: Value | int) -> Iterator[tuple[Value, Value, Value]]:
         """(index, elements left, x as stored) of each unit of a block."""
         f, unit = self.f, self.spec.activation.unit
-        loop = iter([f.value("i64", 0)]) if self.spec.activation.single and isinstance(n, Value) and not self.spec.by_row else f.loop(n)
+        loop = iter([f.value("i64", 0)]) if self.spec.activation.one_unit and isinstance(n, Value) and not self.spec.by_row else f.loop(n)
         for u in loop:
             left = real - u * unit
             yield u, left, self.chunk(x + u * (unit * self.element_bytes), left)
@@ -160,7 +160,7 @@ class _CodeSums:
 class _Int8Row(_Row):
     def emit(self) -> None:
         f, spec = self.f, self.spec
-        if spec.by_row or spec.activation.shifted:
+        if spec.by_row or spec.activation.has_offset:
             whole = None
             if spec.by_row:
                 k = self.get("k")
@@ -254,7 +254,7 @@ class _Int8Row(_Row):
     def _range(self, x: Value, real: Value, n: Value) -> tuple[Value, Value, Value | None]:
         """Scale, its inverse and the offset of `real` elements from x on."""
         f, spec = self.f, self.spec
-        if not spec.activation.shifted:
+        if not spec.activation.has_offset:
             bits = self._extent(x, real, n)
             return *self._scale(bits.bits("float"), bits < 0x7F800000), None
         size = f.variable(f.value(self.ints, 0))

@@ -1,9 +1,16 @@
-"""The micro-kernel of matrix units (AMX): up to 32 rows of activations times a panel, with the arithmetic of `tile.py`.
+"""The micro-kernel of matrix units (AMX): up to 32 rows of activations times a panel of 32 outputs, with the arithmetic of `tile.py`.
 
-4-bit weights are unpacked to int8 or bfloat16 into a small ring of memory, a unit of k before they are multiplied; 8-bit weights are
-multiplied where they lie. The sums of a block leave the unit through memory. They are stored between the first products of the next block,
-since a store that waits for its product keeps other products waiting, and then scaled. What memory that takes should be small: the
-activations and weights that pass share the first-level cache with it.
+`linear.LinearKernel.fields` compiles it in the place of `tile.build`. The tile registers of a tile of R rows, in one or two parts of at
+most 16 rows:
+
+    registers 0 … 3   sums [16 rows, 16 outputs] of part i and vector v in register i * vectors + v
+    registers 4, 5    activations [16 rows, a unit of k] of each part
+    registers 6, 7    weights [a unit of k, 16 outputs] of each vector
+
+Weights of 4 bits are unpacked to int8 or bfloat16 into a small ring of memory (`_Unpacker`), a unit of k before they are multiplied; those
+of 8 bits are multiplied where they lie. The sums of a block leave the unit through memory. They are stored between the first products of
+the next block, since a store that waits for its product keeps other products waiting, and then scaled. This memory should be small: it
+shares the first-level cache with the activations and weights that pass.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ from halfbyte.kernels.cpu.linear.tile import RequantizingTile, Tile
 from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND_BITS, TileSpec
 from halfbyte.layouts.cpu_tiles import PANEL
 
-_FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
+_FIRST_A, _FIRST_W = 4, 6  # tile registers of activations and of weights
 
 
 @function(*["ptr"] * 5, *["i64"] * 4)
@@ -33,23 +40,26 @@ def build(spec: TileSpec, isa: AMXTiles, f: Function) -> None:
 
 
 class MatrixTile(Tile):
+    """A tile of `spec.schedule.rows` rows by `vectors` vectors of outputs, 2 of a panel."""
+
     isa: AMXTiles
 
     def __init__(self, spec: TileSpec, isa: AMXTiles, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.asks = f.parameters[-2].equals(0)  # the first row tile does
+        self.prefetches = f.parameters[-2].equals(0)  # the first row tile of a panel does
         self.sum_type = isa.ints if self.integer else isa.floats
-        half = self.rows if self.rows <= ROWS else (self.rows + 1) // 2
-        self.parts = [range(start, min(start + half, self.rows)) for start in range(0, self.rows, half)]  # rows of each A
-        # Sums of blocks, and of their weights where activations have an offset.
+        part_rows = self.rows if self.rows <= ROWS else (self.rows + 1) // 2
+        self.parts = [range(start, min(start + part_rows, self.rows)) for start in range(0, self.rows, part_rows)]
+        # Sums of a block until they are scaled. Those of weights, where activations have an offset, are stored before the sums of the block
+        # before are scaled: two blocks' memory then.
         self.block_bytes = 64 * self._accumulators
-        self.slots = 1 + spec.activation.shifted
-        self.sums = f.alloca("i8", self.slots * self.block_bytes, 64)
+        self.sum_slots = 1 + spec.activation.has_offset
+        self.sums = f.alloca("i8", self.sum_slots * self.block_bytes, 64)
         self.unpacked_bytes = self.row_unit_bytes * isa.lanes * self.vectors
-        self.ring = f.alloca("i8", _power_of_two(isa.tuning.units_ahead) * self.unpacked_bytes if self.int8.stored_bits == 4 else 1, 64)
+        self.ring = f.alloca("i8", _power_above(isa.tuning.units_ahead) * self.unpacked_bytes if self.int8.stored_bits == 4 else 1, 64)
         self.blocks, self.units, self.last_units = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
         self.corrected = isa.correction(spec.weight.bits, spec.weight.signed) != 0
-        self.start: Value | None = None  # a row of what sums begin at
+        self.start: Value | None = None  # memory for a row of what sums begin at; None: 0
         if spec.activation.block_sum == "biased" and not self.corrected:
             self.start = f.alloca(isa.ints, 1, 64)
             self.start.store(f.value(isa.ints, ROUND_BITS), align=64)
@@ -57,6 +67,7 @@ class MatrixTile(Tile):
         self.scratch = f.pinned(self.scratch, "r")  # or LLVM makes registers of all totals, and spills them
 
     def configure(self) -> None:
+        """Emit the configuration of the tile registers."""
         shapes = [Register(COLUMN_BYTES, ROWS)] * 8
         for i, rows in enumerate(self.parts):
             shapes[_FIRST_A + i] = Register(self.row_unit_bytes, len(rows))
@@ -70,13 +81,13 @@ class MatrixTile(Tile):
         isa, f = self.isa, self.f
         self._prefetch_outputs(row_offset)
         self._begin(row_offset)
-        unpacking = _Unpacking(self, row_offset) if self.int8.stored_bits == 4 else None
-        if unpacking is not None:
+        unpacker = _Unpacker(self, row_offset) if self.int8.stored_bits == 4 else None
+        if unpacker is not None:
             for _ in f.loop(isa.tuning.units_ahead):
-                unpacking.step()
+                unpacker.unpack_next()
         for b in f.loop(self.blocks + 1):
             with f.when(b < self.blocks):
-                self._multiply(b, row_offset, unpacking)
+                self._multiply(b, row_offset, unpacker)
             with f.when(b.equals(self.blocks)):
                 for n in range(len(self.parts) * self.vectors):
                     self._store(n, b - 1)
@@ -86,32 +97,33 @@ class MatrixTile(Tile):
         self._end(row_offset, self._record(self.blocks - 1, row_offset).act_meta + 4 * FIELDS * self.rows)
 
     def _record(self, b: Value, row_offset: Value) -> Record:
-        """Block b; its weights are those of the whole panel."""
+        """Return the addresses of block b; `weights` is that of the whole panel's codes, whatever the row offset."""
         f, row_bytes = self.f, self.rows * self.row_unit_bytes
-        n = f.value("i64", 1) if self.spec.activation.single else (b + 1).equals(self.blocks).select(self.last_units, self.units)
+        n = f.value("i64", 1) if self.spec.activation.one_unit else (b + 1).equals(self.blocks).select(self.last_units, self.units)
         w = self.weights + b * (self.units * self.unit_bytes + self.meta_bytes)
         a = self.activations + b * (self.units * row_bytes + 4 * FIELDS * self.rows)
         return Record(w, a, w + n * self.unit_bytes, a + n * row_bytes, n, row_offset)
 
     def _slot(self, b: Value) -> Value:
-        """Where the sums of block b lie until they are scaled."""
-        return self.sums + (b & self.slots - 1) * self.block_bytes
+        """Return the address of the sums of block b until they are scaled."""
+        return self.sums + (b & self.sum_slots - 1) * self.block_bytes
 
     def _store(self, n: int, b: Value) -> None:
+        """Store the sums in tile register n as those of block b."""
         i, v = divmod(n, self.vectors)
         self.isa.tile_store(self.f, n, self._slot(b) + (self.parts[i].start * self.vectors + v) * 64, 64 * self.vectors)
 
-    def _multiply(self, b: Value, row_offset: Value, unpacking: _Unpacking | None) -> None:
-        """The sums of block b; those of the block before are stored between its first products."""
+    def _multiply(self, b: Value, row_offset: Value, unpacker: _Unpacker | None) -> None:
+        """Multiply block b. The sums of the block before are stored between its first products, each before its register is used."""
         activation, four_bits, isa, f = self.spec.activation, self.spec.weight.bits == 4, self.isa, self.f
         product = isa.tile_bf16_product if not self.integer else isa.tile_product if four_bits else isa.tile_unsigned_product
         weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(self._accumulators - self.count)]
         block = self._record(b, row_offset)
 
         def unit(u: Value, begins: bool) -> None:
-            if unpacking is not None:
-                unpacking.step()
-                weights, stride = unpacking.taken(), 64 * self.vectors
+            if unpacker is not None:
+                unpacker.unpack_next()
+                weights, stride = unpacker.take_next(), 64 * self.vectors
             else:
                 weights, stride = block.weights + u * self.unit_bytes + row_offset * 4, 4 * PANEL
                 self.prefetch(block.weights + u * self.unit_bytes)
@@ -135,14 +147,14 @@ class MatrixTile(Tile):
                     total.value = isa.byte_sums(f, total.value, four, signed=four_bits)
 
         unit(f.value("i64", 0), True)
-        if not activation.single:
+        if not activation.one_unit:
             for u in f.loop(block.units, 1):
                 unit(u, False)
         for v, total in enumerate(weight_sums):
             self._slot(b).store(total.value, (self.count + v) * 64, 64)
 
     def _scale_part(self, rows: range, b: Value, row_offset: Value) -> None:
-        """Adds the sums of these rows in block b: 16 x 16 outputs at a time."""
+        """Scale the sums of these rows in block b and add them to the totals, 16 x 16 outputs at a time."""
         block, slot = self._record(b, row_offset), self._slot(b)
         weight_sums = [slot.load(self.isa.ints, n * 64, 64) for n in range(self.count, self._accumulators)]
         for v in range(self.vectors):
@@ -150,6 +162,7 @@ class MatrixTile(Tile):
             self._scale(functools.partial(self._sum, slot, block), block, weight_sums)
 
     def _sum(self, slot: Value, block: Record, n: int) -> Value:
+        """Return the n-th vector of a block's sums, with the correction or zero points that `Tile._start` begins with."""
         f, (row, v) = self.f, divmod(n, self.vectors)
         total = slot.load(self.sum_type, n * 64, 64)
         if self.integer:
@@ -158,10 +171,10 @@ class MatrixTile(Tile):
         return total if zero is None else f.fma(f.value(zero.type, -0.0) - zero, self._field(block.act_meta, SUM, row, "float"), total)
 
     def prefetch(self, unit: Value) -> None:
-        """Prefetch what the stream of weights comes to some time after this unit."""
+        """Prefetch the weights that follow this unit at the tuning's distance."""
         f = self.f
-        with f.when(self.asks):
-            for line in range(0, self.unit_bytes + (self.meta_bytes if self.spec.activation.single else 0), 64):
+        with f.when(self.prefetches):
+            for line in range(0, self.unit_bytes + (self.meta_bytes if self.spec.activation.one_unit else 0), 64):
                 f.prefetch(unit + (self.isa.tuning.prefetching.distance + line))
 
 
@@ -170,8 +183,14 @@ class _RequantizingMatrixTile(MatrixTile, RequantizingTile):
         return self._total(n).bits(self.isa.ints) + block_sum
 
 
-class _Unpacking:
-    """The walk that unpacks 4-bit weights into the tile's ring."""
+class _Unpacker:
+    """Unpacks the 4-bit weights of a tile, unit by unit over all blocks of K, into the tile's ring.
+
+    Attributes:
+        source: Address of the next unit.
+        left: Units of its block from it on.
+        done, used: Units that were unpacked, and that were taken.
+    """
 
     def __init__(self, tile: MatrixTile, row_offset: Value) -> None:
         f = tile.f
@@ -179,8 +198,8 @@ class _Unpacking:
         self.source, self.left = f.variable(tile.weights), f.variable(tile.units)
         self.done, self.used = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0))
 
-    def step(self) -> None:
-        """The next unit, if there is one."""
+    def unpack_next(self) -> None:
+        """Unpack the next unit, if there is one."""
         tile, f, done = self.tile, self.tile.f, self.done.value
         with f.when(done < tile.all_units):
             unit, to = self.source.value, self._slot(done)
@@ -192,17 +211,17 @@ class _Unpacking:
             self.left.value = ends.select(tile.units, left)
             self.done.value = done + 1
 
-    def taken(self) -> Value:
-        """Where the unit lies that comes after the one that was taken last."""
+    def take_next(self) -> Value:
+        """Return the address of the first unit that was not taken yet."""
         number = self.used.value
         self.used.value = number + 1
         return self._slot(number)
 
     def _slot(self, number: Value) -> Value:
-        return self.tile.ring + (number & _power_of_two(self.tile.isa.tuning.units_ahead) - 1) * self.tile.unpacked_bytes
+        return self.tile.ring + (number & _power_above(self.tile.isa.tuning.units_ahead) - 1) * self.tile.unpacked_bytes
 
     def _unpack(self, stored: Value, to: Value) -> None:
-        """The codes of four k (or two, as bfloat16) of an output side by side, as tile registers have them in their columns."""
+        """Store the codes of four k (or two, as bfloat16) of an output side by side, as tile registers have them in their columns."""
         isa, f, weight, vectors = self.tile.isa, self.tile.f, self.tile.spec.weight, self.tile.vectors
         for row in range(self.tile.spec.activation.unit // 8):
             for v in range(vectors):
@@ -210,11 +229,11 @@ class _Unpacking:
                 if not self.tile.integer:
                     codes = isa.bf16_codes(f, bytes_, weight.signed, self.tile.int8.table)
                 else:
-                    codes = isa.table_weights(bytes_, self.tile.int8.table) if weight.table else isa.nibbles(bytes_, weight.signed)
+                    codes = isa.table_weights(bytes_, self.tile.int8.table) if weight.codebook else isa.nibbles(bytes_, weight.signed)
                 for i, code in enumerate(codes):
                     to.store(code, ((row * len(codes) + i) * vectors + v) * 64, 64)
 
 
-def _power_of_two(n: int) -> int:
-    """The least one above n."""
+def _power_above(n: int) -> int:
+    """Return the least power of two above n."""
     return 1 << n.bit_length()

@@ -1,8 +1,14 @@
-"""The end of a block along K: its sums are scaled and added to the outputs.
+"""The end of a block along K: its sums of products are scaled and added to a tile's totals, R rows i by V vectors of outputs n.
 
-    y[i, n] += scale[n] * a[i] * (sums[i, n] - point[n] * codes[i])  + offset[n] * a[i] * codes[i]
+    total[i, n] += a[i] * scale[n] * (sum[i, n] - point[n] * code_sum[i])  +  offset[n] * a[i] * code_sum[i]
 
-a are the scales of the activations, codes the sums of their codes. `tile.py` says what is rounded.
+    sum[i, n] = sum over k of q[n, k] * x[i, k], of weight codes and activation codes      accumulators of `tile.py` or `amx.py`
+    a[i], code_sum[i] = sum over k of x[i, k]                                              written by `activations.py` behind the block
+    scale[n], and point[n] or offset[n]                                                    behind the block's codes in the panel
+
+Activations with an offset o[i] add o[i] * scale[n] * sum over k of (q[n, k] - point[n]). Float activations have no a, and the sum of x for
+code_sum; so do int8 ones, as a[i] * code_sum[i], where the weight has offsets. `tile.py` says what is rounded. `BlockEnd` is the base class
+of all tiles.
 """
 
 from __future__ import annotations
@@ -25,14 +31,18 @@ SCALE, CORRECTION, SUM, OFFSET = range(4)  # the fields of activations behind ea
 
 
 def biasable(fmt: Format, block: int) -> bool:
-    """Whether ROUND + a block's sum of products is a float exactly, and ROUND times a scale, too; and sums of activations are int16."""
+    """Return whether `BlockSum` "biased" is exact: ROUND + a block's sum of products is a float, ROUND times a scale, too; and sums of
+    activations are int16."""
     largest = 1 << (fmt.code_bits - 1) if fmt.signed else (1 << fmt.bits) - 1
     fits = block * largest * 127 <= 1 << 22 and (fmt.zero != "point" or block * 127 < 1 << 15)
     return fmt.scale == torch.float16 and fits
 
 
-def highest_point(isa: ISA, bits: int, zero: str, biased: bool) -> int:
-    """A point that corrections subtract, so that codes from which points were subtracted instead may be unsigned; else 0."""
+def correction_point(isa: ISA, bits: int, zero: str, biased: bool) -> int:
+    """Return the zero point that the corrections of biased sums subtract; 0: none.
+
+    With HIGHEST_CODE, codes plus HIGHEST_CODE - point are unsigned bytes: tiles need not subtract points from sums.
+    """
     return HIGHEST_CODE if biased and zero == "point" and bits == 4 and isa.tuning.expansion is not None else 0
 
 
@@ -52,7 +62,11 @@ class Record(NamedTuple):
 
 
 class BlockEnd:
-    """Totals are in registers, or in memory (`scratch`): row by row, a vector each."""
+    """Adds blocks' sums to totals, which are in registers, or in memory (`scratch`): row by row, a vector each.
+
+    Attributes:
+        scaled_rows, scaled_vectors: The part of the tile whose sums `_scale` adds.
+    """
 
     spec: TileSpec
     isa: ISA
@@ -60,7 +74,7 @@ class BlockEnd:
     in_registers: bool
     totals: list[Variable]
     scratch: Value
-    scaled_rows: range  # of the sums that `_scale` takes
+    scaled_rows: range
     scaled_vectors: range
 
     @property
@@ -104,7 +118,7 @@ class BlockEnd:
                 return None
             case "offset":
                 return self.isa.to_float(self._scales(weight_meta, row_offset, v, after_scales), weight.scale)
-            case "point" if weight.points_off:
+            case "point" if weight.subtracts_points:
                 return None
             case "point":
                 point = (weight_meta + row_offset).load(vector("i8", lanes), after_scales + v * lanes).to("i32", unsigned=True)
@@ -149,7 +163,15 @@ class BlockEnd:
         *,
         folded: bool,
     ) -> None:
-        """`code_sums`: of the weight's codes, where activations have an offset."""
+        """`_scale` by a conversion of integer sums and fused multiply-adds.
+
+        Args:
+            total: The sum of products with a number.
+            act_meta: Address of the rows' fields.
+            scales, zeros: Of the weight, by vectors.
+            code_sums: Of the weight's codes less their points, where activations have an offset; else none.
+            folded: CORRECTION is a float, which is added to the scaled sum.
+        """
         zero_kind, f = self.spec.weight.zero, self.f
         for i in self.scaled_rows:
             scale = self._field(act_meta, SCALE, i, "float") if self.integer and not self.spec.scaled_at_end else None
@@ -191,9 +213,9 @@ class BlockEnd:
         Zero points are subtracted from the integer sums before: a sum of activations is an int16 paired with a 0.
         """
         weight, isa, f = self.spec.weight, self.isa, self.f
-        highest, points = highest_point(isa, weight.bits, weight.zero, True), list[Value]()
+        subtracted, points = correction_point(isa, weight.bits, weight.zero, True), list[Value]()
         if weight.zero == "point":
-            points = [zero * -1 + highest for zero in zeros if zero is not None]
+            points = [zero * -1 + subtracted for zero in zeros if zero is not None]
         for i in self.scaled_rows:
             scale = self._field(act_meta, SCALE, i, "float")
             total_x = self._field(act_meta, SUM, i, "i32" if points else "float") if weight.zero != "none" else None

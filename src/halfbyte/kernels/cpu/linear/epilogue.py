@@ -1,10 +1,11 @@
-"""The epilogue of a tile: totals -> outputs.
+"""The epilogue of a tile: totals of R rows i by V vectors of outputs n -> outputs, in float32 until they are converted.
 
-    y[i, n] = clamp(total[i, n] + bias[n] + residual[i, n])     converted to the output's type
-    y[i, n] = gelu(total[i, n] + bias[n]) * residual[i, n]      with GELU; residual: the other half of a gated linear unit, or none
-    o[i, n] = clamp(round(fma(float(total[i, n]), multiplier[n], offset[n])))       int8, ties to even
+    y[i, n] = clamp(total[i, n] + bias[n] + residual[i, n])                              `Epilogue`
+    y[i, n] = gelu(total[i, n] + bias[n]) * residual[i, n]                               with GELU; residual: the up half of GEGLU, or none
+    o[i, n] = clamp(round(fma(float(total[i, n]), multiplier[n], offset[n])))            `RequantizingEpilogue`: int8, ties to even
 
-Outputs of a panel beyond `columns`, which pad the weight, are not touched.
+`BlockEnd` computed the totals, `Tile` (`tile.py`) calls `_write` when K ends. Outputs of a panel beyond `columns`, which pad the weight,
+are not touched. The argument `residual` is the distance of the residual from the output in bytes; 0: there is none.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 class Epilogue(BlockEnd):
     """Floating-point outputs.
 
-    args, out, bias, columns   of the tile's call, as `tile.build` has them
-    count                      vectors of totals
-    row_scale                  memory for a scale of each row that totals are multiplied by; else empty
+    Attributes:
+        args, out, bias, columns: Of the tile's call, as `tile.build` has them.
+        count: Vectors of totals, R * V.
+        row_scale: Memory for a scale of each row that totals are multiplied by (`TileSpec.scaled_at_end`); else empty.
     """
 
     args: Value
@@ -40,28 +42,29 @@ class Epilogue(BlockEnd):
         return element_of(self.spec.out).size
 
     def _prefetch_outputs(self, row_offset: Value) -> None:
-        """Lines of outputs that are not near hold up what is stored after them."""
+        """Prefetch the tile's lines of outputs: a store that misses the cache holds up the stores after it."""
         stride, size = LINEAR.load(self.args, "out_stride"), self.isa.lanes * self.vectors * self.out_bytes
         for row, at in itertools.product(range(self.rows), range(0, size, 64)):
             self.f.prefetch(self.out + row_offset * self.out_bytes + stride * row + at)
 
     def _write(self, row_offset: Value) -> None:
+        """Write the outputs from row `row_offset` of the panel on, whole vectors if none of them pads the weight."""
         isa, f = self.isa, self.f
         for n in range(self.count):
             scale = self.row_scale[n // self.vectors].load("float", align=4).splat(isa.lanes) if self.row_scale else None
             self.scratch.store(self._total(n) if scale is None else self._total(n) * scale, n * isa.lanes * 4, isa.lanes * 4)
         residual = LINEAR.load(self.args, "residual")
-        plain = residual.equals(0)
+        no_residual = residual.equals(0)
         inside = (self.columns - row_offset) > isa.lanes * self.vectors - 1
-        with f.when(inside & plain):
+        with f.when(inside & no_residual):
             self._write_vectors(row_offset, None)
-        with f.when(inside & plain.equals(0)):
+        with f.when(inside & no_residual.equals(0)):
             self._write_vectors(row_offset, residual)
         with f.when(inside.equals(0)):
             self._write_elements(row_offset, residual)
 
     def _write_vectors(self, row_offset: Value, residual: Value | None) -> None:
-        """All outputs of the tile. `residual`: bytes from an output to what is added to it, or multiplied with its GELU."""
+        """Write all outputs of the tile. `residual`: bytes from an output to its residual; None: there is none."""
         isa, f, kind, stored = self.isa, self.f, self.spec.out, element_of(self.spec.out).stored
         stride, (low, high) = LINEAR.load(self.args, "out_stride"), (bound.splat(isa.lanes) for bound in self._clamp())
         for n in range(self.count):
@@ -82,7 +85,7 @@ class Epilogue(BlockEnd):
             f.fence()
 
     def _write_elements(self, row_offset: Value, residual: Value) -> None:
-        """The outputs of a tile that reaches beyond `columns`, one by one."""
+        """Write the outputs of a tile that reaches beyond `columns`, one by one, after the vectors of totals were stored to `scratch`."""
         isa, f, kind, stored = self.isa, self.f, self.spec.out, element_of(self.spec.out).stored
         stride, (low, high) = LINEAR.load(self.args, "out_stride"), self._clamp()
         inside = (self.columns - row_offset).max_keeping_nan(0)
@@ -91,7 +94,7 @@ class Epilogue(BlockEnd):
                 to = self.out + stride * row + (c + row_offset) * self.out_bytes
                 value = self.scratch.load("float", c * 4 + row * self.vectors * isa.lanes * 4, 4)
                 value = value + self.bias.load("float", (c + row_offset) * 4, 4)
-                # Without a residual this reads the output's own memory, and what it finds there is not taken.
+                # Without a residual this reads the output's own memory, and does not use what it finds there.
                 other = isa.to_float((to + residual).load(stored, 0, self.out_bytes), kind)
                 if self.spec.gelu:
                     value = self._finished(value, low, high)
@@ -101,6 +104,7 @@ class Epilogue(BlockEnd):
                 to.store(isa.from_float(value, kind), 0, self.out_bytes)
 
     def _finished(self, value: Value, low: Value, high: Value) -> Value:
+        """Return gelu(value), or clamp(value) without GELU, which excludes a clamp."""
         match self.spec.gelu:
             case "":
                 return value.max_keeping_nan(low).min_keeping_nan(high)
@@ -118,15 +122,17 @@ class Epilogue(BlockEnd):
 class RequantizingEpilogue(Epilogue):
     """int8 outputs: totals are int32 sums in the place of floats.
 
-    `bias` is a table [3, N] of 4-byte numbers, N padded to whole panels: offset (float), multiplier (float), start (int32).
+    `bias` is a table [3, N] of 4-byte numbers, N padded to whole panels, whose rows lie `table_stride` bytes apart: offset (float32),
+    multiplier (float32), and what sums begin at (int32).
     """
 
     def _column(self, row: int, row_offset: Value, v: int, kind: str) -> Value:
-        """A row of the table, for one vector of outputs."""
+        """Return one vector of outputs of a row of the table, of LLVM's type `kind`."""
         table = self.bias + LINEAR.load(self.args, "table_stride") * row + row_offset * 4
         return table.load(kind, v * self.isa.lanes * 4, 4)
 
     def _write(self, row_offset: Value) -> None:
+        """Write whole tiles directly, others by way of memory, from which the outputs are copied in pieces of 2^n bytes."""
         isa, f = self.isa, self.f
         width, stride = self.vectors * isa.lanes, LINEAR.load(self.args, "out_stride")
         inside = f.umin((self.columns - row_offset).max_keeping_nan(0), f.value("i64", width))
@@ -137,29 +143,30 @@ class RequantizingEpilogue(Epilogue):
             self._write_codes(codes, f.value("i64", width), row_offset)
             for size in (1 << n for n in reversed(range((width - 1).bit_length()))):
                 with f.when((inside & size).equals(size)):
-                    at = inside & -2 * size  # what larger pieces have taken
+                    at = inside & -2 * size  # the larger pieces, which are written already
                     for i in range(self.rows):
                         (self.out + row_offset + stride * i + at).store(codes.load(vector("i8", size), at + i * width, 1))
 
     def _write_codes(self, to: Value, stride: Value, row_offset: Value) -> None:
-        """All codes of the tile; rows lie `stride` bytes apart."""
+        """Store all codes of the tile at `to`, in rows that lie `stride` bytes apart."""
         isa, f = self.isa, self.f
         low, high = (bound.splat(isa.lanes) for bound in self._clamp())
         columns = [[self._column(row, row_offset, v, isa.floats) for row in (0, 1)] for v in range(self.vectors)]
 
-        def real(i: int, v: int) -> Value:
+        def below_high(i: int, v: int) -> Value:
+            """Return outputs of row i before rounding, which are clamped from above; from below when they are bytes."""
             offset, multiplier = columns[v]
             return f.fma(self._total(i * self.vectors + v).bits(isa.ints).to("float"), multiplier, offset).min_keeping_nan(high)
 
         if not isa.narrows or 4 % self.vectors:
             for v, i in itertools.product(range(self.vectors), range(self.rows)):
-                (to + stride * i).store((real(i, v).max_keeping_nan(low) + ROUND).bits(isa.ints).to("i8"), v * isa.lanes)
+                (to + stride * i).store((below_high(i, v).max_keeping_nan(low) + ROUND).bits(isa.ints).to("i8"), v * isa.lanes)
             return
         # Four vectors are narrowed together: those of several rows, the last of which is repeated where there are fewer.
-        least, together, width = self._clamp()[0].to("i8").splat(4 * isa.lanes), 4 // self.vectors, self.vectors * isa.lanes
-        for start in range(0, self.rows, together):
-            rows = [min(start + i, self.rows - 1) for i in range(together)]
-            codes = isa.narrowed(f, [real(i, v) for i in rows for v in range(self.vectors)]).max_keeping_nan(least)
+        least, rows_together, width = self._clamp()[0].to("i8").splat(4 * isa.lanes), 4 // self.vectors, self.vectors * isa.lanes
+        for start in range(0, self.rows, rows_together):
+            rows = [min(start + i, self.rows - 1) for i in range(rows_together)]
+            codes = isa.narrowed(f, [below_high(i, v) for i in rows for v in range(self.vectors)]).max_keeping_nan(least)
             for at, i in enumerate(rows):
                 (to + stride * i).store(codes.shuffle(range(at * width, (at + 1) * width)))
             f.fence()

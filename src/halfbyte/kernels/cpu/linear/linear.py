@@ -32,7 +32,7 @@ from halfbyte.kernels.cpu.codegen.kernel import compiled
 from halfbyte.kernels.cpu.codegen.tuning import Tiling
 from halfbyte.kernels.cpu.linear import activations, amx, bracketed, driver, expanded, tile
 from halfbyte.kernels.cpu.linear.activations import RowSpec
-from halfbyte.kernels.cpu.linear.block_end import HIGHEST_CODE, biasable, highest_point
+from halfbyte.kernels.cpu.linear.block_end import HIGHEST_CODE, biasable, correction_point
 from halfbyte.kernels.cpu.linear.expanded import PanelSpec
 from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ActivationSpec, BlockSum, Inner, Schedule, TileSpec, WeightSpec
 from halfbyte.kernels.cpu.plan_cache import PLANS, LinearCall
@@ -290,32 +290,36 @@ class LinearKernel:
 def specs(
     isa: ISA, geo: Geometry, source: Kind, out: Kind, inner: Inner, activation: Activation, *, gelu: Gelu = "", zeroed: bool = False
 ) -> tuple[TileSpec, RowSpec]:
-    """What tiles (of a row, and one vector of outputs) and the conversion of a row of `source` to their activations are compiled for."""
+    """What tiles (of a row, and one vector of outputs) and the conversion of a row of `source` to their activations are compiled for.
+
+    Raises KernelError for activations with an offset and a codebook without 0, where blocks are padded.
+    """
     fmt, unit, integers = geo.format, isa.unit(geo, inner), inner == "int8"
     bits, quantizes = fmt.code_bits, integers and source != "i8"
     # Scales of x: one a row, which is multiplied at the end unless it has an offset, or one a block.
-    whole_row, shifted = scaling_of(activation) if integers else (False, False)
-    if shifted and fmt.codebook and fmt.codebook[fmt.pad_index] and (geo.padded, geo.last_padded) != (geo.block, geo.last):
+    whole_row, has_offset = scaling_of(activation) if integers else (False, False)
+    if has_offset and fmt.codebook and fmt.codebook[fmt.pad_index] and (geo.padded, geo.last_padded) != (geo.block, geo.last):
         what = f"blocks of {geo.block} in rows of {geo.k} are padded, and {fmt} has no code for 0"
         raise KernelError(f"activation={activation!r} is not for this weight: {what}: use 'block' or 'row'")
-    scaled_at_end = whole_row and not shifted
-    points_off = quantizes and fmt.zero == "point" and bits == 4 and geo.padded <= isa.tuning.points_off and not (shifted or geo.sparse)
-    biased = quantizes and not whole_row and not shifted and isa.tuning.biased and biasable(fmt, geo.padded)
-    highest = HIGHEST_CODE if points_off else highest_point(isa, bits, fmt.zero, biased)
-    correction = (isa.correction(bits, fmt.signed) if integers else 0) - highest
+    scaled_at_end = whole_row and not has_offset
+    short = geo.padded <= isa.tuning.subtracts_points_up_to
+    subtracts_points = quantizes and fmt.zero == "point" and bits == 4 and short and not (has_offset or geo.sparse)
+    biased = quantizes and not whole_row and not has_offset and isa.tuning.biased and biasable(fmt, geo.padded)
+    point = HIGHEST_CODE if subtracts_points else correction_point(isa, bits, fmt.zero, biased)
+    correction = (isa.correction(bits, fmt.signed) if integers else 0) - point
     block_sum: BlockSum = "plain"
     if biased:
         block_sum = "biased"
-    elif quantizes and not shifted and isa.tuning.bracketed_rows > 0 and bracketed.fits(geo):
+    elif quantizes and not has_offset and isa.tuning.bracketed_rows > 0 and bracketed.fits(geo):
         block_sum = "bracketed"
-    elif quantizes and not whole_row and not shifted and bits == 4 and correction != 0 and isa.narrow_accumulators(bits):
+    elif quantizes and not whole_row and not has_offset and bits == 4 and correction != 0 and isa.narrow_accumulators(bits):
         # Accumulators of 4-bit weights begin at 0, and nothing is gained by adding an integer correction at the end. That of 8 bits
         # may be far larger than what is left when it is subtracted: it stays an integer.
         block_sum = "folded"
-    single = geo.padded == geo.last_padded == unit and unit % 32 == 0
-    laid_out = ActivationSpec(inner, unit, single, shifted, block_sum)
+    one_unit = geo.padded == geo.last_padded == unit and unit % 32 == 0
+    laid_out = ActivationSpec(inner, unit, one_unit, has_offset, block_sum)
     sums: Literal["none", "codes", "values"] = "values"
-    if fmt.zero == "none" or points_off:
+    if fmt.zero == "none" or subtracts_points:
         sums = "none"
     elif integers and (fmt.zero == "point" or scaled_at_end or block_sum == "bracketed"):
         sums = "codes"
@@ -336,8 +340,8 @@ def specs(
         pair_sums=geo.pair_sums,
         sparse=geo.sparse,
         packed_bits=fmt.packed_bits,
-        table=fmt.family if fmt.codebook else "",
-        points_off=points_off,
+        codebook=fmt.family if fmt.codebook else "",
+        subtracts_points=subtracts_points,
     )
     return TileSpec(weight, laid_out, Schedule(1, 1), scaled_at_end, out, gelu), row
 

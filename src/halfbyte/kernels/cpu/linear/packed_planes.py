@@ -1,8 +1,13 @@
-"""Codes of 5 and 6 bits, put together in registers from the two planes in which `layouts/cpu_tiles.py` stores them.
+"""Codes of 5 and 6 bits on CPUs: put together in registers from the two planes in which `layouts/cpu_tiles.py` stores them.
 
-What comes of them are the bytes of 8-bit codes, so that the arithmetic, and every bit of a result, is that of `tile.py` with these. Fewer
-bytes of memory are read, 5 or 6 bits a code for 8, and a vector of codes takes four or five instructions more: it is faster where memory
-limits a product, with few rows of activations.
+    unit of k = | plane of low 4 bits: a nibble of each code | plane of the other 1 or 2 bits: codes of 8 or 4 groups share a byte |
+    byte      = low | high << 4, plus what the byte of an 8-bit code has more      `above`: signed codes are stored plus 2^(bits - 1)
+
+That yields the bytes of 8-bit codes, so that the arithmetic, and every bit of a result, is that of `tile.py` with these. Fewer bytes of
+memory are read, 5 or 6 bits a code for 8, and a vector of codes takes four or five instructions more: it is faster where memory limits a
+product, with few rows of activations.
+
+`PackedBitsUnit` is for `tile.py` and `expanded.py`, `eight_codes` for `quantize/dequantize.py`, `eight_to_planes` for `quantize/pack.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +24,17 @@ _GROUP = 4 * PANEL  # bytes of a group: 4 of each output
 
 @dataclass(frozen=True, slots=True)
 class PackedBitsUnit:
-    """A unit of k of the outputs from `row_offset` on of a panel whose data for it lie at `at`: codes of `bits` bits."""
+    """A unit of k of some outputs of a panel, a vector for each `isa.lanes` outputs.
+
+    Attributes:
+        isa: Emits the instructions.
+        bits: Bits of a code, 5 or 6.
+        signed: Codes are signed.
+        unit: Elements of the unit.
+        at: Address of the panel's unit.
+        row_offset: The first output in the panel.
+        vectors: How many.
+    """
 
     isa: ISA
     bits: int
@@ -30,9 +45,9 @@ class PackedBitsUnit:
     vectors: int
 
     def stored(self, t: int) -> Iterator[Value]:
-        """The t-th 4 k as the layout of 8-bit codes has them, a vector of quads each."""
+        """Yield the t-th 4 k as the layout of 8-bit codes has them, for each vector."""
         isa, groups, row = self.isa, plane_groups(self.bits), self.at + self.row_offset * 4
-        to = 4 - t % groups * (self.bits - 4)  # where bits go to: bit 4
+        to = 4 - t % groups * (self.bits - 4)  # the shift that moves this group's high bits to bit 4
         lows = isa.stored(row + t // 2 * _GROUP, self.vectors)
         highs = isa.stored(row + (self.unit // 8 + t // groups) * _GROUP, self.vectors)
         for low, high in zip(lows, highs, strict=True):
@@ -41,13 +56,21 @@ class PackedBitsUnit:
             yield (low.bits(isa.quads) & 15 | high.bits(isa.quads) & _mask(self.bits)) + above(self.bits, self.signed)
 
     def steps(self) -> Iterator[tuple[Value, ...]]:
-        """Unit weights of 8 bits, as `ISA.steps` gives them."""
+        """Yield the codes of each 4 k, as `ISA.unit_steps` yields 8-bit ones."""
         for t in range(self.unit // 4):
             yield from zip(*(self.isa.unit_weights(stored, 8) for stored in self.stored(t)), strict=True)
 
 
-def eight(f: Function, bits: int, signed: bool, unit: int, data: Value, group: Value, lane: Value) -> Value:
-    """Eight k of one row as 8-bit codes are stored, <8 x i32>: the group-th of a block whose data lie at `data`."""
+def eight_codes(f: Function, bits: int, signed: bool, unit: int, data: Value, group: Value, lane: Value) -> Value:
+    """Return eight k of one row as 8-bit codes are stored, <8 x i32>.
+
+    Args:
+        f: Emits the instructions.
+        bits, signed, unit: As of PackedBitsUnit.
+        data: Address of the block.
+        group: Which eight of the block.
+        lane: The row in the panel.
+    """
     a_unit, pairs = unit // 8, plane_groups(bits) // 2  # eights of a unit, and of a byte of the second plane
     at, inside = data + group // a_unit * (unit * bits // 32 * _GROUP) + lane * 4, group % a_unit
     low = at.load("i32", inside * _GROUP).splat(8)
@@ -58,7 +81,8 @@ def eight(f: Function, bits: int, signed: bool, unit: int, data: Value, group: V
 
 
 def eight_to_planes(bits: int, signed: bool, words: list[Value], place: int) -> tuple[Value, Value]:
-    """Codes of eight k of one row, two words of bytes -> a word of the first plane, and what they add to one of the second at `place`."""
+    """Return a word of the first plane, and the bits for a word of the second plane at `place`, from eight codes of one row, two words of
+    bytes."""
     ones = 0x01010101
     codes = [word & ones * ((1 << bits) - 1) for word in words]
     if signed:
@@ -69,7 +93,7 @@ def eight_to_planes(bits: int, signed: bool, words: list[Value], place: int) -> 
 
 
 def above(bits: int, signed: bool) -> int:
-    """What the byte of an 8-bit code is above that of the same code in fewer bits."""
+    """Return what the stored byte of an 8-bit code is more than that of the same code in `bits` bits."""
     return 128 - (1 << bits - 1) if signed else 0
 
 

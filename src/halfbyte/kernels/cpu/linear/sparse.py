@@ -1,10 +1,18 @@
-"""2:4 sparse weights: unpacked in registers for tiles and rows, and packed.
+"""2:4 sparse weights on CPUs: unpacked in registers for tiles and for single rows, and converted from and to the dense layout.
 
-    dense[16 rows x 4 k] = expand(codes kept[16 rows x 2], places[64 bits]), the code of 0 elsewhere
+    dense[row, 4 g + j] = the next kept code of (row, g) if bit j of mask[row, g] is 1, else the code of 0      j = 0 … 3
 
-The bytes are those of `layouts/cpu_tiles.py`, layout `cpu_tiles_2_4`. What comes of them are the dense layout's own elements, so that the
-arithmetic, and every bit of a result, is that of `tile.py` with the dense weight. Fewer bytes of memory are read, 3 or 5 bits a weight
-for 4 or 8, and more instructions unpack them: it is faster where memory limits a product, with few rows of activations.
+for groups g of 4 k. The layout is `cpu_tiles_2_4` of `layouts/cpu_tiles.py`; of a panel's 32 rows a unit of 32 k is
+
+    line 0 | line 1 | … | masks of group 0 | … | of group 7
+    a line, 64 bytes:   two kept codes of each row, of one group (8 bits), or of two (4 bits, the second one in high nibbles)
+    masks, 16 bytes:    4 bits of each row
+
+One instruction expands the codes of 16 rows by 64 bits of masks (AVX-512 VBMI2, `ISA.spread_kept`). It yields the elements of the dense
+layout, so that the arithmetic, and every bit of a result, is that of `tile.py` with the dense weight. A weight takes 3 or 5 bits of memory
+in place of 4 or 8, and more instructions: it is faster where memory limits a product, with few rows of activations.
+
+`SparseUnit` is for `tile.py` and `expanded.py`, `eight_codes` for `quantize/dequantize.py`, `pack` and `unpack` for `ops/functions.py`.
 """
 
 from __future__ import annotations
@@ -27,16 +35,31 @@ from halfbyte.layouts.cpu_tiles import PANEL, SPARSE_UNIT, data_bytes
 from halfbyte.layouts.sparse import GROUP, KEPT, why_not_sparse
 
 _ROWS = 16  # of a vector
-_KEPT = PANEL * KEPT  # bytes of codes for each step of 8 k of 4 bits, or of 4 k of 8
-_PLACES = PANEL // 2  # bytes of places for each 4 k
+_LINE = PANEL * KEPT  # bytes
+_MASKS = PANEL * GROUP // 8  # bytes of the masks of a group
 _ELEMENTS_A_THREAD = 1 << 18
+
+
+def _lines(bits: int) -> int:
+    """Return the number of lines of a unit."""
+    return SPARSE_UNIT * bits // 32
+
+
+def _groups(bits: int) -> int:
+    """Return the number of groups whose codes are in a line."""
+    return 8 // bits
 
 
 @dataclass(frozen=True, slots=True)
 class SparseUnit:
-    """32 k of the rows from `row_offset` on of a panel whose data for them lie at `at`.
+    """32 k of some rows of a panel, a vector for each 16 rows.
 
-    zeros   what stands for 0 in each byte, a vector for each 16 rows
+    Attributes:
+        isa: Emits the instructions.
+        bits: Bits of a code.
+        at: Address of the panel's unit.
+        row_offset: The first row in the panel.
+        zeros: The code of 0 in each byte, for each vector.
     """
 
     isa: ISA
@@ -47,60 +70,86 @@ class SparseUnit:
 
     @classmethod
     def of(cls, isa: ISA, bits: int, at: Value, row_offset: Value, points: Value | None, vectors: int) -> SparseUnit:
-        """With the zeros that `zeros_of` makes of the points."""
-        return cls(isa, bits, at, row_offset, zeros_of(isa, at.fn, bits, points, vectors))
+        """Return a unit with `zero_codes` of the points."""
+        return cls(isa, bits, at, row_offset, zero_codes(isa, at.fn, bits, points, vectors))
 
-    def _row(self, t: int) -> Iterator[list[Value]]:
-        """The t-th row of stored codes: of each vector its elements, 4 k after 4 k."""
-        each = 8 // self.bits  # steps of 4 k
-        places = self.at + (self.row_offset >> 1) + SPARSE_UNIT * self.bits // 32 * _KEPT
+    def _expanded(self, line: int) -> Iterator[list[Value]]:
+        """Yield for each vector the dense elements of the groups of a line."""
+        groups = _groups(self.bits)
+        masks_at = self.at + (self.row_offset >> 1) + _lines(self.bits) * _LINE
         for v, zeros in enumerate(self.zeros):
-            stored = (self.at + self.row_offset * KEPT).load("<32 x i8>", t * _KEPT + v * _ROWS * KEPT, 32)
-            masks = (places.load("i64", (t * each + s) * _PLACES + v * _ROWS // 2, 8) for s in range(each))
+            stored = (self.at + self.row_offset * KEPT).load("<32 x i8>", line * _LINE + v * _ROWS * KEPT, 32)
+            masks = (masks_at.load("i64", (line * groups + g) * _MASKS + v * _ROWS // 2, 8) for g in range(groups))
             kept = self.isa.kept_codes(stored, self.bits)
             yield [self.isa.spread_kept(stored.fn, codes, mask, zeros) for codes, mask in zip(kept, masks, strict=True)]
 
     def steps(self) -> Iterator[tuple[Value, ...]]:
-        """The elements of each 4 k, as `ISA.unit_weights` gives them: a vector for each 16 rows."""
-        for t in range(SPARSE_UNIT * self.bits // 32):
-            yield from zip(*self._row(t), strict=True)
+        """Yield the elements of each 4 k, as `ISA.unit_weights` returns them, one for each vector."""
+        for line in range(_lines(self.bits)):
+            yield from zip(*self._expanded(line), strict=True)
 
-    def stored(self, t: int) -> Iterator[Value]:
-        """The t-th row of the dense layout's data, as `ISA.stored` gives it."""
-        for steps in self._row(t):
-            yield steps[0] if self.bits == 8 else steps[0] | (steps[1].bits(self.isa.ints) << 4).bits(steps[0].type)
+    def stored(self, line: int) -> Iterator[Value]:
+        """Yield the bytes that the dense layout has for the groups of a line, as `ISA.stored` returns them, for each vector."""
+        for groups in self._expanded(line):
+            yield groups[0] if self.bits == 8 else groups[0] | (groups[1].bits(self.isa.ints) << 4).bits(groups[0].type)
 
 
-def zeros_of(isa: ISA, f: Function, bits: int, points: Value | None, vectors: int) -> list[Value]:
-    """What stands for 0: of signed codes a constant, else the points, a byte each at this address."""
+def zero_codes(isa: ISA, f: Function, bits: int, points: Value | None, vectors: int) -> list[Value]:
+    """Return the code of 0 in each byte of 4 k, for each vector of 16 rows.
+
+    Args:
+        isa, f: Emit the instructions.
+        bits: Bits of a code.
+        points: Address of the rows' zero points, a byte each; None: codes are signed.
+        vectors: How many.
+    """
     if points is None:
         return [f.value(isa.quads, 1 << (bits - 1))] * vectors
     return [points.load("<16 x i8>", v * _ROWS).shuffle([i // GROUP for i in range(GROUP * _ROWS)]) for v in range(vectors)]
 
 
-def eight(f: Function, bits: int, at: Value, group: Value, lane: Value, point: Value | None) -> Value:
-    """Eight k of one row as the dense layout stores them, <8 x i32>: the group-th of the unit at `at`."""
-    codes = at + lane * KEPT + group * (_KEPT * bits // 4)
-    both = [codes.load("i16", s * _KEPT * (bits == 8)).to("i32", unsigned=True) for s in (0, 1)]  # first and second, of each 4 k
+def eight_codes(f: Function, bits: int, at: Value, eighth: Value, row: Value, point: Value | None) -> Value:
+    """Return eight k of one row as the dense layout stores them, <8 x i32>, without vectors of 64 bytes.
+
+    Args:
+        f: Emits the instructions.
+        bits: Bits of a code.
+        at: Address of the panel's unit.
+        eighth: Which eight of its 32 k, 0 … 3.
+        row: In the panel.
+        point: The row's zero point in each lane; None: codes are signed.
+    """
+    codes = at + row * KEPT + eighth * (_LINE * bits // 4)
+    of_groups = [codes.load("i16", g * _LINE * (bits == 8)).to("i32", unsigned=True) for g in (0, 1)]
     if bits == 4:
-        both = [both[0] & 0x0F0F, (both[0] >> 4) & 0x0F0F]
-    first, second = (((both[0] >> bit) & 255 | ((both[1] >> bit) & 255) << 8) for bit in (0, 8))
-    places = at + (lane >> 1) + group * (2 * _PLACES) + SPARSE_UNIT * bits // 32 * _KEPT
-    low, high = (places.load("i8", s * _PLACES).to("i32", unsigned=True) >> ((lane & 1) * 4).to("i32") & 15 for s in (0, 1))
-    mask, halves = (low | high << 4).splat(8), f.constant("<8 x i32>", [0] * 4 + [8] * 4)
-    here, before = ([number << GROUP * half for half in (0, 1) for number in numbers] for numbers in ((1, 2, 4, 8), (0, 1, 3, 7)))
-    picked = [(number.splat(8) >> halves) & 255 for number in (first, second)]
-    kept = (mask & f.constant(mask.type, before)).equals(0).select(*picked)
+        of_groups = [of_groups[0] & 0x0F0F, (of_groups[0] >> 4) & 0x0F0F]
+    first, second = (((of_groups[0] >> bit) & 255 | ((of_groups[1] >> bit) & 255) << 8) for bit in (0, 8))  # kept ones, of both groups
+    masks = at + (row >> 1) + eighth * (2 * _MASKS) + _lines(bits) * _LINE
+    low, high = (masks.load("i8", g * _MASKS).to("i32", unsigned=True) >> ((row & 1) * 4).to("i32") & 15 for g in (0, 1))
+    mask, group_bit = (low | high << 4).splat(8), f.constant("<8 x i32>", [0] * 4 + [8] * 4)
+    code_bit, earlier_bits = ([number << GROUP * g for g in (0, 1) for number in numbers] for numbers in ((1, 2, 4, 8), (0, 1, 3, 7)))
+    candidates = [(number.splat(8) >> group_bit) & 255 for number in (first, second)]
+    kept = (mask & f.constant(mask.type, earlier_bits)).equals(0).select(*candidates)
     zero = f.value(mask.type, 1 << (bits - 1)) if point is None else point
-    return (mask & f.constant(mask.type, here)).equals(0).select(zero, kept)
+    return (mask & f.constant(mask.type, code_bit)).equals(0).select(zero, kept)
+
+
+# Conversion of whole weights
 
 
 @dataclass(frozen=True, slots=True)
-class PackSparseSpec:
-    """From the dense layout to that of sparse weights, or `back`: bits of a code; bytes of a scale; whether there are points; bytes behind
-    the data of a dense record and of a sparse one."""
+class ConvertSpec:
+    """A conversion between the dense layout and the sparse one.
 
-    back: bool
+    Attributes:
+        to_dense: The direction.
+        bits: Bits of a code.
+        scale_bytes: Bytes of a scale.
+        points: Whether there are zero points.
+        dense_tail, sparse_tail: Bytes behind the data of a record, scales and zeros first.
+    """
+
+    to_dense: bool
     bits: int
     scale_bytes: int
     points: bool
@@ -109,54 +158,57 @@ class PackSparseSpec:
 
 
 @phase
-def build(spec: PackSparseSpec, isa: ISA, f: Function) -> None:
-    """Each thread takes whole panels."""
+def build(spec: ConvertSpec, isa: ISA, f: Function) -> None:
+    """Convert the panels of PACK_SPARSE's arguments; threads take whole ones."""
     args, thread, threads = f.parameters
-    panels, blocks, names = PACK_SPARSE.load(args, "panels"), PACK_SPARSE.load(args, "blocks"), ("dense", "sparse")
-    units_bytes, tails = (
-        [data_bytes(spec.bits, SPARSE_UNIT, sparse=sparse) for sparse in (False, True)],
-        (spec.dense_tail, spec.sparse_tail),
-    )
+    panels, blocks = PACK_SPARSE.load(args, "panels"), PACK_SPARSE.load(args, "blocks")
+    layouts, tails = ("dense", "sparse"), (spec.dense_tail, spec.sparse_tail)
+    source, target = (1, 0) if spec.to_dense else (0, 1)
+    unit_bytes = [data_bytes(spec.bits, SPARSE_UNIT, sparse=layout == "sparse") for layout in layouts]
     for p in f.loop((thread + 1) * panels // threads, thread * panels // threads):
-        both = [f.variable(PACK_SPARSE.load(args, name, "ptr") + p * PACK_SPARSE.load(args, f"{name}_bytes")) for name in names]
+        places = [f.variable(PACK_SPARSE.load(args, layout, "ptr") + p * PACK_SPARSE.load(args, f"{layout}_bytes")) for layout in layouts]
         for b in f.loop(blocks):
             units = (b + 1).equals(blocks).select(PACK_SPARSE.load(args, "last_units"), PACK_SPARSE.load(args, "units"))
-            points = both[spec.back].value + units * units_bytes[spec.back] + PANEL * spec.scale_bytes if spec.points else None
-            zeros = zeros_of(isa, f, spec.bits, points, PANEL // _ROWS)
+            points = places[source].value + units * unit_bytes[source] + PANEL * spec.scale_bytes if spec.points else None
+            zeros = zero_codes(isa, f, spec.bits, points, PANEL // _ROWS)
             for _ in f.loop(units):
-                dense, sparse = (at.value for at in both)
-                unit = SparseUnit(isa, spec.bits, sparse, f.value("i64", 0), zeros)
-                for t in range(SPARSE_UNIT * spec.bits // 32):
-                    row = dense + t * 4 * PANEL
-                    if not spec.back:
-                        _compress(spec, isa, row, sparse, t, zeros)
-                        continue
-                    for v, codes in enumerate(unit.stored(t)):
-                        row.store(codes, 4 * _ROWS * v, 64)
-                for at, size in zip(both, units_bytes, strict=True):
-                    at.value = at.value + size
-            for i in f.loop(spec.sparse_tail, step=64):
-                (both[not spec.back].value + i).store((both[spec.back].value + i).load("<64 x i8>"))
-            for at, size in zip(both, tails, strict=True):
-                at.value = at.value + size
+                dense, sparse = (place.value for place in places)
+                _convert_unit(spec, isa, dense, sparse, zeros)
+                for place, size in zip(places, unit_bytes, strict=True):
+                    place.value = place.value + size
+            for i in f.loop(spec.sparse_tail, step=64):  # the dense tail may be longer, by sums of pairs, which come last
+                (places[target].value + i).store((places[source].value + i).load("<64 x i8>"))
+            for place, size in zip(places, tails, strict=True):
+                place.value = place.value + size
 
 
-def _compress(spec: PackSparseSpec, isa: ISA, row: Value, unit: Value, t: int, zeros: Sequence[Value]) -> None:
-    """The t-th row of a unit's data."""
-    f, each = row.fn, 8 // spec.bits
+def _convert_unit(spec: ConvertSpec, isa: ISA, dense: Value, sparse: Value, zeros: Sequence[Value]) -> None:
+    unit = SparseUnit(isa, spec.bits, sparse, dense.fn.value("i64", 0), zeros)
+    for line in range(_lines(spec.bits)):
+        row = dense + line * 4 * PANEL
+        if not spec.to_dense:
+            _compress_line(spec, isa, row, sparse, line, zeros)
+            continue
+        for v, codes in enumerate(unit.stored(line)):
+            row.store(codes, 4 * _ROWS * v, 64)
+
+
+def _compress_line(spec: ConvertSpec, isa: ISA, row: Value, unit: Value, line: int, zeros: Sequence[Value]) -> None:
+    """Store a line and its masks from a row of the dense layout's data."""
+    f, groups = row.fn, _groups(spec.bits)
     for v, stored in enumerate(isa.stored(row, len(zeros))):
         packed = []
-        for s, codes in enumerate(isa.unit_weights(stored, spec.bits)):
-            places = _two(codes.differs(zeros[v]).bits("i64"))
-            unit.store(places, SPARSE_UNIT * spec.bits // 32 * _KEPT + (t * each + s) * _PLACES + v * _ROWS // 2, 8)
+        for g, codes in enumerate(isa.unit_weights(stored, spec.bits)):
+            mask = _filled_mask(codes.differs(zeros[v]).bits("i64"))
+            unit.store(mask, _lines(spec.bits) * _LINE + (line * groups + g) * _MASKS + v * _ROWS // 2, 8)
             name = f"llvm.x86.avx512.mask.compress.{mangled(codes.type)}"
-            packed.append(f.call(codes.type, name, codes, f.value(codes.type, 0), places.bits("<64 x i1>")).shuffle(range(32)))
-        both = packed[0] if each == 1 else packed[0] | (packed[1].bits("<8 x i32>") << 4).bits(packed[0].type)
-        unit.store(both, t * _KEPT + v * _ROWS * KEPT, 32)
+            packed.append(f.call(codes.type, name, codes, f.value(codes.type, 0), mask.bits("<64 x i1>")).shuffle(range(32)))
+        kept = packed[0] if groups == 1 else packed[0] | (packed[1].bits("<8 x i32>") << 4).bits(packed[0].type)
+        unit.store(kept, line * _LINE + v * _ROWS * KEPT, 32)
 
 
-def _two(mask: Value) -> Value:
-    """The mask with its lowest zeros set until each 4 bits, of which at most two are, have two."""
+def _filled_mask(mask: Value) -> Value:
+    """Return the mask of nonzero codes, at most KEPT of each 4 bits, with the lowest other bits set until there are KEPT."""
     ones = 0x1111111111111111
     for _ in range(KEPT):
         pair_counts = (mask & 5 * ones) + ((mask >> 1) & 5 * ones)
@@ -167,12 +219,12 @@ def _two(mask: Value) -> Value:
 
 
 def why_not(codes: Codes) -> str | None:
-    """Why `codes` are not packed as 2:4 sparse ones here; None if they are."""
+    """Return why `codes` are not packed as 2:4 sparse ones here; None if they are."""
     return why_no_layout(codes.format, math.prod(codes.shape[:-1]), codes.shape[-1], current()) or why_not_sparse(codes)
 
 
 def why_no_layout(fmt: Format, n: int, k: int, isa: ISA) -> str | None:
-    """Why a 2:4 sparse weight [n, k] is packed as any other for `isa`; None if it isn't."""
+    """Return why a 2:4 sparse weight [n, k] is packed as any other for `isa`; None if it is packed as a sparse one."""
     if not isa.spreads:
         return f"{isa.name} has no kernels here for 2:4 sparse weights, which need AVX-512 VBMI2 without AMX"
     if fmt.codebook:
@@ -185,24 +237,33 @@ def why_no_layout(fmt: Format, n: int, k: int, isa: ISA) -> str | None:
 
 
 def pack(dense: Packed) -> Packed:
-    """The same weight in the layout of sparse ones. The caller asks `why_not` first."""
-    return _moved(dense, cpu_tiles.SPARSE)
+    """Return the same weight in the layout of sparse ones. The caller checks `why_not` first: with more than two nonzero codes of a group
+    the result would lack some."""
+    return _converted(dense, cpu_tiles.SPARSE)
 
 
 def unpack(sparse: Packed) -> Packed:
-    """The same weight in the dense layout, without sums of pairs."""
-    return _moved(sparse, cpu_tiles.NAME)
+    """Return the same weight in the dense layout; sums of pairs, if it has any, are not filled in."""
+    return _converted(sparse, cpu_tiles.NAME)
 
 
-def _moved(packed: Packed, layout: str) -> Packed:
-    fmt, back = packed.format, layout == cpu_tiles.NAME
-    dense, sparse = geometries = [cpu_tiles.geometry(fmt, packed.shape, sparse=sparse) for sparse in (False, True)]
-    out = cpu_tiles.allocate(geometries[not back].nbytes)
-    addresses = [data.data_ptr() for data in ((out, packed.data) if back else (packed.data, out))]
-    fields = dict(zip(("dense", "sparse"), addresses, strict=True)) | {"panels": dense.panels, "blocks": dense.blocks}
-    fields |= {"units": dense.padded // SPARSE_UNIT, "last_units": dense.last_padded // SPARSE_UNIT}
-    fields |= {"dense_bytes": dense.panel_bytes, "sparse_bytes": sparse.panel_bytes}
-    spec = PackSparseSpec(back, fmt.bits, dense.scale_bytes, fmt.zero == "point", dense.tail_bytes, sparse.tail_bytes)
+def _converted(packed: Packed, layout: str) -> Packed:
+    fmt, to_dense = packed.format, layout == cpu_tiles.NAME
+    assert packed.layout == (cpu_tiles.SPARSE if to_dense else cpu_tiles.NAME), f"converts to {layout}, got {packed.layout}"
+    dense, sparse = (cpu_tiles.geometry(fmt, packed.shape, sparse=is_sparse) for is_sparse in (False, True))
+    out = cpu_tiles.allocate((dense if to_dense else sparse).nbytes)
+    dense_data, sparse_data = (out, packed.data) if to_dense else (packed.data, out)
+    fields = {
+        "dense": dense_data.data_ptr(),
+        "sparse": sparse_data.data_ptr(),
+        "panels": dense.panels,
+        "blocks": dense.blocks,
+        "units": dense.padded // SPARSE_UNIT,
+        "last_units": dense.last_padded // SPARSE_UNIT,
+        "dense_bytes": dense.panel_bytes,
+        "sparse_bytes": sparse.panel_bytes,
+    }
+    spec = ConvertSpec(to_dense, fmt.bits, dense.scale_bytes, fmt.zero == "point", dense.tail_bytes, sparse.tail_bytes)
     block = arguments(PACK_SPARSE, compiled(build, spec, current()), fields)
     runtime.run(block.raw, dense.n * dense.k // _ELEMENTS_A_THREAD)
     return Packed(fmt, packed.shape, layout, out)

@@ -93,7 +93,7 @@ class Tile(Epilogue):
         # Bytes of a unit and of the metadata behind a block, of 32 rows of weights and of one row of activations
         zero_bytes = zero_size(weight.zero, self.scale_bytes)
         self.paired = self.integer and weight.pair_sums and isa.multiplies_sums
-        self.int8 = Int8Unit(schedule.rows, schedule.vectors, weight.bits, activation.unit, self.paired, codebook(weight.table))
+        self.int8 = Int8Unit(schedule.rows, schedule.vectors, weight.bits, activation.unit, self.paired, codebook(weight.codebook))
         self.unit_bytes = data_bytes(weight.stored_bits, activation.unit, sparse=weight.sparse)
         self.meta_bytes = tail_bytes(self.scale_bytes, zero_bytes, pair_sums=weight.pair_sums)
         self.pair_sums_at = PANEL * (self.scale_bytes + zero_bytes)  # in the metadata
@@ -113,7 +113,7 @@ class Tile(Epilogue):
 
     def _prefetcher(self, ahead: Value, tile_index: Value, tile_count: Value) -> Prefetcher:
         isa, f, schedule, activation = self.isa, self.f, self.spec.schedule, self.spec.activation
-        record_bytes = self.unit_bytes + self.meta_bytes if activation.single and schedule.rows <= _FEW_ROWS else 0
+        record_bytes = self.unit_bytes + self.meta_bytes if activation.one_unit and schedule.rows <= _FEW_ROWS else 0
         numbers = ahead, tile_index, tile_count
         plain = Prefetcher(isa, f, self.panel_bytes, schedule.panels, schedule.shares_prefetch, record_bytes, schedule.locality, *numbers)
         if schedule.shares_prefetch and isa.tuning.prefetching.contiguous and self.unit_bytes == PANEL * activation.unit:
@@ -176,20 +176,20 @@ class Tile(Epilogue):
     def _blocks(self, slices: Callable[[], Iterator[PanelSlice]], blocks: Value, last: Value) -> Value:
         """Add the products of so many blocks to the totals of all slices, where the last block has `last` units; the end of the
         activations."""
-        f, single, row_bytes = self.f, self.spec.activation.single, self.rows * self.row_unit_bytes
+        f, one_unit, row_bytes = self.f, self.spec.activation.one_unit, self.rows * self.row_unit_bytes
         units = LINEAR.load(self.args, "units")
         w, a = f.variable(self.weights), f.variable(self.activations)
         done = f.variable(f.value("i64", 0))
         for b in f.loop(blocks):
-            n = f.value("i64", 1) if single else (b + 1).equals(blocks).select(last, units)
+            n = f.value("i64", 1) if one_unit else (b + 1).equals(blocks).select(last, units)
             weights, activations = w.value, a.value
             weight_meta, act_meta = weights + n * self.unit_bytes, activations + n * row_bytes
             if self.prefetcher is not None:
                 self.prefetcher.begin_block(b, blocks, done.value)
-                if single:
+                if one_unit:
                     self.prefetcher.begin_unit()
                 done.value = done.value + n * self.unit_bytes + self.meta_bytes
-            if single or self.saved_accumulators is None:
+            if one_unit or self.saved_accumulators is None:
                 for part in slices():
                     at, meta_at = weights + part.panel_offset, weight_meta + part.panel_offset
                     self._block(Record(at, activations, meta_at, act_meta, n, part.row_offset))
@@ -203,7 +203,7 @@ class Tile(Epilogue):
     def _block(self, block: Record) -> None:
         activation, f = self.spec.activation, self.f
         start = self._block_start(block)
-        if activation.single:
+        if activation.one_unit:
             sums = self._unit(block, start)
             if self.int8.steps is not None:
                 sums = [self.isa.settled(f, total) for total in sums]
@@ -256,7 +256,7 @@ class Tile(Epilogue):
     @property
     def _accumulators(self) -> int:
         """Vectors of sums of a block: of products, and of the weight's codes where activations have an offset."""
-        return self.count + self.vectors * self.spec.activation.shifted
+        return self.count + self.vectors * self.spec.activation.has_offset
 
     def _block_start(self, block: Record) -> list[Value]:
         """The initial accumulators of a block, in the order that `ISA.int8_unit` wants."""
@@ -285,7 +285,7 @@ class Tile(Epilogue):
 
     def _block_end(self, sums: list[Value], block: Record) -> None:
         totals, weight_sums = sums[: self.count], sums[self.count :]
-        if self.prefetcher is not None and not self.spec.activation.single:
+        if self.prefetcher is not None and not self.spec.activation.one_unit:
             self.prefetcher.issue(block.weight_meta, self.meta_bytes)
         if self.integer:
             totals = self.isa.transposed_accumulators(self.int8, totals)
@@ -298,7 +298,7 @@ class Tile(Epilogue):
         """One unit of k: new accumulators, and new sums of weights where activations have an offset."""
         activation, f = self.spec.activation, self.f
         if self.prefetcher is not None:
-            self.prefetcher.issue(unit.weights, self.unit_bytes + (self.meta_bytes if activation.single else 0))
+            self.prefetcher.issue(unit.weights, self.unit_bytes + (self.meta_bytes if activation.one_unit else 0))
         rows = unit.weights + unit.row_offset * 4
         points = unit.weight_meta + unit.row_offset + PANEL * self.scale_bytes if self.spec.weight.zero == "point" else None
         unpacked = self._unpacked(unit, points)
@@ -335,7 +335,7 @@ class Tile(Epilogue):
     ) -> list[Value]:
         activations = [a + i * self.row_unit_bytes for i in range(self.rows)]
         int8 = self.int8 if unpacked is None or self.int8.steps else replace(self.int8, steps=lambda _: unpacked.steps())
-        if self.spec.weight.points_off and points is not None:
+        if self.spec.weight.subtracts_points and points is not None:
             left = [self._left_of_point(points, v) for v in range(self.vectors)]
             int8 = replace(int8, steps=lambda at: self._codes_without_points(at, left))
         totals, weight_sums = self.isa.int8_unit(self.f, int8, rows, activations, sums[: self.count], sums[self.count :])

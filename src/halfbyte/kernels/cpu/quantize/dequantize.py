@@ -79,9 +79,9 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
         point = (tail + lane).load("i8", PANEL * scale_bytes).to("i32", unsigned=True).splat(8) if spec.zero == "point" else None
         for g in f.loop((real + 7) // 8):
             if spec.sparse:
-                u = sparse.eight(f, spec.bits, record.value + (g >> 2) * unit_bytes, g & 3, lane, point)
+                u = sparse.eight_codes(f, spec.bits, record.value + (g >> 2) * unit_bytes, g & 3, lane, point)
             elif spec.packed_bits:
-                u = packed_planes.eight(f, spec.packed_bits, spec.zero == "none", spec.unit, record.value, g, lane)
+                u = packed_planes.eight_codes(f, spec.packed_bits, spec.zero == "none", spec.unit, record.value, g, lane)
             else:
                 u = _eight(f, spec.bits, record.value + lane * 4 + g * (PANEL * spec.bits))
             if spec.table:

@@ -1,7 +1,10 @@
-"""Canonical codes into the layout `cpu_tiles`, at the speed of memory: the same bytes that `layouts.cpu_tiles.pack` makes.
+"""Codes in canonical order -> the layout `cpu_tiles`, at the speed of memory: byte for byte what `layouts.cpu_tiles.pack` returns.
 
-Each thread takes whole panels. Eight codes of a row are one or two 32-bit words both in canonical order and in the layout;
-only the nibbles inside a word change places, and words of a row lie 128 bytes apart.
+    canonical  [N, K]        row 0: | k = 0 … 7 | k = 8 … 15 | …
+    panel of 32 rows         | k = 0 … 7 of row 0 | of row 1 | … | k = 8 … 15 of row 0 | … | scales | zeros | sums of pairs      a record
+
+Eight codes of a row are one or two 32-bit words in both orders, so that only the nibbles inside of a word change places. `ops.functions`
+packs by it where `supports` allows.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from halfbyte.kernels.cpu.codegen.arguments import PACK
 from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
 from halfbyte.kernels.cpu.linear.packed_planes import eight_to_planes
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
@@ -27,8 +30,16 @@ _ELEMENTS_A_THREAD = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class PackSpec:
-    """Bits of a code; whether it is signed; bytes of a scale and of a zero; whether there are sums of pairs; the fewer bits in which codes
-    are laid out, and elements of a unit then."""
+    """What the kernel is generated for.
+
+    Attributes:
+        bits: Bits of a canonical code.
+        signed: Codes are signed; the layout has them unsigned.
+        scale_bytes, zero_bytes: Bytes of a scale, and of a zero: 1 for points, 0 for none.
+        pair_sums: Records have sums of products of adjacent codes.
+        packed_bits: 5 or 6, where 8-bit codes are laid out in planes of so many bits; else 0.
+        unit: Elements of a unit of these planes.
+    """
 
     bits: int
     signed: bool
@@ -38,55 +49,88 @@ class PackSpec:
     packed_bits: int = 0
     unit: int = 0
 
+    @property
+    def zero_code(self) -> int:
+        """A word of codes of signed 0, as the layout has them; with zero points, these are the code of 0."""
+        return (0x88888888 if self.bits == 4 else 0x80808080) if self.signed else 0
+
 
 @phase
 def build(spec: PackSpec, isa: ISA, f: Function) -> None:
-    args, thread, threads = f.parameters
-    data, scale, zero, out = (PACK.load(args, name, "ptr") for name in ("data", "scale", "zero", "out"))
-    rows, stride, blocks = (PACK.load(args, name) for name in ("rows", "data_stride", "blocks"))
-    scale_stride, panel_bytes = PACK.load(args, "scale_stride"), PACK.load(args, "panel_bytes")
-    panels = (rows + (PANEL - 1)) // PANEL
-    for p in f.loop((thread + 1) * panels // threads, thread * panels // threads):
-        for lane in f.loop(PANEL):
-            row = p * PANEL + lane
-            real = row.below(rows)
-            codes, record = f.variable(data + row * stride), f.variable(out + p * panel_bytes)
-            for b in f.loop(blocks):
-                ends = (b + 1).equals(blocks)
-                groups = ends.select(PACK.load(args, "last_groups"), PACK.load(args, "groups"))
-                padded = ends.select(PACK.load(args, "last_padded_groups"), PACK.load(args, "padded_groups"))
-                to, tail = record.value + lane * 4, record.value + padded * (PANEL * (spec.packed_bits or spec.bits))
-                stands_for_zero = f.variable(f.value("i32", (0x88888888 if spec.bits == 4 else 0x80808080) if spec.signed else 0))
-                pair_totals = f.variable(f.value("<4 x i32>", 0))
-                done = real.select(groups, 0)
-                if spec.packed_bits:
-                    _planes(spec, codes.value, done, padded, to)
-                    done = padded
-                with f.when(real):
-                    for g in () if spec.packed_bits else f.loop(groups):
-                        _eight(spec, codes.value + g * spec.bits, to + g * (PANEL * spec.bits))
-                        if spec.pair_sums:
-                            pair_totals.value = pair_totals.value + _pair_sum(spec, codes.value + g * spec.bits)
-                    number = row * scale_stride + b
-                    _copy(scale + number * spec.scale_bytes, tail + lane * spec.scale_bytes, spec.scale_bytes)
-                    if spec.zero_bytes:
-                        _copy(zero + number * spec.zero_bytes, tail + lane * spec.zero_bytes + PANEL * spec.scale_bytes, spec.zero_bytes)
-                    if spec.zero_bytes == 1:
-                        point = (zero + number).load("i8").to("i32", unsigned=True)
-                        stands_for_zero.value = point * (0x11111111 if spec.bits == 4 else 0x01010101)
-                for g in f.loop(padded, start=done):
-                    for word in range(spec.bits // 4):
-                        (to + g * (PANEL * spec.bits)).store(stands_for_zero.value, 4 * PANEL * word, 4)
+    """Emit the kernel: threads take whole panels, row by row; rows that pad the last panel have codes of 0 and no scales."""
+    _Packer(spec, isa, f).emit()
+
+
+class _Packer(Emitter):
+    block = PACK
+    spec: PackSpec
+
+    def __init__(self, spec: PackSpec, isa: ISA, f: Function) -> None:
+        super().__init__(spec, isa, f)
+        _, self.thread, self.threads = f.parameters
+        self.data, self.scale, self.zero, self.out = map(self.pointer, ("data", "scale", "zero", "out"))
+        self.rows, self.stride, self.blocks = map(self.get, ("rows", "data_stride", "blocks"))
+        self.scale_stride, self.panel_bytes = self.get("scale_stride"), self.get("panel_bytes")
+
+    def emit(self) -> None:
+        f, spec = self.f, self.spec
+        panels = (self.rows + (PANEL - 1)) // PANEL
+        for p in f.loop((self.thread + 1) * panels // self.threads, self.thread * panels // self.threads):
+            for lane in f.loop(PANEL):
+                row = p * PANEL + lane
+                real = row.below(self.rows)
+                codes, record = f.variable(self.data + row * self.stride), f.variable(self.out + p * self.panel_bytes)
+                for b in f.loop(self.blocks):
+                    ends = (b + 1).equals(self.blocks)
+                    groups = ends.select(self.get("last_groups"), self.get("groups"))
+                    padded = ends.select(self.get("last_padded_groups"), self.get("padded_groups"))
+                    to, tail = record.value + lane * 4, record.value + padded * (PANEL * (spec.packed_bits or spec.bits))
+                    self._block(codes.value, to, (groups, padded), real, row * self.scale_stride + b, (tail, lane))
+                    codes.value = codes.value + groups * spec.bits
+                    record.value = tail + cpu_tiles.tail_bytes(spec.scale_bytes, spec.zero_bytes, pair_sums=spec.pair_sums)
+
+    def _block(
+        self, codes: Value, to: Value, sizes: tuple[Value, Value], real: Value, number: Value, metadata: tuple[Value, Value]
+    ) -> None:
+        """Emit one block of one row: its codes, padded with the code of 0, its scale, zero and sum of pairs.
+
+        Args:
+            codes: Address of the canonical codes.
+            to: Address of the row's first word in the record.
+            sizes: Eights of codes, without and with padding.
+            real: Whether the row is one of the weight.
+            number: Of the block's scale and zero.
+            metadata: Address behind the record's codes, and number of the row in the panel.
+        """
+        spec, f, (groups, padded), (tail, lane) = self.spec, self.f, sizes, metadata
+        zero_code, pair_total = f.variable(f.value("i32", spec.zero_code)), f.variable(f.value("<4 x i32>", 0))
+        done = real.select(groups, 0)
+        if spec.packed_bits:
+            _planes(spec, codes, done, padded, to)
+            done = padded
+        with f.when(real):
+            for g in () if spec.packed_bits else f.loop(groups):
+                _eight(spec, codes + g * spec.bits, to + g * (PANEL * spec.bits))
                 if spec.pair_sums:
-                    fill = stands_for_zero.value & 255
-                    total = pair_totals.value.reduce("add") + fill * fill * 4 * (padded - done).to("i32")
-                    (tail + lane * 4).store(total, PANEL * (spec.scale_bytes + spec.zero_bytes), 4)
-                codes.value = codes.value + groups * spec.bits
-                record.value = tail + cpu_tiles.tail_bytes(spec.scale_bytes, spec.zero_bytes, pair_sums=spec.pair_sums)
+                    pair_total.value = pair_total.value + _pair_sum(spec, codes + g * spec.bits)
+            _copy(self.scale + number * spec.scale_bytes, tail + lane * spec.scale_bytes, spec.scale_bytes)
+            if spec.zero_bytes:
+                to_zero = tail + lane * spec.zero_bytes + PANEL * spec.scale_bytes
+                _copy(self.zero + number * spec.zero_bytes, to_zero, spec.zero_bytes)
+            if spec.zero_bytes == 1:
+                point = (self.zero + number).load("i8").to("i32", unsigned=True)
+                zero_code.value = point * (0x11111111 if spec.bits == 4 else 0x01010101)
+        for g in f.loop(padded, start=done):
+            for word in range(spec.bits // 4):
+                (to + g * (PANEL * spec.bits)).store(zero_code.value, 4 * PANEL * word, 4)
+        if spec.pair_sums:
+            fill = zero_code.value & 255
+            total = pair_total.value.reduce("add") + fill * fill * 4 * (padded - done).to("i32")
+            (tail + lane * 4).store(total, PANEL * (spec.scale_bytes + spec.zero_bytes), 4)
 
 
 def _eight(spec: PackSpec, source: Value, to: Value) -> None:
-    """Eight codes of one row."""
+    """Emit eight codes of one row."""
     if spec.bits == 8:
         for word in range(2):
             codes = source.load("i32", 4 * word)
@@ -101,7 +145,7 @@ def _eight(spec: PackSpec, source: Value, to: Value) -> None:
 
 
 def _planes(spec: PackSpec, source: Value, groups: Value, padded: Value, to: Value) -> None:
-    """All codes of a block of one row, in units of two planes; those beyond so many groups of eight stand for 0."""
+    """Emit all codes of a block of one row in units of two planes; those beyond `groups` eights are the code of 0."""
     f, eights, together = source.fn, spec.unit // 8, cpu_tiles.plane_groups(spec.packed_bits) // 2
     for u in f.loop(padded // eights):
         unit = to + u * (spec.unit // 8 * PANEL * spec.packed_bits)
@@ -120,7 +164,7 @@ def _planes(spec: PackSpec, source: Value, groups: Value, padded: Value, to: Val
 
 
 def _pair_sum(spec: PackSpec, source: Value) -> Value:
-    """Four products of neighbours among eight codes of one row, as they are stored."""
+    """Return the four products of neighbours among eight codes of one row, as the layout has them."""
     words = source.load("<4 x i16>")
     if spec.signed:
         words = words ^ 0x8080
@@ -132,7 +176,7 @@ def _copy(source: Value, to: Value, size: int) -> None:
 
 
 def supports(codes: Codes) -> str | None:
-    """Why `pack` can't take these codes; None if it can."""
+    """Return why `pack` does not support these codes, or None."""
     geo = cpu_tiles.geometry(codes.format, codes.shape)
     if geo.nbytes == 0:
         return "there is nothing to pack"
@@ -144,7 +188,7 @@ def supports(codes: Codes) -> str | None:
 
 
 def pack(codes: Codes) -> Packed:
-    """`layouts.cpu_tiles.pack(codes)`, fast. The caller asks `supports` first."""
+    """Return `layouts.cpu_tiles.pack(codes)`, computed in parallel. The caller checks `supports` first."""
     fmt, geo = codes.format, cpu_tiles.geometry(codes.format, codes.shape)
     data, scale = codes.data.reshape(geo.n, -1).contiguous(), codes.scale.contiguous()
     zero: Tensor | None = None if codes.zero is None else codes.zero.contiguous()

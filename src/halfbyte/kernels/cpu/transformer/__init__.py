@@ -1,9 +1,9 @@
-"""Layers of language models on CPUs, each in one call.
+"""Layers of language models on CPUs, each in one native call.
 
 decoder.py, encoder.py     whole layers; attend.py, attend_whole.py: their attention
-attention_half.py, feed_forward.py    the halves of a decoder layer; experts.py, experts_plan.py: the second of experts;
-                           halves.py: what they share
-per_layer.py               what comes after them in layers with an input of their own
-whole_model.py             one token through all of a model
-embed.py                   rows of tables, added and normed
+attention_half.py, feed_forward.py    the sublayers of a decoder layer; experts.py, experts_plan.py: a mixture of experts as the second;
+                           sublayers.py: what they share
+per_layer.py               the last sublayer of layers with a per-layer input
+whole_model.py             a decode step: new tokens through all layers
+embed.py                   embeddings of an encoder, added and normed
 """

@@ -3,12 +3,12 @@
     qkv = norm(x) · Wqkvᵀ + bias             products of `linear.py`: activations are laid out, and quantized, once; where formats differ,
                                              queries, keys and values are up to three products
     q, k = norm(q), norm(k)                  where whole rows of queries and of keys have norms (OLMo 2); norms of heads are `attend.py`'s
-    a   = attend(qkv)                        rope, the KV cache's new entries, attention: `attend.py`; for more than FEW tokens of a
+    a   = attend(qkv)                        rope, the KV cache's new entries, attention: `attend.py`; for more than 8 tokens of a
                                              sequence that only fills the cache, and `attend_whole.py` attends
     h   = x + residual_multiplier * norm(a · Woᵀ + bias)
 
-Either norm may be missing. `decoder.py` plans both halves of a layer once for each size of a call (`AttentionPlan`): a list of steps whose
-arguments are filled in but for addresses that change from call to call, which `point` writes.
+Either norm may be missing. `decoder.py` plans both sublayers of a layer once for each size of a call (`AttentionPlan`): a list of steps
+whose arguments are filled in but for addresses that change from call to call, which `point` writes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ from halfbyte.kernels.cpu.step_sequence import Product
 from halfbyte.kernels.cpu.transformer import attend, attend_whole
 from halfbyte.kernels.cpu.transformer.attend import ATTEND, AttendSpec, CacheKind
 from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, WholeSpec
-from halfbyte.kernels.cpu.transformer.halves import FEW, OUT_STRIDE, Added, Fields, Laid, Norm, needs_sums, room, shared
+from halfbyte.kernels.cpu.transformer.sublayers import (
+    MOST_STREAMED_TOKENS,
+    Fields,
+    Norm,
+    ResidualProduct,
+    Workspace,
+    memory_rows,
+    needs_sums,
+)
 from halfbyte.kernels.layer_kinds import Projections, RopeInterleaved
 
-_X = LINEAR.offset("x")
+_X, _OUT_STRIDE = LINEAR.offset("x"), LINEAR.offset("out_stride")
 _pack_one = struct.Struct("<q").pack_into
 # The arguments that change from call to call: of attend.py from `cos` to `length`, of attend_whole.py from `before` to `mask_token`.
 _pack_attend, _ATTEND_CALL = ATTEND.struct("cos", "length").pack_into, ATTEND.offset("cos")
@@ -105,22 +113,22 @@ class AttentionPlan:
 
     def __init__(self, half: Attention, size: Size) -> None:
         """Lay out memory, which all layers of one size share, and fill in all arguments that do not change from call to call."""
-        m, threads = size.batch * size.tokens, size.threads
-        self._tokens, products = size.tokens, (*half.qkv, half.o_proj)
-        scratch = threads * _whole_sizes(half, room(m))[1] if size.tokens > FEW else 0  # bytes
+        m, rows, self._tokens = size.batch * size.tokens, memory_rows(size.batch * size.tokens), size.tokens
+        scratch_bytes = size.threads * _whole_sizes(half, rows)[1] if size.tokens > MOST_STREAMED_TOKENS else 0
         widths = half.qkv_width, half.o_proj.k, half.o_proj.n if needs_sums(half.post_norm, half.residual_multiplier) else 0
-        memory = shared("attention", (*Laid.sizes(products, m, threads), *(room(m) * n * 4 for n in widths), scratch))
-        laid, (qkv, attended, sums, scratch) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
+        buffers = *(rows * n * 4 for n in widths), scratch_bytes
+        workspace = Workspace.of("attention", (*half.qkv, half.o_proj), m, size.threads, buffers)
+        qkv, attended, sums, scratch = workspace.buffers
         qkv_steps = []
         for product, column in zip(half.qkv, accumulate((4 * p.n for p in half.qkv[:-1]), initial=qkv), strict=True):
-            qkv_steps.append(laid.steps(product, 0, column, norm=half.pre_norm))
-            _pack_one(qkv_steps[-1].linear, OUT_STRIDE, 4 * half.qkv_width)
+            qkv_steps.append(workspace.product(product, 0, column, norm=half.pre_norm))
+            _pack_one(qkv_steps[-1].linear, _OUT_STRIDE, 4 * half.qkv_width)
         self.steps = _steps(half, size, (qkv, attended, scratch))
-        self._o_proj = Added(laid, half.o_proj, attended, 4 * half.o_proj.k, sums, half.post_norm, half.residual_multiplier)
+        self._o_proj = ResidualProduct(workspace, half.o_proj, attended, 4 * half.o_proj.k, sums, half.post_norm, half.residual_multiplier)
         self._qkv_linears = [steps.linear for steps in qkv_steps]
-        self._alive = memory, qkv_steps  # what the addresses in arguments belong to
+        self._alive = workspace, qkv_steps  # what the addresses in arguments belong to
         qkv_blocks = [block for steps in qkv_steps for block in steps.blocks]
-        self.blocks: list[Buffer] = [*qkv_blocks, *_norms_of_rows(half, laid, qkv), *self.steps, *self._o_proj.blocks]
+        self.blocks: list[Buffer] = [*qkv_blocks, *_norms_of_rows(half, workspace, qkv), *self.steps, *self._o_proj.blocks]
 
     def point(self, x: int, out: int, cache: Sequence[int]) -> None:
         """Fill in the arguments of a call.
@@ -138,18 +146,18 @@ class AttentionPlan:
             _pack_whole(self.steps[1], _WHOLE_CALL, length, length + self._tokens, *keys_values_mask)
 
 
-def _norms_of_rows(half: Attention, laid: Laid, qkv: int) -> list[Buffer]:
+def _norms_of_rows(half: Attention, workspace: Workspace, qkv: int) -> list[Buffer]:
     """Return the steps that apply norms to whole rows of queries and of keys, in place at the address `qkv`; none if heads have norms."""
     heads = half.heads
     if heads.qk_norm is None or not heads.qk_norm_whole:
         return []
     widths = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     places = qkv, qkv + 4 * widths[0]
-    return [laid.norm(norm, at, at, 4 * half.qkv_width, width) for norm, at, width in zip(heads.qk_norm, places, widths, strict=True)]
+    return [workspace.norm(norm, at, at, 4 * half.qkv_width, width) for norm, at, width in zip(heads.qk_norm, places, widths, strict=True)]
 
 
 def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[Buffer, ...]:
-    """Return the step of attention, or, for more than FEW tokens, two: keys and values enter the cache, then queries attend.
+    """Return the step of attention; of many tokens, two: keys and values enter the cache, then queries attend.
 
     Args:
         half: The weights and sizes.
@@ -157,7 +165,7 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
         memory: Addresses of qkv, of a, and of the threads' scratch memory.
     """
     qkv, attended, scratch = memory
-    heads, many = half.heads, size.tokens > FEW
+    heads, many = half.heads, size.tokens > MOST_STREAMED_TOKENS
     group = heads.num_heads // heads.num_kv_heads
     norms = None if heads.qk_norm_whole else heads.qk_norm
     capped, sinks, unit_offset = heads.softcap is not None, heads.sinks != 0, norms is not None and norms[0].unit_offset

@@ -26,8 +26,8 @@ from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.cpu.transformer import attend_whole
 from halfbyte.kernels.cpu.transformer.attend import CACHES
 from halfbyte.kernels.cpu.transformer.attention_half import Attention, AttentionPlan, Size
-from halfbyte.kernels.cpu.transformer.halves import FEW, FeedForward, room, shared
 from halfbyte.kernels.cpu.transformer.per_layer import PerLayerInput, PerLayerInputPlan
+from halfbyte.kernels.cpu.transformer.sublayers import MOST_STREAMED_TOKENS, FeedForward, memory_rows, shared_memory
 
 _ROWS = 256  # at a time
 
@@ -61,7 +61,7 @@ class Plan:
         m, second, third = size.batch * size.tokens, layer.feed_forward, layer.per_layer
         self._attention = AttentionPlan(layer.attention, size)
         self.attention, self.blocks = self._attention.steps, self._attention.blocks
-        self._memory = shared("hidden", (4 * room(m) * layer.k,) * ((second is not None) + (third is not None)))
+        self._memory = shared_memory("hidden", (4 * memory_rows(m) * layer.k,) * ((second is not None) + (third is not None)))
         self._per_layer: PerLayerInputPlan | None = None
         if second is not None:
             self._feed_forward = second.plan(m, size.threads, self._memory.starts[0])
@@ -107,7 +107,7 @@ def run(
     """
     batch, tokens, _ = x.shape
     out = [torch.empty_like(x) for _ in layers]
-    if mask is not None and tokens > FEW:
+    if mask is not None and tokens > MOST_STREAMED_TOKENS:
         mask = attend_whole.readable(mask)
     if batch * tokens <= _ROWS:
         _run(layers, x, rotary, entries, mask, [y.data_ptr() for y in out], per_layer_inputs)

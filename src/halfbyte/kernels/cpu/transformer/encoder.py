@@ -37,7 +37,7 @@ from halfbyte.kernels.cpu.plan_cache import PLANS, PlanCache
 from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, Product, Step, StepSequence, phase, run_lanes
 from halfbyte.kernels.cpu.transformer import attend_whole
 from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, WholeSpec
-from halfbyte.kernels.cpu.transformer.halves import Fields, Norm, of_norm, rows_step
+from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, rowwise_step
 
 _BYTES = 1 << 23  # of what lies between the steps at a time, of threads that share it
 _LANE_BYTES = 1 << 21  # and of one that does not: what is in its core's second-level cache
@@ -118,7 +118,7 @@ class _Plan:
         if not layers[-1].before:
             sums = between[3]
             norm, k = layers[-1].norms[1], first.o.n
-            last = rows_step(norm.step("norm"), self._m, k, 4 * k, {"x": sums, **of_norm(norm)})
+            last = rowwise_step(norm.step("norm"), self._m, k, 4 * k, {"x": sums, **norm.fields})
             self._blocks.append(last)
             self._places[-1].append((last, NORM.offset("out"), 1, 0))
         self._sequence = StepSequence(self._blocks, size.threads)

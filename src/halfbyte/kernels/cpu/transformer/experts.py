@@ -43,7 +43,7 @@ _LEAST = 1e-20  # is added to the sum of scores, which may be 0, as in transform
 EXPERTS = Block(
     (
         *PRODUCT.fields,
-        *("rows", "experts", "chosen"),  # m, E, T
+        *("rows", "experts", "top_k"),  # m, E, T
         # weights [E, K], biases float32 [E] or 0; of the shared expert's gate, [K], or 0; logits [m, E + 1], the last one of that gate;
         # what is added to scores, float32 [E]
         *("router", "router_bias", "shared_gate", "logits", "correction"),
@@ -70,24 +70,30 @@ class Clamped(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsStep:
-    """kind     "logits", "choose", "sort", "up" or "down"
-    alone       there is one row, which each thread prepares for itself
-    prepares    before it multiplies by the router, or its experts
-    router      "f32", "bf16" or "f16", its weights
-    normalized  weights of a row add up to 1, before their factor
-    scores      "sigmoid" or "softmax" of logits, where a row chooses by these and a correction
-    clamped     gates are `Clamped`
-    crosses     a GPU gives ids and weights, and waits for y
+    """What the code of a step is generated for.
+
+    Attributes:
+        kind: "logits", "choose" (top-k), "sort" (rows by expert), "up" or "down".
+        single_row: There is one row, which each thread prepares for itself.
+        prepares: It lays out rows before it multiplies, by the router or by the experts.
+        router: Element type of the router's weights.
+        normalized: Weights of a row sum to 1, before their factor.
+        scores: "sigmoid" or "softmax" of logits, where experts are chosen by these and a correction.
+        clamped: Gates are `Clamped`.
+        crosses: A GPU gives ids and weights, and waits for y.
+        layer_norm, unit_offset: Of the norm, as in `step_sequence.Step`, where the step prepares normed rows.
     """
 
     kind: Literal["logits", "choose", "sort", "up", "down"]
-    alone: bool = False
+    single_row: bool = False
     prepares: bool = False
     router: Kind | Literal[""] = ""
     normalized: bool = False
     scores: RouterScores = ""
     clamped: bool = False
     crosses: bool = False
+    layer_norm: bool = False
+    unit_offset: bool = False
 
 
 @emitted
@@ -102,7 +108,7 @@ class _Experts(Emitter):
     def __init__(self, spec: ExpertsStep, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
         _, self.thread, self.threads = f.parameters
-        self.rows, self.experts, self.chosen = (self.get(name) for name in ("rows", "experts", "chosen"))
+        self.rows, self.experts, self.top_k = (self.get(name) for name in ("rows", "experts", "top_k"))
 
     @property
     def _router(self) -> Kind:
@@ -113,7 +119,8 @@ class _Experts(Emitter):
         """All rows by this thread for itself, if it prepares any; the arguments of the product."""
         linear = self.pointer("linear")
         if self.spec.prepares:
-            prepare(self.f, self.isa, linear, (self.f.value("i64", 0), LINEAR.load(linear, "m")))
+            rows = self.f.value("i64", 0), LINEAR.load(linear, "m")
+            prepare(self.f, self.isa, linear, rows, layer_norm=self.spec.layer_norm, unit_offset=self.spec.unit_offset)
         return linear
 
     def logits(self) -> None:
@@ -156,7 +163,7 @@ class _Experts(Emitter):
         with self.f.when(self.thread.equals(0)):
             for r in self.f.loop(self.rows):
                 self._choose(r)
-            if not self.spec.alone:
+            if not self.spec.single_row:
                 self._sort()
 
     def sort(self) -> None:
@@ -195,20 +202,20 @@ class _Experts(Emitter):
     def _choose(self, row: Value) -> None:
         """Weights hold the largest logits, or corrected scores, so far, in falling order."""
         f, logits, one = self.f, self._logits(row), self.f.value("float", 1.0)
-        ids, weights = self.pointer("ids") + row * self.chosen * 8, self.pointer("weights") + row * self.chosen * 4
+        ids, weights = self.pointer("ids") + row * self.top_k * 8, self.pointer("weights") + row * self.top_k * 4
         scored, correction = self.spec.scores != "", self.pointer("correction")
         if scored:
             self._score(logits)
-        for j in f.loop(self.chosen):
+        for j in f.loop(self.top_k):
             (ids + j * 8).store(j, 0, 8)
             (weights + j * 4).store(f.value("float", -_INFINITE), 0, 4)
         for e in f.loop(self.experts):
             logit = (logits + e * 4).load("float", 0, 4)
             if scored:
                 logit = logit + (correction + e * 4).load("float", 0, 4)
-            with f.when(_larger(logit, (weights + (self.chosen - 1) * 4).load("float", 0, 4))):
+            with f.when(_larger(logit, (weights + (self.top_k - 1) * 4).load("float", 0, 4))):
                 carried, number = f.variable(logit), f.variable(e)
-                for j in f.loop(self.chosen):
+                for j in f.loop(self.top_k):
                     here, expert = (weights + j * 4).load("float", 0, 4), (ids + j * 8).load("i64", 0, 8)
                     larger = _larger(carried.value, here)
                     (weights + j * 4).store(larger.select(carried.value, here), 0, 4)
@@ -217,13 +224,13 @@ class _Experts(Emitter):
         if scored:
             total = one
             if self.spec.normalized:
-                total = self._sum(self.chosen, lambda j: _score_of(logits, ids, j)) + _LEAST
-            for j in f.loop(self.chosen):
+                total = self._sum(self.top_k, lambda j: _score_of(logits, ids, j)) + _LEAST
+            for j in f.loop(self.top_k):
                 self._store_weight(weights + j * 4, _score_of(logits, ids, j) / total)
         else:
-            most, (values, count) = weights.load("float", 0, 4), (weights, self.chosen) if self.spec.normalized else (logits, self.experts)
+            most, (values, count) = weights.load("float", 0, 4), (weights, self.top_k) if self.spec.normalized else (logits, self.experts)
             total = self._sum(count, lambda j: exp(f, (values + j * 4).load("float", 0, 4) - most))
-            for j in f.loop(self.chosen):
+            for j in f.loop(self.top_k):
                 at = weights + j * 4
                 self._store_weight(at, exp(f, at.load("float", 0, 4) - most) / total)
         gate, gated = logits + self.experts * 4, f.variable(one)
@@ -274,7 +281,7 @@ class _Experts(Emitter):
 
     def _sort(self) -> None:
         """Places by counting, those of an expert in the order of rows."""
-        f, routed_rows = self.f, self.rows * self.chosen
+        f, routed_rows = self.f, self.rows * self.top_k
         ids, order, counts = (self.pointer(name) for name in ("ids", "order", "counts"))
         none = f.value("i64", 0)
         for e in f.loop(self.experts):
@@ -294,7 +301,7 @@ class _Experts(Emitter):
             at.store(to + 1, 0, 8)
 
     def _place(self, pair: Value) -> Value:
-        return pair if self.spec.alone else (self.pointer("order") + pair * 8).load("i64", 0, 8)
+        return pair if self.spec.single_row else (self.pointer("order") + pair * 8).load("i64", 0, 8)
 
     def _of_expert(self, linear: Value, place: Value) -> tuple[Value, Value]:
         """Weights and bias."""
@@ -309,11 +316,11 @@ class _Experts(Emitter):
 
     def up(self) -> None:
         """Groups are of the panels of all pairs of a row and an expert, which are pairs of panels: of gates and what they are for."""
-        if self.spec.alone:
+        if self.spec.single_row:
             self._wait()
         f, linear, gate = self.f, self._prepare(), self.get("gate")
         tile, up_offset = (f.value("i64", 0), f.value("i64", 1)), gate * (4 * PANEL)
-        panel_bytes, end = LINEAR.load(linear, "panel_bytes"), self.rows * self.chosen * gate
+        panel_bytes, end = LINEAR.load(linear, "panel_bytes"), self.rows * self.top_k * gate
         for start, stop, following in drawn_shares(f):
             at = f.variable(start)
             for i in f.draw(lambda at=at: at.value, stop):  # type: ignore[misc]
@@ -323,7 +330,7 @@ class _Experts(Emitter):
                 after = i + (last - first)
                 after = f.umin(after.below(stop).select(after, following), end - 1)  # at the end a panel that was read: harmless
                 then = self._of_expert(linear, self._place(after // gate))[0] + after % gate * panel_bytes * (2 if self.spec.clamped else 1)
-                a = self._laid_out(linear, f.value("i64", 0) if self.spec.alone else place // self.chosen)
+                a = self._laid_out(linear, f.value("i64", 0) if self.spec.single_row else place // self.top_k)
                 out = LINEAR.load(linear, "out", "ptr") + place * LINEAR.load(linear, "out_stride")
                 if self.spec.clamped:
                     driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias, then=then)
@@ -364,7 +371,7 @@ class _Experts(Emitter):
     def down(self) -> None:
         f, linear = self.f, self._prepare()
         tile, stride, n = (f.value("i64", 0), f.value("i64", 1)), LINEAR.load(linear, "out_stride"), LINEAR.load(linear, "n")
-        pairs, panel_bytes = self.rows * self.chosen, LINEAR.load(linear, "panel_bytes")
+        pairs, panel_bytes = self.rows * self.top_k, LINEAR.load(linear, "panel_bytes")
         for start, stop, following in drawn_shares(f):
             for pair in f.loop(pairs):
                 place, more = self._place(pair), (pair + 1).below(pairs)
@@ -382,9 +389,9 @@ class _Experts(Emitter):
         """Some columns of a row of y."""
         f, isa, (start, stop) = self.f, self.isa, columns
         stride = LINEAR.load(linear, "out_stride")
-        products = LINEAR.load(linear, "out", "ptr") + row * self.chosen * stride
+        products = LINEAR.load(linear, "out", "ptr") + row * self.top_k * stride
         hidden, of_all, out = (self.pointer(name) for name in ("hidden", "shared", "out"))
-        weights, gate = self.pointer("weights") + row * self.chosen * 4, self._logits(row) + self.experts * 4
+        weights, gate = self.pointer("weights") + row * self.top_k * 4, self._logits(row) + self.experts * 4
         with_hidden, with_all = (part.is_null().equals(0) for part in (hidden, of_all))
         places = [part + row * stride for part in (hidden, of_all, out)]
 
@@ -392,7 +399,7 @@ class _Experts(Emitter):
             total = f.variable(f.value(type_, 0.0))
             with f.when(with_hidden):
                 total.value = (places[0] + at).load(type_, 0, 4)
-            for j in f.loop(self.chosen):
+            for j in f.loop(self.top_k):
                 y, weight = (products + j * stride + at).load(type_, 0, 4), (weights + j * 4).load("float", 0, 4)
                 total.value = f.fma(y, weight.splat(lanes), total.value)
             with f.when(with_all):

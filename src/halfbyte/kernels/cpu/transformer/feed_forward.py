@@ -1,9 +1,9 @@
-"""The feed-forward half of a decoder layer: h [m, K] -> y [m, K], float32.
+"""The feed-forward sublayer of a decoder layer: h [m, K] -> y [m, K], float32, with K the hidden size and I the width of the MLP.
 
-    g = norm(h) · Wgate_upᵀ                  f(gate) * up where the gates were; or f of all
-    y = h + factor * norm(g · Wdownᵀ + bias)
+    g = f(gate) * up,  gate, up = pre_norm(h) · Wgate_upᵀ [2 I, K];     not gated: g = f(pre_norm(h) · Wupᵀ),  Wup [I, K]
+    y = layer_scale * (h + residual_multiplier * post_norm(g · Wdownᵀ + bias))
 
-Either norm may be missing. Of parallel layers it is norm(x), of what the attention half reads. Of some y is multiplied by one number.
+Either norm may be missing. In a layer with a parallel residual pre_norm reads x, the layer's input, in place of h. `decoder.py` plans it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.step_sequence import Product
-from halfbyte.kernels.cpu.transformer.halves import Added, Laid, Norm, needs_sums, room, shared
+from halfbyte.kernels.cpu.transformer.sublayers import Norm, ResidualProduct, Workspace, memory_rows, needs_sums
 from halfbyte.kernels.layer_kinds import GateFunction
 
 _X = LINEAR.offset("x")
@@ -22,9 +22,12 @@ _pack_one = struct.Struct("<q").pack_into
 
 @dataclass(frozen=True, eq=False)
 class MLP:
-    """The MLP half of a layer, as `ops.transformer.decoder.MLP` has it, by the addresses of its tensors, which the caller must keep alive.
+    """The MLP of a layer, as `ops.transformer.decoder.MLP` has it, by the addresses of its tensors, which the caller must keep alive.
 
-    `layer_scale`: the address of a float by which y is multiplied, or 0; where there is a `post_norm` alone.
+    Attributes:
+        residual_multiplier: 1 where there is a `post_norm`.
+        activation: f
+        layer_scale: Address of a float32; 0: none. It requires a `post_norm`.
     """
 
     gate_up: Product
@@ -50,19 +53,22 @@ class MLP:
 
 
 class MLPPlan:
-    def __init__(self, half: MLP, m: int, threads: int, hidden: int) -> None:
-        products, self._hidden, self._parallel = (half.gate_up, half.down_proj), hidden, half.parallel_residual
-        widths = half.gate_up.n, half.k if needs_sums(half.post_norm, half.residual_multiplier) else 0
-        memory = shared("feed_forward", (*Laid.sizes(products, m, threads), *(room(m) * 4 * n for n in widths)))
-        laid, (gates, sums) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
-        first = laid.steps(half.gate_up, hidden, gates, norm=half.pre_norm, gates=half.activation, gated=half.gated)
-        self._last = Added(
-            laid, half.down_proj, gates, 4 * half.gate_up.n, sums, half.post_norm, half.residual_multiplier, half.layer_scale
+    """The steps of an MLP for m rows (`sublayers.FeedForwardPlan`)."""
+
+    def __init__(self, mlp: MLP, m: int, threads: int, hidden: int) -> None:
+        self._hidden, self._parallel_residual = hidden, mlp.parallel_residual
+        widths = mlp.gate_up.n, mlp.k if needs_sums(mlp.post_norm, mlp.residual_multiplier) else 0
+        buffers = (memory_rows(m) * 4 * n for n in widths)
+        self._workspace = Workspace.of("feed_forward", (mlp.gate_up, mlp.down_proj), m, threads, buffers)
+        gates, sums = self._workspace.buffers
+        self._gate_up = self._workspace.product(mlp.gate_up, hidden, gates, norm=mlp.pre_norm, gates=mlp.activation, gated=mlp.gated)
+        stride = 4 * mlp.gate_up.n
+        self._down = ResidualProduct(
+            self._workspace, mlp.down_proj, gates, stride, sums, mlp.post_norm, mlp.residual_multiplier, mlp.layer_scale
         )
-        self._kept, self._first = (memory, first), first.linear
-        self.blocks: list[Buffer] = [*first.blocks, *self._last.blocks]
+        self.blocks: list[Buffer] = [*self._gate_up.blocks, *self._down.blocks]
 
     def point(self, out: int, x: int) -> None:
-        self._last.point(out, self._hidden)
-        if self._parallel:
-            _pack_one(self._first, _X, x)
+        self._down.point(out, self._hidden)
+        if self._parallel_residual:
+            _pack_one(self._gate_up.linear, _X, x)

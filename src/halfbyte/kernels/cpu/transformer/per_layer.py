@@ -1,7 +1,9 @@
-"""What some decoder layers do with an input of their own, last (Gemma 4's per-layer embeddings): h [m, K], e [m, P] -> y [m, K], float32.
+"""The last sublayer of decoder layers with a per-layer input e (Gemma 4): h [m, K], e [m, P] -> y [m, K], float32.
 
-g = f(h · Wgateᵀ) * e
-y = s * (h + norm(g · Wprojectionᵀ))     s: one number, or 1
+    g = f(h · Wgateᵀ) * e                                        Wgate [P, K]
+    y = layer_scale * (h + post_norm(g · Wprojectionᵀ))          Wprojection [K, P]
+
+`decoder.py` plans it, behind attention and feed-forward.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 
 from halfbyte.kernels.cpu.codegen.arguments import Buffer
 from halfbyte.kernels.cpu.step_sequence import PRODUCT, Product
-from halfbyte.kernels.cpu.transformer.halves import Added, Laid, Norm, room, shared
+from halfbyte.kernels.cpu.transformer.sublayers import Norm, ResidualProduct, Workspace, memory_rows
 from halfbyte.kernels.layer_kinds import GateFunction
 
 _pack = PRODUCT.struct("up", "up_row").pack_into
@@ -19,8 +21,12 @@ _UP = PRODUCT.offset("up")
 
 @dataclass(frozen=True, eq=False)
 class PerLayerInput:
-    """What a layer does with its per-layer input, as `ops.transformer.decoder.PerLayerInput` has it, by addresses; `layer_scale`: of a
-    float, or 0."""
+    """What a layer does with its per-layer input, as `ops.transformer.decoder.PerLayerInput` has it, by the addresses of its tensors.
+
+    Attributes:
+        activation: f
+        layer_scale: Address of a float32; 0: 1.
+    """
 
     gate: Product
     projection: Product
@@ -30,18 +36,21 @@ class PerLayerInput:
 
 
 class PerLayerInputPlan:
-    def __init__(self, half: PerLayerInput, m: int, threads: int, hidden: int) -> None:
-        """hidden: where h is."""
-        products, self._hidden = (half.gate, half.projection), hidden
-        widths = half.gate.n, half.projection.n
-        memory = shared("per_layer", (*Laid.sizes(products, m, threads), *(room(m) * 4 * n for n in widths)))
-        laid, (inner, sums) = Laid.of(products, m, threads, memory.starts), memory.starts[2:]
-        first = laid.steps(half.gate, hidden, inner, gates=half.activation, gated=False, external_up=True)
-        self._last = Added(laid, half.projection, inner, 4 * half.gate.n, sums, half.post_norm, 1.0, half.layer_scale)
-        self._kept, self._product = (memory, first), first.blocks[-1]
-        self.blocks: list[Buffer] = [*first.blocks, *self._last.blocks]
+    """The steps for m rows h, contiguous float32 at the address `hidden`."""
+
+    def __init__(self, spec: PerLayerInput, m: int, threads: int, hidden: int) -> None:
+        self._hidden = hidden
+        buffers = (memory_rows(m) * 4 * n for n in (spec.gate.n, spec.projection.n))
+        self._workspace = Workspace.of("per_layer", (spec.gate, spec.projection), m, threads, buffers)
+        inner, sums = self._workspace.buffers
+        self._gate = self._workspace.product(spec.gate, hidden, inner, gates=spec.activation, gated=False, external_up=True)
+        stride = 4 * spec.gate.n
+        self._projection = ResidualProduct(
+            self._workspace, spec.projection, inner, stride, sums, spec.post_norm, 1.0, spec.layer_scale
+        )  # fmt: skip
+        self.blocks: list[Buffer] = [*self._gate.blocks, *self._projection.blocks]
 
     def point(self, out: int, per_layer_input: tuple[int, int]) -> None:
         """Set the address of y, and the address and row stride in bytes of the per-layer input."""
-        self._last.point(out, self._hidden)
-        _pack(self._product, _UP, *per_layer_input)
+        self._projection.point(out, self._hidden)
+        _pack(self._gate.blocks[-1], _UP, *per_layer_input)

@@ -1,11 +1,14 @@
-"""Images of few channels (stems): a row of the kernel is read as one tap.
+"""Convolutions of images of few channels (stems), as convolutions whose taps are whole lines of the kernel.
 
-    piece[b, y, ox] = x'[b, y, ox*stride … ox*stride + columns), all channels        columns * channels': a multiple of 32
-    y[m, n] = sum over kh, p of  w'[n, kh, p] * piece[b, oy*stride + kh*dilation, ox, p]
+    x'[b, y, x, c]    the image with its padding, and channels c padded to C' = 4 or 8         [B, rows, strides * stride, C']
+    piece[b, y, ox] = x'[b, y, ox * stride … ox * stride + columns), all channels              columns * C' elements, a multiple of 32
+    y[m, n]         = sum over kh, p of  w'[n, kh, p] * piece[b, oy * stride + kh * dilation, ox][p]
 
-x' is the image with what stands for 0 around it and its channels padded to 4 or 8, where a piece is one run of memory, and pieces overlap.
-w' has 0 for columns behind the kernel's. So 7 x 7 taps of 3 channels become 7 of 32, no tap needs a check of the image's bounds, and the
-kernel is that of all convolutions (`implicit_gemm.py`).
+A piece is contiguous in memory, and adjacent pieces overlap. w' is 0 for columns behind the kernel's. So 7 x 7 taps of 3 channels become 7
+of 32, no tap needs a check of the image's bounds, and the kernel is that of all convolutions (`implicit_gemm.py`): to it a `Stem` is a
+convolution with kernels [Kh, 1] of "pixels" that overlap.
+
+`dispatch/gpu_conv.as_read` asks `stem_of` first, `ops/conv/cuda.py` prepares the operands: `weight_of` once, `write` at each call.
 """
 
 from __future__ import annotations
@@ -25,29 +28,36 @@ from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import PackedConv
 
-_PIECE = 32  # elements, of which pieces are multiples
-_LONGEST = 128
+_PIECE_STEP = 32  # elements, of which pieces are multiples
+_LONGEST_PIECE = 128
 _BLOCK = 512  # pixels of x' that a program writes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stem(ConvProblem):
-    """A convolution of pieces: an image of x' has rows x strides pixels, each the `overlap` elements from one piece to the next.
+    """The convolution of pieces: `sizes` has a channel for each element of a piece, `image` is rows x strides of x'.
 
-    wide    columns of y
-    of      what it computes
+    Attributes:
+        out_width: Columns of y, fewer than strides of x', as a piece may take several.
+        original: The convolution that it computes.
     """
 
-    wide: int
-    of: ConvProblem
+    out_width: int
+    original: ConvProblem
 
     @property
     def out(self) -> tuple[int, int]:
-        return super().out[0], self.wide
+        return super().out[0], self.out_width
+
+    @property
+    def channels(self) -> int:
+        """C': channels of x'."""
+        return convolution.padded_for_gpu(self.original.sizes).channels
 
     @property
     def overlap(self) -> int:
-        return self.of.window.stride[1] * convolution.padded_for_gpu(self.of.sizes).channels
+        """Elements from one piece to the next: a stride of x'."""
+        return self.original.window.stride[1] * self.channels
 
     @property
     def flat(self) -> Stem:
@@ -55,30 +65,30 @@ class Stem(ConvProblem):
 
 
 def stem_of(problem: ConvProblem) -> Stem | None:
-    """`problem` with pieces for taps, where its taps are short enough, and its weight has bytes and one scale for each channel."""
+    """Return `problem` as a `Stem`; None unless channels are few, lines short, and the weight has bytes and one scale per channel."""
     sizes, window = problem.sizes, problem.window
     channels = convolution.padded_for_gpu(sizes).channels
     if channels > 8 or sizes.groups > 1 or sizes.format.bits != 8 or sizes.format.zero != "none" or isinstance(sizes.format.block, int):
         return None
-    piece = round_up(sizes.kernel[1] * channels, _PIECE)
-    if window.dilation[1] > 1 or piece > _LONGEST:
+    piece = round_up(sizes.kernel[1] * channels, _PIECE_STEP)
+    if window.dilation[1] > 1 or piece > _LONGEST_PIECE:
         return None
-    (rows, wide), (down, right), top, dilation = problem.out, window.stride, window.padding[0], window.dilation[0]
-    width = -(-((wide - 1) * right + piece // channels) // right)  # in strides
-    image = max((rows - 1) * down + (sizes.kernel[0] - 1) * dilation + 1, top + 1), width
-    if problem.batch * image[0] * width * right >= 1 << 31:
+    (out_height, out_width), (stride_y, stride_x), top = problem.out, window.stride, window.padding[0]
+    strides = -(-((out_width - 1) * stride_x + piece // channels) // stride_x)
+    rows = max((out_height - 1) * stride_y + (sizes.kernel[0] - 1) * window.dilation[0] + 1, top + 1)
+    if problem.batch * rows * strides * stride_x >= 1 << 31:  # pixels of x' have int32 numbers
         return None
     of_pieces = replace(sizes, channels=piece, kernel=(sizes.kernel[0], 1))
-    window = Window((down, 1), (0, 0, 0, 0), (dilation, 1))
-    return Stem(**vars(problem) | {"sizes": of_pieces, "window": window, "image": image}, wide=wide, of=problem)
+    down = Window((stride_y, 1), (0, 0, 0, 0), (window.dilation[0], 1))
+    changed = {"sizes": of_pieces, "window": down, "image": (rows, strides)}
+    return Stem(**vars(problem) | changed, out_width=out_width, original=problem)
 
 
 def weight_of(weight: Tensor, stem: Stem) -> Tensor:
-    """The bytes of layout "gpu_tiles" of w', from those of the weight."""
-    sizes = stem.of.sizes
+    """Return w' in layout "gpu_tiles", from the weight in this layout; both are uint8."""
+    sizes, piece = stem.original.sizes, stem.sizes.channels
     codes = convolution.unpack(PackedConv(sizes, gpu_tiles.NAME, weight))
-    channels, piece = convolution.padded_for_gpu(sizes).channels, stem.sizes.channels
-    values = torch.zeros(sizes.out, sizes.kernel[0], piece // channels, channels, dtype=torch.int8, device=weight.device)
+    values = torch.zeros(sizes.out, sizes.kernel[0], piece // stem.channels, stem.channels, dtype=torch.int8, device=weight.device)
     values[:, :, : sizes.kernel[1], : sizes.channels] = codes.data.view(sizes.out, *sizes.kernel, sizes.channels)
     stem_codes = Codes(codes.format, (sizes.out, sizes.kernel[0] * piece), values.view(sizes.out, -1), codes.scale)
     return convolution.pack_gpu(stem_codes, stem.sizes).data
@@ -90,21 +100,29 @@ def memory_for(stem: Stem, x: Tensor) -> Tensor:
 
 
 def write(stem: Stem, x: Tensor, out: Tensor, outside: int) -> None:
-    """x [B, C, H, W], laid out in any way -> x', with `outside` around integers (floats: 0)."""
-    channels = convolution.padded_for_gpu(stem.of.sizes).channels
-    columns = stem.image[1] * stem.overlap // channels
+    """Write x'.
+
+    Args:
+        stem: The convolution.
+        x: [B, C, H, W] with any strides.
+        out: `memory_for(stem, x)`.
+        outside: The code of padding, if x is int8; floats are padded with 0.
+    """
+    columns = stem.image[1] * stem.overlap // stem.channels
     pixels, early = stem.batch * stem.image[0] * columns, early_after(x)
-    top, _, left, _ = stem.of.window.padding
+    top, _, left, _ = stem.original.window.padding
     run(
-        _padded,
+        _pad,
         (-(-pixels // _BLOCK),),
         x,
         out,
         pixels,
         x.stride(),
-        (x.shape[1], *stem.of.image, stem.image[0], columns, top, left),  # of x, of x', and between them
+        (x.shape[1], *stem.original.image),
+        (stem.image[0], columns),
+        (top, left),
         outside,
-        CHANNELS=channels,
+        CHANNELS=stem.channels,
         BLOCK=_BLOCK,
         EARLY=early,
         num_warps=4,
@@ -113,18 +131,22 @@ def write(stem: Stem, x: Tensor, out: Tensor, outside: int) -> None:
 
 
 @triton.jit
-def _padded(x, out, pixels, strides, sizes, outside, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _pad(x, out, pixels, strides, size, padded_size, padding, outside, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """Write pixels of x' [B, rows, columns, CHANNELS]; `size` is (channels, height, width) of x, `padded_size` (rows, columns)."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
+    channels, height, width = size
+    rows, columns = padded_size
+    top, left = padding
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = i // sizes[4]
-    b = row // sizes[3]
-    iy = row - b * sizes[3] - sizes[5]
-    ix = i - row * sizes[4] - sizes[6]
+    line = i // columns
+    b = line // rows
+    y = line - b * rows - top
+    column = i - line * columns - left
     c = tl.arange(0, CHANNELS)
-    inside = ((iy >= 0) & (iy < sizes[1]) & (ix >= 0) & (ix < sizes[2]))[:, None] & (c < sizes[0])[None, :]
-    at = (b.to(tl.int64) * strides[0] + iy * strides[2] + ix * strides[3])[:, None] + (c * strides[1])[None, :]
+    inside = ((y >= 0) & (y < height) & (column >= 0) & (column < width))[:, None] & (c < channels)[None, :]
+    at = (b.to(tl.int64) * strides[0] + y * strides[2] + column * strides[3])[:, None] + (c * strides[1])[None, :]
     values = tl.load(x + at, mask=inside, other=0)
     if values.dtype == tl.int8:
         values = tl.where(inside, values, (tl.zeros((BLOCK, CHANNELS), tl.int32) + outside).to(tl.int8))

@@ -30,7 +30,7 @@ from halfbyte.kernels.gpu.experts import grouped
 from halfbyte.kernels.gpu.hopper.epilogue import OUT, QUARTERS, Outputs, quarters_of, write_rows
 from halfbyte.kernels.gpu.hopper.gluon_compat import thread_barrier
 from halfbyte.kernels.gpu.hopper.ring import Shape
-from halfbyte.kernels.gpu.hopper.tile import Operands, WeightOffset, allocate_ring, load_stage, multiply_slabs, scale_descriptors
+from halfbyte.kernels.gpu.hopper.tile import Operands, WeightOffset, XBoxes, allocate_ring, load_stage, multiply_slabs, scale_descriptors
 from halfbyte.kernels.gpu.hopper.weights import high_bytes
 from halfbyte.kernels.gpu.linear import gemm_hopper
 from halfbyte.kernels.gpu.linear.gemm_hopper import Config, compiled_for, most_stages
@@ -301,7 +301,7 @@ def _load_tile(operands, ring, tile, counts, ready, offset, schedule, chunks, st
     for r in range(steps):
         if (r % STAGES_PER_CHUNK == 0) & (ready == 0):
             _wait_until(schedule.counters + counts + r // STAGES_PER_CHUNK, gl.cdiv(tile.rows, NARROWEST))
-        load_stage(operands, ring, (tile.start, BOXES), offset, tile.pn, r, step + r, shape, S)
+        load_stage(operands, ring, XBoxes(tile.start, BOXES), offset, tile.pn, r, step + r, shape, S)
         if r == steps // 2:
             following, following_counts, following_ready = _gathered_tile(next_tile(schedule), schedule, chunks, shape, S)
     return step + steps, following, following_counts, following_ready

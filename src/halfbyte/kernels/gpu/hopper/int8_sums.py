@@ -1,13 +1,18 @@
-"""Sums of K slabs on Hopper's integer tensor cores: the inner loop of `int8_tile.py`, which scales the integers block by block.
+"""Sums over K on Hopper's integer tensor cores, for a panel of 64 rows n of the weight and some rows m of x: the loop of `int8_tile.py`.
 
-Where blocks are scale_sums, the integers of one half of the rows of x are converted to float while the wgmma of the placeholder half run
-(and those of the placeholder warpgroup), without I2F, as in `gemm_int8.py`: for a scale s of 11 bits, fma(1.5 * 2^23 + C, s, -1.5 * 2^23 *
-s) is s * C, rounded once, as the product before the addition is exact.
+    `sum_whole`    sum over k of q[n, k] * x[m, k]                       int32, where both operands have one scale along K
+    `sum_blocks`   sum over blocks b of s[n, b] * C[n, m, b] (* a[m, b])    float32; C: the integer sum of a block, a K slab of 128
 
-Instructions are the limit. Where a row of x has one scale, four blocks are a chain: their integers C_i, |C_i| < 2^21, are accumulated from
-one start, A_i = 2^23 + C_1 + ... + C_i, and sum(s_i * C_i) = sum(A_i * (s_i - s_(i+1))) - 2^23 * s_1 with s_5 = 0: one instruction each,
-and one start. The bits of an integer 0 <= p < 2^24 are the float p * 2^-149, so sums are scale_sums by 2^-38, and those under 2^-88 lose
-bits. float32 sums next to 2^24 * s_i lose what `reference.error_bound` says.
+The accumulators of wgmma are converted to float without I2F, whose rate would be the limit (`gemm_int8.py`): they start so that their bits
+are a float. The integers of one half of the rows of x are converted while the wgmma of the other half run, and those of the other
+warpgroup.
+
+    one by one   start: the bits of MAGIC = 1.5 * 2^23. Read as floats they are MAGIC + C, and of a scale s of 11 bits
+                 fma(MAGIC + C, s, -MAGIC * s) = s * C, rounded once, as the product is exact before the addition.
+    chained      where a row of x has one scale. Four blocks are accumulated from one start, A[i] = 2^23 + C[1] + … + C[i], |C| < 2^21:
+                     sum(s[i] * C[i]) = sum(A[i] * (s[i] - s[i+1])) - 2^23 * s[1]         s[5] = 0
+                 which is one instruction for each. The bits of an integer 0 <= p < 2^24 are the float p * 2^-149: sums are kept times
+                 2^-38, and those under 2^-88 lose bits. float32 sums next to 2^24 * s[i] lose what `reference.error_bound` says.
 
 `S` is an `int8_tile.Static`, `ring` an `int8_tile.Ring`; `zeros` are a pointer to the zeros, the rows of the weight and N padded.
 """
@@ -22,8 +27,9 @@ from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.hopper.ring import next_stage
 from halfbyte.kernels.gpu.linear.gemm_int8 import HALVES
 
-_FROM_BITS, _ABOVE = gl.constexpr(2.0**111), gl.constexpr(2.0**-15)  # 2^(149 - 38), 2^(23 - 38)
-_DOWN, _UP = gl.constexpr(2.0**-38), gl.constexpr(2.0**38)
+_DOWN, _UP = gl.constexpr(2.0**-38), gl.constexpr(2.0**38)  # factors of chained sums, and back
+_FROM_BITS = gl.constexpr(2.0 ** (149 - 38))  # integers read as floats -> integers times _DOWN
+_START = gl.constexpr(2.0 ** (23 - 38))  # a chain's start, times _DOWN
 
 
 @gluon.jit
@@ -147,7 +153,7 @@ def _add_slab(ring, stage, phase, r, left, right, zeros, PANEL: gl.constexpr, S:
     xs, ws, a, m, s, _full, _empty = ring
     HALF: gl.constexpr = S.epilogue_rows
     GROUPS: gl.constexpr = 2 if S.bits == 4 else 1  # of wgmma per half
-    LATE: gl.constexpr = S.zero != 0 or not S.row_scale
+    LATE: gl.constexpr = S.zero != "none" or not S.row_scale
     mbarrier.wait(ring.full.index(stage), phase)
     w = _load_weight(ws.index(stage * S.panels + PANEL), S)
     pl = _start_products(xs.index(stage).slice(0, HALF, dim=0), w, _start_value(left, S), S)
@@ -168,20 +174,20 @@ def _add_slab(ring, stage, phase, r, left, right, zeros, PANEL: gl.constexpr, S:
 def _add_group(
     ring, stage, phase, r, left, right, zeros, PANEL: gl.constexpr, COUNT: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
-    """Add COUNT <= 4 K slabs as one chain, scaled by 2^-38. The next slab's wgmma start, too. (Around a loop ptxas would let them wait
-    for each other.)"""
+    """Add COUNT <= 4 K slabs as one chain, times _DOWN: while a slab's integers are converted, the next one's wgmma run. (The loop is
+    unrolled: around a real one ptxas would let them wait for each other.)"""
     xs, ws, _a, m, s, _full, _empty = ring
     HALF: gl.constexpr = S.epilogue_rows
     GROUPS: gl.constexpr = 2 if S.bits == 4 else 1  # of wgmma per half and K slab
-    LATE: gl.constexpr = S.zero != 0
+    LATE: gl.constexpr = S.zero != "none"
     MMA: gl.constexpr = S.sums
     mbarrier.wait(ring.full.index(stage), phase)
     w = _load_weight(ws.index(stage * S.panels + PANEL), S)
     pl = _start_products(xs.index(stage).slice(0, HALF, dim=0), w, _start_value(left, S), S)
     pr = _start_products(xs.index(stage).slice(HALF, HALF, dim=0), w, _start_value(left, S), S)
     scale, shift = _scale_and_shift(s.index(stage * S.panels + PANEL), zeros, r, S)
-    left -= scale * _ABOVE
-    right -= scale * _ABOVE
+    left -= scale * _START
+    right -= scale * _START
     for i in gl.static_range(COUNT):
         if LATE:  # while the products run
             left = gl.fma(shift, m.index(stage).slice(0, HALF, dim=1).load(MMA), left)
@@ -214,13 +220,13 @@ def _add_group(
 
 @gluon.jit
 def _scale_and_shift(s, zeros, row, S: gl.constexpr):
-    """Return a slab's scale, and the factor of its sums of codes of x by its zero, scaled by 2^-38."""
+    """Return a slab's scale, and the factor of its sums of codes of x by its zero, times _DOWN."""
     scale, zero = _weight_params(s, zeros, row, S)
     scale = scale.to(gl.float32)
     shift = scale
-    if S.zero == 1:
+    if S.zero == "point":
         shift = (8 - zero.to(gl.float32)) * 16 * scale if S.bits == 4 else (128 - zero.to(gl.float32)) * scale
-    elif S.zero == 2:
+    elif S.zero == "offset":
         shift = (8 * scale + zero.to(gl.float32)) * 16 if S.bits == 4 else 128 * scale + zero.to(gl.float32)
     return scale, shift * _DOWN
 
@@ -243,7 +249,7 @@ def _weight_params(s, zeros, row, S: gl.constexpr):
     MMA: gl.constexpr = S.sums
     scale = s.permute([1, 0]).load(MMA)
     zero = scale
-    if S.zero != 0:  # TMA does not write lines of 64 bytes
+    if S.zero != "none":  # TMA does not write lines of 64 bytes
         zero = gl.expand_dims(gl.load(zeros[0] + row * zeros[2] + zeros[1]), 1)
     return scale, zero
 
@@ -257,7 +263,7 @@ def _x_params(a, m, placeholder, FIRST: gl.constexpr, S: gl.constexpr):
     if not S.row_scale:
         scale = a.slice(FIRST, ROWS, dim=1).load(MMA)
     x_sums = scale
-    if S.zero != 0:
+    if S.zero != "none":
         x_sums = m.slice(FIRST, ROWS, dim=1).load(MMA)
     return scale, x_sums
 
@@ -267,7 +273,7 @@ def _add_scaled(total, p, w, x, S: gl.constexpr):
     """Return total + integers p that start at the bits of 1.5 * 2^23, scaled; as `gemm_int8.fold`."""
     v = p.to(gl.float32, bitcast=True)
     s = w[0].to(gl.float32)
-    if S.zero == 0 and w[0].dtype == gl.float16:
+    if S.zero == "none" and w[0].dtype == gl.float16:
         v = gl.fma(v, s, s * -MAGIC)
     else:
         v = scale_sums(v - MAGIC, s, w[1], x[1], S)
@@ -281,11 +287,11 @@ def _add_scaled(total, p, w, x, S: gl.constexpr):
 @gluon.jit
 def scale_sums(v, s, z, m, S: gl.constexpr):
     """Return sums v of 16 * (u - 8) or u - 128 times the codes of x, as floats, times the weight's scale, and its zero's term."""
-    if S.zero != 0:
-        zero_point = gl.full_like(s, 0) if S.zero == 2 else z.to(gl.float32)
+    if S.zero != "none":
+        zero_point = gl.full_like(s, 0) if S.zero == "offset" else z.to(gl.float32)
         zero_point = (zero_point - 8) * 16 if S.bits == 4 else zero_point - 128
         v -= zero_point * m
     v *= s
-    if S.zero == 2:
+    if S.zero == "offset":
         v += z.to(gl.float32) * (16 if S.bits == 4 else 1) * m
     return v

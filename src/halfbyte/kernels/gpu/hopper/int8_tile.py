@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from halfbyte.formats.spec import Zero
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, async_store, thread_barrier
 from halfbyte.kernels.gpu.hopper.int8_sums import scale_sums, sum_blocks, sum_whole
@@ -91,7 +92,7 @@ class Static(CompileTime):
 
     Attributes:
         bits: Of a code of the weight.
-        zero: A `weight_kinds.zero_number`.
+        zero: Kind of the weight's zero.
         scale_bytes: Of a scale of the weight.
         whole: A product is one sum of integers.
         row_scale: A row of x has one scale.
@@ -107,7 +108,7 @@ class Static(CompileTime):
     """
 
     bits: int
-    zero: int
+    zero: Zero
     scale_bytes: int
     whole: bool
     row_scale: bool
@@ -146,14 +147,14 @@ class Static(CompileTime):
         """Bytes of a K slab of both operands, and of its scales and sums."""
         total = 128 * self.block_m + 1024 * self.bits * self.panels
         if not self.whole:
-            per_row = 4 * ((not self.row_scale) + (self.zero != 0))
+            per_row = 4 * ((not self.row_scale) + (self.zero != "none"))
             total += per_row * (self.stage_rows or self.block_m) + self.scale_bytes * 64 * self.panels
         return total
 
     @property
     def registers(self) -> int | None:
         """Average per thread: few enough that the kernel that quantizes the next x starts during this one; None where sums take all."""
-        if self.zero != 0 and not self.whole:
+        if self.zero != "none" and not self.whole:
             return None
         return 168 if self.panels == 1 else 136 if self.whole else 144
 
@@ -349,7 +350,7 @@ def _write_sums(total, by_x, by_w, x_params, w_params, rn, target, first_n, firs
     if S.whole:
         z = by_w
         m = by_w
-        if S.zero != 0:
+        if S.zero != "none":
             z = gl.expand_dims(gl.load(w_params[1] + rn), 1)
             m = gl.expand_dims(gl.load(x_params[1] + first_m + gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))), 0)
         total = scale_sums(total.to(gl.float32), by_w, z, m, S)

@@ -1,14 +1,19 @@
-"""The tile of matrix products with a weight in 4 or 8 bits on Hopper: float32 sums of `rows` rows of the weight and `block_m` rows of x.
+"""A tile of a product with a weight in 4 or 8 bits on Hopper, y[m, n] = sum over k of x[m, k] * w[n, k]: block_m rows of x by 2 * `rows`
+rows of the weight, w being dequantized on the way from shared memory to wgmma.
 
-`kernels/gpu/linear/gemm_hopper.py` and `kernels/gpu/experts/grouped_hopper.py` make kernels of it.
+`kernels/gpu/linear/gemm_hopper.py` and `kernels/gpu/experts/grouped_hopper.py` build kernels from it: a persistent program has three roles.
 
-    producer      loads stages of x and of the weight's codes, scales and zeros into a ring of shared memory, by TMA
-    warpgroup 0   dequantizes a plane, wgmma, dequantizes the next one, wgmma, …  its own `rows` rows of the weight; then stores y
-    warpgroup 1   the same for the next `rows` rows
+    producer warp    `load_stage`, for each stage of each tile: TMA loads x, codes, scales and zeros into the `Ring`
+    warpgroup 0      `multiply_slabs`, for each tile: dequantize a plane, start its wgmma, dequantize the next one, …; then write y
+    warpgroup 1      the same for the next `rows` rows of the weight
 
-A plane is 32 of K, a K slab (a record of `layouts/gpu_tiles.py`) 128 of K. A stage is a slab, or half a slab where tiles are large. The two
-warpgroups never synchronize with each other: while one waits for its wgmma, or stores its tile, the other one's products keep the tensor
-cores busy. A tile y goes to memory by TMA, too, out of ring stages that the producer has left free for it.
+    K:    |<------------- K slab, 128: a record of `layouts/gpu_tiles.py` ------------->|
+          |    plane 0, 32    |      plane 1      |      plane 2      |      plane 3      |     w [rows, 32] · xᵀ [32, block_m]
+          |                    stage of a tile with block_m <= 128                        |
+          |           stage, block_m > 128        |                 stage                 |     of x; in 4 bits they share one of codes
+
+The warpgroups never synchronize with each other: while one waits for its wgmma, or writes its part of y, the other one's products keep
+the tensor cores busy. y leaves by TMA, too, through stages that the producer keeps free for it (`reserve_store_stages`).
 
 Arithmetic: the weight is dequantized to x's type (`weights.py`), sums are float32. With one block along K its scale multiplies the sums.
 Weights from subnormal codes, and their sums, are 2**-24 times as large (products below 2**-102 may be lost); the end multiplies by 2**24.
@@ -35,8 +40,8 @@ from halfbyte.kernels.gpu.values import Value
 from halfbyte.kernels.gpu.weight_kinds import has_floats, zero_of
 from halfbyte.layouts import gpu_tiles
 
-# Without a branch behind it, ptxas moves the dequantization of the next planes, which is to overlap with wgmma, behind the wait for wgmma.
-# This is one that it can't turn into predicated instructions: over a loop that is never entered, as $1 is not negative.
+# A branch that ptxas can't replace by predicated instructions: over a loop that is never entered, as $1 is not negative. Without a branch
+# ptxas moves the dequantization of the next planes, which is to overlap with wgmma, behind the wait for wgmma.
 FENCE = gl.constexpr(
     "{.reg .pred p; setp.lt.s32 p, $1, 0; @!p bra.uni skip; again: nanosleep.u32 20; @p bra.uni again; skip: mov.b32 $0, $1;}"
 )
@@ -71,6 +76,13 @@ class Ring(NamedTuple):
     empty: Value
 
 
+class XBoxes(NamedTuple):
+    """A tile's first row of x, and how many TMA boxes of x, at least 1, have rows inside of it."""
+
+    row: Value
+    boxes: Value
+
+
 class WeightOffset(NamedTuple):
     """Where a weight begins among several: in lines of 128 bytes, and in matrices of scales."""
 
@@ -103,7 +115,7 @@ class Static(CompileTime):
         float_codes: Codes are 4-bit floats.
         paired: Codes are bytes in pairs (`layouts/gpu_tiles.py`).
         registers: Average per thread; None: all. Fewer let the kernel that prepares the next x start during this one.
-        stage_rows: Rows of x that fit in a stage, where these are more than block_m; 0: block_m.
+        stage_rows: Rows of x that fit in a stage, where these are more than block_m (`narrower`); 0: block_m.
     """
 
     rows: int
@@ -255,23 +267,31 @@ def allocate_ring(operands, S: gl.constexpr):
     return Ring(x, weight, scale, zero, full, empty)
 
 
+# The producer.
+
+
 @gluon.jit
-def load_stage(operands, ring, rows, offset, pn, r, step, shape, S: gl.constexpr):
-    """Load stage r of a tile into the ring; `step` counts the stages of all tiles of this program.
+def load_stage(operands, ring, x_boxes, offset, pn, r, step, shape, S: gl.constexpr):
+    """Load stage r of a tile into the ring, as soon as its place is empty.
 
     Args:
-        rows: The tile's first row of x, and how many TMA boxes of x, at least 1, have rows inside of it.
-        offset: The `WeightOffset`.
+        operands: `Operands`.
+        ring: `Ring`.
+        x_boxes: `XBoxes` of the tile.
+        offset: `WeightOffset`.
         pn: Index of the tile along N.
+        r: Number of the stage within the tile: `S.stages_per_slab` for each of `shape.k_slabs`.
+        step: Number of the stage, counted over all tiles of this program.
+        shape: Sizes of the product (`ring.Shape`).
     """
     mbarrier.wait(ring.empty.index(step % S.stages), ((step // S.stages) & 1) ^ 1)
-    load_weight(operands, ring, rows[1], offset, pn, r, step, shape, S)
-    load_x(operands.x, ring, rows, r, step, S)
+    load_weight(operands, ring, x_boxes.boxes, offset, pn, r, step, shape, S)
+    load_x(operands.x, ring, x_boxes, r, step, S)
 
 
 @gluon.jit
 def load_weight(operands, ring, boxes, offset, pn, r, step, shape, S: gl.constexpr):
-    """Load the weight of stage r, and expect the bytes of the whole stage."""
+    """Load the weight of stage r, and expect the bytes of the whole stage, with so many boxes of x. Arguments are as for `load_stage`."""
     if S.stages_per_slab == 1:
         _load_weight(operands, ring, boxes, offset, pn, r, step, shape, True, True, S)
     elif r % 2 == 0:
@@ -282,8 +302,7 @@ def load_weight(operands, ring, boxes, offset, pn, r, step, shape, S: gl.constex
 
 @gluon.jit
 def _load_weight(operands, ring, boxes, offset, pn, r, step, shape, CODES: gl.constexpr, PARAMS: gl.constexpr, S: gl.constexpr):
-    """Load CODES, and PARAMS: scales and zeros."""
-    PANELS: gl.constexpr = S.rows // 32
+    """Load codes if CODES, scales and zeros if PARAMS."""
     BLOCKS: gl.constexpr = S.blocks_per_slab
     BOX: gl.constexpr = operands.x.block_shape[0]
     BOXES: gl.constexpr = S.block_m // BOX
@@ -296,25 +315,39 @@ def _load_weight(operands, ring, boxes, offset, pn, r, step, shape, CODES: gl.co
         wanted = boxes == i if BOXES > 1 else True
         mbarrier.expect(bar, 2 * i * BOX * S.stage_k + CODE_BYTES + PARAM_BYTES, pred=wanted)
     if CODES:
-        to = weight_stage(ring, step, S)
-        if S.bits == 8:
-            # A row of the descriptor is a row of all its slabs of 128 bytes. An expert's weight begins at any line, thus in mid-row, too.
-            row = offset.lines // shape.k_slabs + pn * S.block_n
-            column = offset.lines % shape.k_slabs * 128 + r * S.stage_k
-            async_load(operands.weight, [row, column], bar, to)
-        else:
-            for p in gl.static_range(PANELS):
-                row = offset.lines + ((pn * PANELS + p) * shape.k_slabs + r // S.stages_per_weight) * 32
-                async_load(operands.weight, [row, 0], bar, to.slice(p * 32, 32, dim=0))
-    for i in gl.static_range(2, 4 if PARAMS else 2):  # scale and zero
-        if operands[i] is not None:
-            slots = reinterpret(ring[i], operands[i].dtype, [S.scale_slots, 1, BLOCKS, 2 * S.rows], operands[i].layout)
-            to = slots.index(step // S.stages_per_slab % S.scale_slots)
-            async_load(operands[i], [offset.matrix, r // S.stages_per_slab // S.slabs_per_block * BLOCKS, pn * S.block_n], bar, to)
+        _load_codes(operands.weight, weight_stage(ring, step, S), offset, pn, r, bar, shape, S)
+    if PARAMS:
+        if operands.scale is not None:
+            _load_params(operands.scale, ring.scale, offset, pn, r, step, bar, S)
+        if operands.zero is not None:
+            _load_params(operands.zero, ring.zero, offset, pn, r, step, bar, S)
 
 
 @gluon.jit
-def load_x(xd, ring, rows, r, step, S: gl.constexpr):
+def _load_codes(weight, stage, offset, pn, r, bar, shape, S: gl.constexpr):
+    PANELS: gl.constexpr = S.rows // 32
+    if S.bits == 8:
+        # A row of the descriptor is a row of all its slabs of 128 bytes. An expert's weight begins at any line, thus in mid-row, too.
+        row = offset.lines // shape.k_slabs + pn * S.block_n
+        column = offset.lines % shape.k_slabs * 128 + r * S.stage_k
+        async_load(weight, [row, column], bar, stage)
+    else:
+        for p in gl.static_range(PANELS):
+            row = offset.lines + ((pn * PANELS + p) * shape.k_slabs + r // S.stages_per_weight) * 32
+            async_load(weight, [row, 0], bar, stage.slice(p * 32, 32, dim=0))
+
+
+@gluon.jit
+def _load_params(params, buffer, offset, pn, r, step, bar, S: gl.constexpr):
+    """Load the scales, or the zeros, of the K slab of stage r into its slot."""
+    BLOCKS: gl.constexpr = S.blocks_per_slab
+    slots = reinterpret(buffer, params.dtype, [S.scale_slots, 1, BLOCKS, 2 * S.rows], params.layout)
+    slot = slots.index(step // S.stages_per_slab % S.scale_slots)
+    async_load(params, [offset.matrix, r // S.stages_per_slab // S.slabs_per_block * BLOCKS, pn * S.block_n], bar, slot)
+
+
+@gluon.jit
+def load_x(xd, ring, x_boxes, r, step, S: gl.constexpr):
     """Load x of stage r, except boxes that are wholly out of bounds: stale data there is multiplied, and its sums are masked. (TMA takes
     longer to zero-fill rows than to read them.)"""
     BOX: gl.constexpr = xd.block_shape[0]
@@ -322,8 +355,8 @@ def load_x(xd, ring, rows, r, step, S: gl.constexpr):
     stage = step % S.stages
     for i in gl.static_range(BOXES):
         to = ring.x.index(stage).slice(i * BOX, BOX, dim=0)
-        inside = i < rows[1] if BOXES > 1 else True
-        async_load(xd, [rows[0] + i * BOX, r * S.stage_k], ring.full.index(stage), to, pred=inside)
+        inside = i < x_boxes.boxes if BOXES > 1 else True
+        async_load(xd, [x_boxes.row + i * BOX, r * S.stage_k], ring.full.index(stage), to, pred=inside)
 
 
 @gluon.jit
@@ -342,25 +375,7 @@ def reserve_store_stages(ring, step, S: gl.constexpr):
         mbarrier.arrive(ring.full.index(stage), count=1)
 
 
-@gluon.jit
-def _zero_sums(INDEX: gl.constexpr, S: gl.constexpr):
-    ROWS: gl.constexpr = S.rows
-    WIDTH: gl.constexpr = S.sum_widths[INDEX]
-    return gl.zeros([ROWS, WIDTH], gl.float32, layout=sums_layout(WIDTH))
-
-
-@gluon.jit
-def _multiply_plane(w, ring, stage, acc, PLANE: gl.constexpr, S: gl.constexpr):
-    """Start the wgmma of acc + w · xᵀ for plane PLANE, w [rows, 32] and xᵀ [32, width], for each tensor of sums."""
-    sums = ()
-    for i in gl.static_range(len(S.sum_widths)):
-        rows = ring.x.index(stage)
-        if S.stage_rows > 0:
-            rows = rows.slice(S.sum_starts[i], S.sum_widths[i], dim=0)
-        columns = rows.slice(PLANE * 32 % S.stage_k, 32, dim=1).permute([1, 0])
-        operand = gl.convert_layout(w, gl.DotOperandLayout(0, sums_layout(S.sum_widths[i]), 2), assert_trivial=True)
-        sums += (warpgroup_mma(operand, columns, acc[i], is_async=True),)  # type: ignore[assignment]
-    return sums
+# The consumers.
 
 
 @gluon.jit
@@ -384,95 +399,143 @@ def multiply_slabs(ring, stored, scale, first_n, count, step, high, shape, HALF:
     """
     OPERAND: gl.constexpr = S.operand
     ROWS: gl.constexpr = S.rows
-    STAGES: gl.constexpr = S.stages
-    SHARERS: gl.constexpr = S.store_sharers
-    ONE: gl.constexpr = S.stages_per_slab == 1
-    SUMS: gl.constexpr = len(S.sum_widths)
     acc = ()
-    for i in gl.static_range(SUMS):
+    for i in gl.static_range(len(S.sum_widths)):
         acc += (_zero_sums(i, S),)  # type: ignore[assignment]
     factor = gl.full([ROWS], SUBNORMAL_SCALE if S.subnormal else 1.0, gl.float32, layout=gl.SliceLayout(1, OPERAND.parent))
     if S.one_block:
         row = first_n + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OPERAND.parent))
         factor *= gl.load(scale + gl.minimum(row, shape.n_padded - 1)).to(gl.float32)
-    # The first planes, before the loop.
-    stage, phase = step % STAGES, (step // STAGES) & 1
-    mbarrier.wait(ring.full.index(stage), phase)
-    if ONE:
-        params = load_block_params(ring, stage, HALF, OPERAND, DTYPE, S)
-        codes = load_codes(ring.weight.index(stage), 0, HALF, OPERAND, S)
-        w0 = dequantize_plane(codes, high, params, 0, OPERAND, DTYPE, S)
+    if S.stages_per_slab == 1:
+        acc, step = _multiply_whole(ring, stored, acc, count, step, high, HALF, DTYPE, S)
     else:
-        mbarrier.wait(ring.full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
-        params = load_block_params(ring, step // 2 % S.scale_slots, HALF, OPERAND, DTYPE, S)
-        w0, w1 = dequantize_two_planes(weight_stage(ring, step, S), high, params, 0, HALF, OPERAND, DTYPE, S)
-    if S.tma_store:  # TMA has read the tile before
-        tma.store_wait(0)
-        mbarrier.arrive(ring.empty.index((step + STAGES - S.store_stages + HALF // SHARERS) % STAGES), count=2 // SHARERS, pred=stored > 0)
-    for r in range(count):
-        more = r + 1 < count
-        if ONE:
-            second = stage
-            next_first, next_first_phase = next_stage(stage, phase, STAGES)
-        else:
-            second_step = step + 1  # of this slab; behind a tile's last slab, the next one is that half itself, which has arrived
-            next_step = second_step + gl.where(more, 1, 0)
-            next_second_step = next_step + gl.where(more, 1, 0)
-            stage, second = step % STAGES, second_step % STAGES
-            next_first, next_first_phase = next_step % STAGES, (next_step // STAGES) & 1
-            next_second, next_second_phase = next_second_step % STAGES, (next_second_step // STAGES) & 1
-        # Planes are dequantized while the ones before them are multiplied. Instructions after a wgmma wait until it has read its operand,
-        # so that it is mostly the other warpgroup's products that overlap. Where products are short, planes are interleaved one by one.
-        if ONE and S.bits == 8:
-            codes = load_codes(ring.weight.index(stage), 1, HALF, OPERAND, S)
-        a = _multiply_plane(w0, ring, stage, acc, 0, S)
-        if ONE:
-            w1 = dequantize_plane(codes, high, params, 1, OPERAND, DTYPE, S)
-        a = _multiply_plane(w1, ring, stage, a, 1, S)
-        if ONE:
-            if S.bits == 8:
-                codes = load_codes(ring.weight.index(stage), 2, HALF, OPERAND, S)
-            w2 = dequantize_plane(codes, high, params, 2, OPERAND, DTYPE, S)
-            if S.bits == 8:
-                codes = load_codes(ring.weight.index(stage), 3, HALF, OPERAND, S)
-        else:
-            w2, w3 = dequantize_two_planes(weight_stage(ring, second_step, S), high, params, 2, HALF, OPERAND, DTYPE, S)
-        a = _multiply_plane(w2, ring, second, a, 2, S)
-        if ONE:
-            w3 = dequantize_plane(codes, high, params, 3, OPERAND, DTYPE, S)
-        a = _multiply_plane(w3, ring, second, a, 3, S)
-        # The products of w2 and w3 go on. w0 and w1 are dependencies so that their registers are kept until wgmma has read them.
-        a = warpgroup_mma_wait(2 * SUMS, deps=a + (w0, w1))[:SUMS]  # noqa: RUF005
-        if not ONE:
-            mbarrier.arrive(ring.empty.index(stage), count=1)
-        # After a tile's last slab the planes of whatever the stage holds are dequantized, and not used.
-        mbarrier.wait(ring.full.index(next_first), next_first_phase, pred=more | (not ONE))
-        if S.stages_per_weight == 2:  # 4 bits come with the slab's second stage
-            mbarrier.wait(ring.full.index(next_second), next_second_phase)
-        if ONE:
-            next_params = load_block_params(ring, next_first, HALF, OPERAND, DTYPE, S)
-            codes = load_codes(ring.weight.index(next_first), 0, HALF, OPERAND, S)
-            w0 = dequantize_plane(codes, high, next_params, 0, OPERAND, DTYPE, S)
-        else:
-            next_params = load_block_params(ring, next_step // 2 % S.scale_slots, HALF, OPERAND, DTYPE, S)
-            w0, w1 = dequantize_two_planes(weight_stage(ring, next_step, S), high, next_params, 0, HALF, OPERAND, DTYPE, S)
-        # The compiler does not move dequantization over a branch: FENCE, or the wait for the next slab's second half (once more, where 4
-        # bits have waited for it already).
-        if ONE:
-            gl.inline_asm_elementwise(FENCE, "=r,r", [high], dtype=gl.int32, is_pure=False, pack=1)
-        else:
-            mbarrier.wait(ring.full.index(next_second), next_second_phase)
-        acc = warpgroup_mma_wait(0, deps=a + (w2, w3))[:SUMS]  # noqa: RUF005
-        mbarrier.arrive(ring.empty.index(second), count=1)
-        params = next_params
-        step += S.stages_per_slab
-        if ONE:
-            stage, phase = next_first, next_first_phase
+        acc, step = _multiply_halved(ring, stored, acc, count, step, high, HALF, DTYPE, S)
     total = ()
-    for i in gl.static_range(SUMS):
-        scaled = acc[i]  # type: ignore[var-annotated]
+    for i in gl.static_range(len(S.sum_widths)):
+        scaled = acc[i]
         if S.subnormal or S.one_block:
             of_rows = gl.convert_layout(factor, gl.SliceLayout(1, sums_layout(S.sum_widths[i])), assert_trivial=True)
             scaled *= gl.expand_dims(of_rows, 1)
         total += (scaled,)  # type: ignore[assignment]
     return total, step
+
+
+# Both ways to multiply dequantize planes while the ones before them are multiplied. Instructions after a wgmma wait until it has read its
+# operand, so that it is mostly the other warpgroup's products that overlap. The planes of a slab's first half are dequantized at the end of
+# the slab before; after a tile's last slab those of whatever the stage holds are, and not used. While wgmma runs, the planes that it reads
+# are dependencies of the wait for it, so that their registers are kept.
+
+
+@gluon.jit
+def _multiply_whole(ring, stored, acc, count, step, high, HALF: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """`multiply_slabs` where a stage is a slab: its products are short, so planes are interleaved one by one. Returns acc and step."""
+    OPERAND: gl.constexpr = S.operand
+    SUMS: gl.constexpr = len(S.sum_widths)
+    stage, phase = step % S.stages, (step // S.stages) & 1
+    mbarrier.wait(ring.full.index(stage), phase)
+    params = load_block_params(ring, stage, HALF, OPERAND, DTYPE, S)
+    codes = load_codes(ring.weight.index(stage), 0, HALF, OPERAND, S)
+    w0 = dequantize_plane(codes, high, params, 0, OPERAND, DTYPE, S)
+    _release_stored(ring, stored, step, HALF, S)
+    for r in range(count):
+        more = r + 1 < count
+        following, following_phase = next_stage(stage, phase, S.stages)
+        if S.bits == 8:  # the words of a plane; in 4 bits those of plane 0 are of all planes
+            codes = load_codes(ring.weight.index(stage), 1, HALF, OPERAND, S)
+        products = _multiply_plane(w0, ring, stage, acc, 0, S)
+        w1 = dequantize_plane(codes, high, params, 1, OPERAND, DTYPE, S)
+        products = _multiply_plane(w1, ring, stage, products, 1, S)
+        if S.bits == 8:
+            codes = load_codes(ring.weight.index(stage), 2, HALF, OPERAND, S)
+        w2 = dequantize_plane(codes, high, params, 2, OPERAND, DTYPE, S)
+        if S.bits == 8:
+            codes = load_codes(ring.weight.index(stage), 3, HALF, OPERAND, S)
+        products = _multiply_plane(w2, ring, stage, products, 2, S)
+        w3 = dequantize_plane(codes, high, params, 3, OPERAND, DTYPE, S)
+        products = _multiply_plane(w3, ring, stage, products, 3, S)
+        products = warpgroup_mma_wait(2 * SUMS, deps=products + (w0, w1))[:SUMS]  # noqa: RUF005  # those of w2 and w3 go on
+        mbarrier.wait(ring.full.index(following), following_phase, pred=more)
+        following_params = load_block_params(ring, following, HALF, OPERAND, DTYPE, S)
+        codes = load_codes(ring.weight.index(following), 0, HALF, OPERAND, S)
+        w0 = dequantize_plane(codes, high, following_params, 0, OPERAND, DTYPE, S)
+        gl.inline_asm_elementwise(FENCE, "=r,r", [high], dtype=gl.int32, is_pure=False, pack=1)
+        acc = warpgroup_mma_wait(0, deps=products + (w2, w3))[:SUMS]  # noqa: RUF005
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        params = following_params
+        step += 1
+        stage, phase = following, following_phase
+    return acc, step
+
+
+@gluon.jit
+def _multiply_halved(ring, stored, acc, count, step, high, HALF: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """`multiply_slabs` where a stage is half a slab: planes are dequantized by two. Returns acc and the next step.
+
+    In 4 bits both halves' codes are in one stage of the weight, which arrives with the second one of x.
+    """
+    OPERAND: gl.constexpr = S.operand
+    SUMS: gl.constexpr = len(S.sum_widths)
+    mbarrier.wait(ring.full.index(step % S.stages), (step // S.stages) & 1)
+    mbarrier.wait(ring.full.index((step + 1) % S.stages), ((step + 1) // S.stages) & 1)
+    params = load_block_params(ring, step // 2 % S.scale_slots, HALF, OPERAND, DTYPE, S)
+    w0, w1 = dequantize_two_planes(weight_stage(ring, step, S), high, params, 0, HALF, OPERAND, DTYPE, S)
+    _release_stored(ring, stored, step, HALF, S)
+    for r in range(count):
+        more = r + 1 < count
+        second_step = step + 1  # of this slab; behind a tile's last slab, the next one is that half itself, which has arrived
+        next_step = second_step + gl.where(more, 1, 0)
+        next_second_step = next_step + gl.where(more, 1, 0)
+        first, second = step % S.stages, second_step % S.stages
+        next_first, next_first_phase = next_step % S.stages, (next_step // S.stages) & 1
+        next_second, next_second_phase = next_second_step % S.stages, (next_second_step // S.stages) & 1
+        products = _multiply_plane(w0, ring, first, acc, 0, S)
+        products = _multiply_plane(w1, ring, first, products, 1, S)
+        w2, w3 = dequantize_two_planes(weight_stage(ring, second_step, S), high, params, 2, HALF, OPERAND, DTYPE, S)
+        products = _multiply_plane(w2, ring, second, products, 2, S)
+        products = _multiply_plane(w3, ring, second, products, 3, S)
+        products = warpgroup_mma_wait(2 * SUMS, deps=products + (w0, w1))[:SUMS]  # noqa: RUF005  # those of w2 and w3 go on
+        mbarrier.arrive(ring.empty.index(first), count=1)
+        mbarrier.wait(ring.full.index(next_first), next_first_phase)
+        if S.bits == 4:
+            mbarrier.wait(ring.full.index(next_second), next_second_phase)
+        next_params = load_block_params(ring, next_step // 2 % S.scale_slots, HALF, OPERAND, DTYPE, S)
+        w0, w1 = dequantize_two_planes(weight_stage(ring, next_step, S), high, next_params, 0, HALF, OPERAND, DTYPE, S)
+        # In 4 bits it has arrived: the wait is a branch, over which the compiler does not move dequantization, as FENCE.
+        mbarrier.wait(ring.full.index(next_second), next_second_phase)
+        acc = warpgroup_mma_wait(0, deps=products + (w2, w3))[:SUMS]  # noqa: RUF005
+        mbarrier.arrive(ring.empty.index(second), count=1)
+        params = next_params
+        step += 2
+    return acc, step
+
+
+@gluon.jit
+def _release_stored(ring, stored, step, HALF: gl.constexpr, S: gl.constexpr):
+    """With S.tma_store, release this warpgroup's stage of the tile before, if there was one, once TMA has read it."""
+    SHARERS: gl.constexpr = S.store_sharers
+    if S.tma_store:
+        tma.store_wait(0)
+        mbarrier.arrive(
+            ring.empty.index((step + S.stages - S.store_stages + HALF // SHARERS) % S.stages), count=2 // SHARERS, pred=stored > 0
+        )
+
+
+@gluon.jit
+def _zero_sums(INDEX: gl.constexpr, S: gl.constexpr):
+    ROWS: gl.constexpr = S.rows
+    WIDTH: gl.constexpr = S.sum_widths[INDEX]
+    return gl.zeros([ROWS, WIDTH], gl.float32, layout=sums_layout(WIDTH))
+
+
+@gluon.jit
+def _multiply_plane(w, ring, stage, acc, PLANE: gl.constexpr, S: gl.constexpr):
+    """Start the wgmma of acc + w · xᵀ for plane PLANE, w [rows, 32] and xᵀ [32, width], for each tensor of sums."""
+    sums = ()
+    for i in gl.static_range(len(S.sum_widths)):
+        rows = ring.x.index(stage)
+        if S.stage_rows > 0:
+            rows = rows.slice(S.sum_starts[i], S.sum_widths[i], dim=0)
+        columns = rows.slice(PLANE * 32 % S.stage_k, 32, dim=1).permute([1, 0])
+        operand = gl.convert_layout(w, gl.DotOperandLayout(0, sums_layout(S.sum_widths[i]), 2), assert_trivial=True)
+        sums += (warpgroup_mma(operand, columns, acc[i], is_async=True),)  # type: ignore[assignment]
+    return sums

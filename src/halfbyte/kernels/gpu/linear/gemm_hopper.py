@@ -30,6 +30,7 @@ from halfbyte.kernels.gpu.hopper.tile import (
     Operands,
     Static,
     WeightOffset,
+    XBoxes,
     allocate_ring,
     load_stage,
     load_weight,
@@ -221,10 +222,10 @@ def _can_tma_store(problem: Problem, static: Static, out: Tensor, epilogue: Epil
 
 
 @gluon.jit
-def _rows_of_tile(pm, xd, shape, S: gl.constexpr):
-    """Return a tile's first row of x, and how many boxes of x have rows inside."""
+def _x_boxes(pm, xd, shape, S: gl.constexpr):
+    """Return the `XBoxes` of the tiles with this index along M."""
     BOX: gl.constexpr = xd.block_shape[0]
-    return pm * S.block_m, gl.minimum(gl.cdiv(shape.m - pm * S.block_m, BOX), S.block_m // BOX)
+    return XBoxes(pm * S.block_m, gl.minimum(gl.cdiv(shape.m - pm * S.block_m, BOX), S.block_m // BOX))
 
 
 @gluon.jit
@@ -236,18 +237,18 @@ def _produce(operands, ring, shape, S: gl.constexpr):
     at = share.start - share.start
     segment = segment_at(at, share, divisors, shape, S)
     step = gl.minimum(segment.count * S.stages_per_slab, STAGES)
-    rows = _rows_of_tile(segment.pm, operands.x, shape, S)
+    boxes = _x_boxes(segment.pm, operands.x, shape, S)
     for i in range(step):  # the weight, before the previous kernel has ended
-        load_weight(operands, ring, rows[1], WeightOffset(0, 0), segment.pn, segment.first * S.stages_per_slab + i, i, shape, S)
+        load_weight(operands, ring, boxes.boxes, WeightOffset(0, 0), segment.pn, segment.first * S.stages_per_slab + i, i, shape, S)
     gdc_wait()
     for i in range(step):
-        load_x(operands.x, ring, rows, segment.first * S.stages_per_slab + i, i, S)
+        load_x(operands.x, ring, boxes, segment.first * S.stages_per_slab + i, i, S)
     loaded = step
     while at < share.end:
         segment = segment_at(at, share, divisors, shape, S)
-        rows = _rows_of_tile(segment.pm, operands.x, shape, S)
+        boxes = _x_boxes(segment.pm, operands.x, shape, S)
         for r in range(segment.first * S.stages_per_slab + loaded, (segment.first + segment.count) * S.stages_per_slab):
-            load_stage(operands, ring, rows, WeightOffset(0, 0), segment.pn, r, step, shape, S)
+            load_stage(operands, ring, boxes, WeightOffset(0, 0), segment.pn, r, step, shape, S)
             step += 1
         loaded = loaded - loaded
         at += segment.count

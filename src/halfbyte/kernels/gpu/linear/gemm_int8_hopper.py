@@ -39,7 +39,7 @@ from halfbyte.kernels.gpu.quantize import activations
 from halfbyte.kernels.gpu.quantize.activations import Quantized
 from halfbyte.kernels.gpu.runtime.launch import run
 from halfbyte.kernels.gpu.runtime.scratch import locks
-from halfbyte.kernels.gpu.weight_kinds import zero_number
+from halfbyte.kernels.gpu.weight_kinds import zero_of
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -130,7 +130,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
     plan, fmt = activations.plan(problem), problem.format
     return Static(
         bits=fmt.bits,
-        zero=zero_number(fmt),
+        zero=zero_of(fmt),
         scale_bytes=fmt.scale.itemsize,
         whole=plan.whole,
         row_scale=plan.whole_row,

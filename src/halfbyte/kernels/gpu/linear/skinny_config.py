@@ -1,4 +1,8 @@
-"""How a block of `skinny_tile.py` takes its tile: what is chosen for a problem, and what the kernel is compiled for."""
+"""The tile of `skinny_tile.py`: `Config`, what `skinny.configs` chooses for a problem, and `Static`, what the kernel is compiled for.
+
+A thread block multiplies bands * slices * 16 rows of the weight by columns * slices of x at a time, and steps along its part of K by
+`records` K slabs of 128. `skinny_tile.py` says what bands, slices and batch are.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,24 @@ _SCALES_AHEAD = 16
 
 @dataclass(frozen=True)
 class Config:
-    """bands, columns, slices, batch, split: see `skinny_tile.py`; batch is 1 or `warps`. A thread block has `warps` warps and reads
-    `records` of each part of K at a time, `stages` - 1 steps ahead (1: as they are needed). The first `ahead` records of each part are
-    on their way to the L2 cache before the kernel before has ended, and with several stages the scales of more of them: those are read
-    into registers one step ahead, which is less than memory takes. One row of x takes weights to registers instead, and with `ahead` those
-    of a second step, where steps are short and many; so do more rows, with `ahead`, where one step is all. `hopper` goes without saying."""
+    """How a thread block computes its tile.
+
+    Attributes:
+        bands: Times 16: outputs of a tile.
+        columns: Rows of x of a tile.
+        slices: Parts of K that fill the columns of a matrix instruction.
+        batch: Parts of K with products of their own, which are summed at the end: 1, or `warps`.
+        records: K slabs of each part that are read at a time, a step.
+        stages: Steps in flight through shared memory; 1: weights are read as they are needed, straight to registers.
+        warps: Of a thread block.
+        split: Thread blocks that share the K of a tile.
+        ahead: K slabs of each part that are prefetched to the L2 cache before the kernel before has ended. With several stages their scales
+            are read to registers one step ahead, and the scales of more slabs are prefetched. With one stage and one row of x, or one step,
+            the weights themselves are loaded to registers instead; and of one row those of a second step, if steps are short and many.
+        ptx: Whether codes are converted by PTX instructions (NVIDIA).
+        pdl: Whether it starts before the kernel before has ended (programmatic dependent launch).
+        hopper: Whether the GPU has Hopper's wgmma.
+    """
 
     bands: int
     columns: int
@@ -37,7 +54,7 @@ class Config:
     ahead: int = 0
     ptx: bool = True
     pdl: bool = True
-    hopper: bool = field(default=False, repr=False)  # the GPU's
+    hopper: bool = field(default=False, repr=False)  # follows from the GPU, and is no choice
 
 
 Mode = Literal["sums", "weights", "exact"]
@@ -45,7 +62,29 @@ Mode = Literal["sums", "weights", "exact"]
 
 @dataclass(frozen=True)
 class Static(CompileTime):
-    """What the kernel is compiled for."""
+    """What the kernel is compiled for; the first fields are those of Config.
+
+    Attributes:
+        threads: 32 * warps.
+        ahead, scales_ahead: K slabs of each part whose codes, and whose scales, are prefetched before the kernel before has ended.
+        split: Whether thread blocks share K.
+        mode: What happens to scales, as `skinny_tile.py` says.
+        bits, zero: Of the weight.
+        padded: Elements of a block, with padding.
+        block: Elements of a block without padding; 0 where blocks need none.
+        whole: One block along K.
+        even: No element of K is out of bounds in any step.
+        clamp: Whether y is clamped.
+        early: Weights of the first step are loaded to registers before the kernel before has ended.
+        single_step: There is one step.
+        pipe: Weights of a step are loaded while the one before it is multiplied, the second one's early, too.
+        wide: wgmma: four warps share an instruction, which reads x from shared memory.
+        gates: Function of gates, which are half of a tile's rows (`epilogue.gated`); "": none.
+        unit_offset: The norm multiplies by 1 + weight.
+        table: Codes are 4-bit floats.
+        paired: Codes are bytes in pairs (`layouts/gpu_tiles.py`).
+        taps: Of a convolution, whose patches are the rows of x; 0: x is a matrix.
+    """
 
     bands: int
     columns: int
@@ -54,32 +93,32 @@ class Static(CompileTime):
     records: int
     stages: int
     threads: int
-    ahead: int  # records of each part that are on their way to the L2 cache before the kernel before has ended
-    scales_ahead: int  # records whose scales are, too
+    ahead: int
+    scales_ahead: int
     split: bool
-    mode: Mode  # "sums", "weights", or "exact": see the text of `skinny_tile.py`
+    mode: Mode
     ptx: bool
     pdl: bool
     bits: int
     zero: Zero
-    padded: int  # elements of a block with its padding
-    block: int  # without; 0 where padded k is k
-    whole: bool  # one block along K
-    even: bool  # nothing of K is missing in any step
+    padded: int
+    block: int
+    whole: bool
+    even: bool
     clamp: bool
-    early: bool  # weights of the first step are on their way to registers before the kernel before has ended
-    single_step: bool  # one step is all
-    pipe: bool  # and those of the second; each step's while the one before it is multiplied
-    wide: bool  # four warps take an instruction of Hopper's matrix units together, which reads x from shared memory
-    gates: str = ""  # half of a tile's rows are gates of the others: `epilogue.gated`
-    unit_offset: bool = False  # 1 + the norm's weight is multiplied by
-    table: bool = False  # codes are 4-bit floats
-    paired: bool = False  # codes are bytes in pairs (`layouts/gpu_tiles.py`)
-    taps: int = 0  # of a convolution, whose patches are the rows of x
+    early: bool
+    single_step: bool
+    pipe: bool
+    wide: bool
+    gates: str = ""
+    unit_offset: bool = False
+    table: bool = False
+    paired: bool = False
+    taps: int = 0
 
     @property
     def permuted_k(self) -> bool:
-        """A lane multiplies the 16 bytes that it reads."""
+        """Whether a lane multiplies the 16 bytes that it reads, and x is permuted accordingly."""
         return self.bits == 8 and (self.stages == 1 or self.wide)
 
     @property
@@ -88,12 +127,12 @@ class Static(CompileTime):
 
     @property
     def late(self) -> bool:
-        """Threads meet for the mean of squares as late as for the sums: where there are registers to keep them in so long."""
+        """Whether the mean of squares of a norm is reduced with the sums at the end: if registers can hold it so long."""
         return self.single_step or self.bands == 1
 
     @property
     def groups(self) -> int:
-        """Blocks in a record."""
+        """Quantization blocks in a K slab."""
         return max(1, 128 // self.padded)
 
     @property
@@ -103,24 +142,26 @@ class Static(CompileTime):
 
     @property
     def outputs(self) -> int:
+        """Outputs of a tile."""
         return self.bands * BAND
 
     @property
     def width(self) -> int:
+        """Columns of a matrix product."""
         return self.columns * self.slices
 
     @property
     def codes_step(self) -> int:
-        """Distance of records in the codes: words of 16 bits, or bytes."""
+        """Distance of K slabs in the codes: words of 16 bits, or bytes."""
         return 2048 if self.bits == 4 else 64 if self.permuted_k else 128
 
 
 def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Static, int]:
-    """What the kernel is compiled for, and how many records each part of K has."""
+    """Return what the kernel is compiled for, and how many K slabs each part of K has."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     chunks = config.split * config.batch * config.slices
     per = round_up(-(-geo.records // chunks), config.records)
-    # Few registers of a kernel for one row are taken otherwise; of more rows, more is on its way to the cache.
+    # A kernel for one row has registers to spare for early weights; with more rows, more slabs are prefetched to the cache instead.
     bits, single_step = geo.format.bits, per == config.records
     rows, width = config.bands * config.slices * BAND, config.columns * config.slices
     wide = config.hopper and config.batch == 1 and config.warps % 4 == rows % 64 == 0 and width >= 16
@@ -157,7 +198,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
 
 
 def mode(problem: Problem) -> Mode:
-    """Where the scale goes: "sums", "weights" or "exact"."""
+    """Return what happens to scales: "sums", "weights" or "exact", as `skinny_tile.py` says."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     if problem.dtype == torch.float32:
         return "exact"

@@ -1,9 +1,13 @@
-"""What a GPU can do at the most: how long it takes to read bytes, and nothing else."""
+"""The memory bandwidth of a GPU, measured by kernels that read bytes and do nothing else: the ceiling of memory-bound kernels.
+
+`bench/gpu.py` and the scripts of `benchmarks/` time `read_launches` and take the fastest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,34 +18,54 @@ from halfbyte.kernels.gpu.runtime import launch
 from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu
 
-_WAYS = ((1024, 4, 4), (2048, 4, 4), (4096, 8, 2), (4096, 4, 4), (8192, 8, 4))  # words of 4 bytes a step, warps, blocks an SM
+
+class _Config(NamedTuple):
+    """How a launch reads: `block` words of 4 bytes at a time in a program of so many warps, `programs_per_sm` programs on each SM."""
+
+    block: int
+    warps: int
+    programs_per_sm: int
+
+
+_CONFIGS = _Config(1024, 4, 4), _Config(2048, 4, 4), _Config(4096, 8, 2), _Config(4096, 4, 4), _Config(8192, 8, 4)
+_UNROLLED = 1, 4  # blocks that are loaded together
 
 
 @triton.jit
-def _read(x, out, words, per, BLOCK: tl.constexpr, STEPS: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * per
+def _read(x, out, words, words_per_program, BLOCK: tl.constexpr, UNROLLED: tl.constexpr):
+    """Read int32 x [words]: program p the words from p * words_per_program on."""
+    start = tl.program_id(0).to(tl.int64) * words_per_program
     i = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int32)
-    for at in tl.range(0, per, BLOCK * STEPS):
-        for step in tl.static_range(STEPS):
+    for at in tl.range(0, words_per_program, BLOCK * UNROLLED):
+        for step in tl.static_range(UNROLLED):
             k = at + step * BLOCK + i
-            total ^= tl.load(x + start + k, mask=(k < per) & (start + k < words), other=0)
-    # The sum is looked at, so that the reading is not left out; random bytes make it this number next to never.
+            total ^= tl.load(x + start + k, mask=(k < words_per_program) & (start + k < words), other=0)
+    # A use of the total, so that the compiler keeps the loads; random bytes hardly ever make it this number.
     tl.store(out + i, total, mask=total == 0x5A5A5A5A)
 
 
 def read_launches(data: Sequence[Tensor], gpu: Gpu) -> dict[str, list[Callable[[], object]]]:
-    """Ways to read each of `data` (uint8, a multiple of 4 bytes is read); the fastest is what the GPU can do."""
-    out = torch.zeros(8192, dtype=torch.int32, device=data[0].device)
-    found: dict[str, list[Callable[[], object]]] = {}
-    words = data[0].numel() // 4
+    """Return launches that read memory, of which the fastest shows what the GPU can do.
+
+    Args:
+        data: uint8 tensors of one size on the GPU, of which whole words of 4 bytes are read.
+        gpu: The GPU.
+
+    Returns:
+        For each way to read, by its description: a function for each of `data` that launches it.
+    """
+    sizes = {tensor.numel() for tensor in data}
+    assert len(sizes) == 1, f"tensors of one size are compared, got {sorted(sizes)} bytes"
+    words = sizes.pop() // 4
     views = [tensor[: 4 * words].view(torch.int32) for tensor in data]
-    for block, warps, blocks in _WAYS:
-        programs = max(1, min(gpu.sms * blocks, -(-words // block)))
-        per = round_up(-(-words // programs), block)
-        for steps in (1, 4):
-            name = f"{block} words, {warps} warps, {blocks} blocks, {steps} steps"
-            found[name] = [
-                partial(launch.run, _read, (programs,), view, out, words, per, BLOCK=block, STEPS=steps, num_warps=warps) for view in views
-            ]
-    return found
+    out = torch.zeros(max(config.block for config in _CONFIGS), dtype=torch.int32, device=data[0].device)
+    launches: dict[str, list[Callable[[], object]]] = {}
+    for block, warps, programs_per_sm in _CONFIGS:
+        programs = max(1, min(gpu.sms * programs_per_sm, -(-words // block)))
+        words_per_program = round_up(-(-words // programs), block)
+        for unrolled in _UNROLLED:
+            name = f"{block} words, {warps} warps, {programs_per_sm} programs per SM, {unrolled} blocks together"
+            read = partial(launch.run, _read, (programs,), BLOCK=block, UNROLLED=unrolled, num_warps=warps)
+            launches[name] = [partial(read, view, out, words, words_per_program) for view in views]
+    return launches
