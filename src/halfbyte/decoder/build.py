@@ -17,7 +17,7 @@ from halfbyte.errors import CheckpointError, UnsupportedError
 from halfbyte.kernels.layer_kinds import GateFunction, Projections
 from halfbyte.ops.transformer.decoder import Heads, Norm
 from halfbyte.ops.transformer.experts import Clamped
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 from halfbyte.ops.transformer.whole_model_decode import Inputs
 
 _MOST_PER_LAYER = 1 << 16  # elements of a per-layer input

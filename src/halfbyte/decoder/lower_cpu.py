@@ -24,8 +24,8 @@ from halfbyte.layouts.base import Packed
 from halfbyte.ops.functions import embedding, linear
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.layers import Weight, why_not_packed
 from halfbyte.ops.transformer.norms import wide_norm
+from halfbyte.ops.transformer.weights import Weight, why_not_packed
 from halfbyte.ops.transformer.whole_model_decode import MOST_IN_A_ROW, DecodingStep
 
 _FEW = 32  # tokens for which all layers are one native call, whose intermediate results are kept for all of them

@@ -20,7 +20,7 @@ from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.transformer.decoder import MLP, Attention, Norm, PerLayerInput
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 from halfbyte.ops.transformer.whole_model_decode import Inputs
 
 Logits = tuple[LogitsFunction, float] | None  # a function of the logits and its constant

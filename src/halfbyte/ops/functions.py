@@ -22,7 +22,7 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.machine import Gpu
 from halfbyte.memory import joined
 from halfbyte.ops import cpu
-from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_here, check_operands, check_requantization, code_range
+from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_plain_tensor, check_requantization, code_range
 from halfbyte.ops.ends import optional
 from halfbyte.ops.library import OPS, differentiated, gpu_ops, plain, transformed, transformed_linear
 from halfbyte.ops.long_sums import starts
@@ -394,7 +394,7 @@ def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -
             return run(ids, packed.data, packed.name, n, k, dtype)
         return OPS.embedding.default(ids, packed.data, packed.name, n, k, dtype)  # type: ignore[no-any-return]
     except Exception:
-        check_here(ids, "the input")
+        check_plain_tensor(ids, "the input")
         raise
 
 

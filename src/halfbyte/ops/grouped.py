@@ -14,7 +14,7 @@ from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, packed_bytes, place
+from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, device_name, packed_bytes
 from halfbyte.ops.library import OPS, autocast, casts, differentiated, loops, plain, transformed
 from halfbyte.ops.tensors import aligned
 
@@ -111,12 +111,12 @@ def _check(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, s: _Sett
     check_floats(x, "grouped_linear takes activations")
     check_activation(s.activation)
     if ids.dtype not in (torch.int64, torch.int32) or ids.device != x.device:
-        raise ArgumentError(f"expert ids are int64 or int32 on {place(x.device.type)}, like x, got {ids.dtype} on {ids.device}")
+        raise ArgumentError(f"expert ids are int64 or int32 on {device_name(x.device.type)}, like x, got {ids.dtype} on {ids.device}")
     nbytes = s.experts * packed_bytes(s.format, s.n, s.k, x.device.type)
     check_bytes(weight, nbytes, x.device, f"{s.format} of shape [{s.experts}, {s.n}, {s.k}]")
     if bias is not None and (bias.shape != (s.experts, s.n) or not bias.is_floating_point() or bias.device != x.device):
         got = f"{bias.dtype} {list(bias.shape)} on {bias.device}"
-        wanted = f"floating point [{s.experts}, {s.n}] on {place(x.device.type)}"
+        wanted = f"floating point [{s.experts}, {s.n}] on {device_name(x.device.type)}"
         raise ArgumentError(f"the bias of {s.experts} experts is {wanted}, got {got}")
 
 

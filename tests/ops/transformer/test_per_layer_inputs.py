@@ -11,7 +11,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, Heads, Norm, PerLayerInput, why_not
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 from halfbyte.ops.transformer.whole_model_decode import DecodingStep, Inputs
 
 K, P = 64, 32

@@ -30,7 +30,7 @@ from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, FeedForward, Heads, Norm
 from halfbyte.ops.transformer.embed import NormedEmbeddings
 from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert
-from halfbyte.ops.transformer.layers import LayerNorm, Weight
+from halfbyte.ops.transformer.weights import LayerNorm, Weight
 from halfbyte.ops.transformer.whole_model_decode import DecodingStep
 
 Announce = Callable[[str], None]

@@ -26,7 +26,7 @@ from halfbyte.nn.modules.transposed import transposed_parameter
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.experts import Clamped, Mixture
 from halfbyte.ops.transformer.experts import why_not as why_not_one_call
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 _DOWN = "down_proj"
 _SPLIT_GATE = "_default_apply_gate"  # of transformers: act_fn(gate) * up, gates before what they are for

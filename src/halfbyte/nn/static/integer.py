@@ -27,7 +27,7 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.described import LEAST, MOST, Scale
 from halfbyte.nn.modules.quantized import QuantModule, version
 from halfbyte.nn.modules.weight_view import AnyPacked
-from halfbyte.ops.checks import check_floats, check_here
+from halfbyte.ops.checks import check_floats, check_plain_tensor
 from halfbyte.ops.conv import elementwise
 from halfbyte.ops.conv import functions as conv
 from halfbyte.ops.conv.cpu import qconv2d_step
@@ -100,7 +100,7 @@ class Quantize(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_type(x, Tensor, "a network on int8 codes takes tensors", "pass torch.as_tensor(x)")
-        check_here(x, "the input of a network on int8 codes")
+        check_plain_tensor(x, "the input of a network on int8 codes")
         check_floats(x, "a network on int8 codes takes tensors")
         if x.requires_grad and torch.is_grad_enabled():
             numbers = _clamped(x.float() / self.scale.step + self.scale.zero)

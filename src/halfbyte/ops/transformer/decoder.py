@@ -11,9 +11,9 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import GATES, PROJECTIONS, GateFunction, Projections, RopeInterleaved, key_value_heads
 from halfbyte.layouts.records import record_bytes
-from halfbyte.ops.checks import FLOATS, place
-from halfbyte.ops.transformer.layers import TensorAddresses, Weight, why_not_packed
+from halfbyte.ops.checks import FLOATS, device_name
 from halfbyte.ops.transformer.unrounded import rounded, unrounded
+from halfbyte.ops.transformer.weights import TensorAddresses, Weight, why_not_packed
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import attention_half, feed_forward, halves, per_layer
@@ -491,5 +491,5 @@ def _check(
         sizes, got = [size for _, size in small], [list(tensor.shape) for tensor, _ in small]
         raise ArgumentError(
             f"the {what} half of a decoder layer takes weights {list(expected)} and norms and biases of {sizes} elements on "
-            f"{place(device.type)}, got {list(shapes)} and {got}"
+            f"{device_name(device.type)}, got {list(shapes)} and {got}"
         )

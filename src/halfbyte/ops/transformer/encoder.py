@@ -11,8 +11,8 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.checks import FLOATS
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, norm_of
-from halfbyte.ops.transformer.layers import TensorAddresses, why_not_packed
 from halfbyte.ops.transformer.unrounded import rounded, unrounded
+from halfbyte.ops.transformer.weights import TensorAddresses, why_not_packed
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import encoder

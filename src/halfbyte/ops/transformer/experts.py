@@ -12,9 +12,9 @@ from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import SCORES, RouterScores
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.experts import PREFIX
-from halfbyte.ops.checks import FLOATS, place
+from halfbyte.ops.checks import FLOATS, device_name
 from halfbyte.ops.transformer.decoder import MLP, Norm, norm_of
-from halfbyte.ops.transformer.layers import TensorAddresses, Weight
+from halfbyte.ops.transformer.weights import TensorAddresses, Weight
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import experts as kernel
@@ -228,5 +228,5 @@ def check_stacks(gate_up: Weight, down: Weight) -> None:
     device = gate_up.packed.device
     if not fits or any(bias.shape != shape or bias.device != device for bias, shape in biases_and_shapes):
         got = f"{shapes} and {[None if bias is None else list(bias.shape) for bias in biases]}"
-        where = place(device.type)
+        where = device_name(device.type)
         raise ArgumentError(f"experts have stacks [E, 2 I, K] and [E, K, I] and biases [E, 2 I] and [E, K] on {where}, got {got}")

@@ -13,7 +13,7 @@ from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.transformer.decoder import DecoderLayer, Norm, norm_of
-from halfbyte.ops.transformer.layers import TensorAddresses, Weight, why_not_packed
+from halfbyte.ops.transformer.weights import TensorAddresses, Weight, why_not_packed
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer.whole_model import Steps

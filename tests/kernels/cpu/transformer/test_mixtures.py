@@ -23,7 +23,7 @@ from halfbyte.kernels.cpu.transformer import experts, experts_plan
 from halfbyte.ops.grouped import grouped_linear
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Clamped, Experts, Mixture, SharedExpert
-from halfbyte.ops.transformer.layers import TensorAddresses, Weight
+from halfbyte.ops.transformer.weights import TensorAddresses, Weight
 
 ROUNDING = 2.0**-24
 Biases = tuple[Tensor | None, Tensor | None]

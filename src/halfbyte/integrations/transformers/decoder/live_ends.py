@@ -20,7 +20,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear
 from halfbyte.nn.modules.scaled import Factor, factor_of
 from halfbyte.nn.parallel.parallelize import part_of
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 from halfbyte.ops.transformer.whole_model_decode import Inputs
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward
 from halfbyte.machine import gpu
 from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.library import plain
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Config, Part

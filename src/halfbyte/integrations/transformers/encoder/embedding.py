@@ -24,7 +24,7 @@ from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward
 from halfbyte.nn.modules.quantized import QuantEmbedding
 from halfbyte.ops.library import plain
 from halfbyte.ops.transformer.embed import NormedEmbeddings, ids_fit
-from halfbyte.ops.transformer.layers import LayerNorm, why_not_packed
+from halfbyte.ops.transformer.weights import LayerNorm, why_not_packed
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part

@@ -33,7 +33,7 @@ from halfbyte.integrations.transformers.optimize.replaced import name_in_transfo
 from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.library import plain
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
