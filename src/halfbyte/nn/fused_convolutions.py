@@ -19,8 +19,8 @@ from halfbyte.nn.modules.conv import QuantConv2d, QuantConvTranspose2d
 from halfbyte.nn.modules.quantized import QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
 from halfbyte.nn.static.memory_format import Formats
-from halfbyte.nn.static.traced import ADDS, RELUS, TracedModules, Tracer, erase_identities, module_of, replace_node
-from halfbyte.ops.conv.pool import largest
+from halfbyte.nn.static.tracing import ADDS, RELUS, TracedModules, Tracer, erase_identities, module_of, replace_node
+from halfbyte.ops.conv.pool import max_pool2d
 
 _INFINITE = float("inf")
 _Clamp = tuple[float, float]
@@ -162,7 +162,7 @@ def _with_pools(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
         if type(module_of(node, modules)) is nn.MaxPool2d:
             with graph.inserting_before(node):
                 pool = graph.get_attr(str(node.target))
-                replace_node(node, graph.call_function(largest, (*node.args, pool), node.kwargs))
+                replace_node(node, graph.call_function(max_pool2d, (*node.args, pool), node.kwargs))
 
 
 def _alone(node: fx.Node, modules: dict[str, nn.Module]) -> bool:

@@ -39,7 +39,7 @@ from halfbyte.nn.static.integer import (
 from halfbyte.nn.static.memory_format import Formats
 from halfbyte.nn.static.moments import InputMoments
 from halfbyte.nn.static.network import IntegerNetwork
-from halfbyte.nn.static.traced import ADDS, IN_PLACE, RELUS, Tracer, copy_node, erase_identities, graph_of, module_of, why_overridden
+from halfbyte.nn.static.tracing import ADDS, IN_PLACE, RELUS, Tracer, copy_node, erase_identities, graph_of, module_of, why_overridden
 from halfbyte.ops.checks import FLOATS, check_floats
 from halfbyte.ops.conv import functions as conv
 

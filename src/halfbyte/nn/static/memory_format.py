@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from halfbyte.nn.static.traced import IDENTITIES_IN_EVAL, IN_PLACE, module_of
+from halfbyte.nn.static.tracing import IDENTITIES_IN_EVAL, IN_PLACE, module_of
 from halfbyte.ops.conv.images import in_memory_format_of
 
 # Operations whose numbers do not depend on the memory format of images, and whose results have it.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from halfbyte.errors import UnsupportedError
-from halfbyte.nn.static.traced import IDENTITIES_IN_EVAL, IN_PLACE, TracedModules, Tracer, graph_of
+from halfbyte.nn.static.tracing import IDENTITIES_IN_EVAL, IN_PLACE, TracedModules, Tracer, graph_of
 
 
 def traced(model: nn.Module) -> fx.GraphModule:
@@ -76,6 +76,15 @@ def test_operands_by_keyword_become_positional() -> None:
     graph = Tracer().trace(Joins())
     assert [len(node.kwargs) for node in graph.nodes if node.op == "call_function"] == [0] * 4
     assert fx.GraphModule(Joins(), graph)(torch.tensor([-1.0])).tolist() == [-1, 0]
+
+
+def test_functions_whose_first_parameter_is_not_input_keep_their_meaning() -> None:
+    class Selects(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.where(condition=x > 0, input=x, other=0 * x), torch.searchsorted(sorted_sequence=x, input=x)
+
+    x = torch.tensor([-1.0, 2.0])
+    assert [y.tolist() for y in traced(Selects())(x)] == [[0, 2], [0, 1]]
 
 
 class _Fails(nn.Module):
