@@ -39,7 +39,7 @@ from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.norms import add_normed, normed
 from halfbyte.ops.transformer.weights import Weight
-from halfbyte.ops.transformer.whole_model_decode import Inputs as PerLayerInputs
+from halfbyte.ops.transformer.whole_model_decode import PerLayerInputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_SEQUENCES = 256  # that are decoded at the same time

@@ -18,7 +18,7 @@ from torch import fx, nn
 from halfbyte.nn.modules.conv import QuantConv2d, QuantConvTranspose2d
 from halfbyte.nn.modules.quantized import QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
-from halfbyte.nn.static.memory_format import Formats
+from halfbyte.nn.static.memory_format import MemoryFormats
 from halfbyte.nn.static.tracing import ADDS, RELUS, TracedModules, Tracer, erase_identities, module_of, replace_node
 from halfbyte.ops.conv.pool import max_pool2d
 
@@ -141,17 +141,17 @@ def _with_activations(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
 
 
 def _in_channels_last(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
-    """Lets convolutions hand images on to each other in channels_last; returns how many take them so."""
+    """Let convolutions hand images on to each other in channels_last; return how many take them so."""
 
-    def gives(node: fx.Node) -> bool:
+    def writes_channels_last(node: fx.Node) -> bool:
         return _is_convolution(node, modules)
 
-    formats = Formats(graph, modules, gives)
+    formats = MemoryFormats(graph, modules, writes_channels_last)
     if not (count := formats.channels_last_count()) or formats.writes_shared():
         return 0
     formats.restore()
     for node in graph.nodes:
-        if gives(node):
+        if writes_channels_last(node):
             node.kwargs = {**node.kwargs, "channels_last": True}
     return count
 

@@ -31,7 +31,7 @@ from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, FeedF
 from halfbyte.ops.transformer.embed import NormedEmbeddings
 from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.transformer.weights import LayerNorm, Weight
-from halfbyte.ops.transformer.whole_model_decode import DecodingStep
+from halfbyte.ops.transformer.whole_model_decode import WholeModelDecode
 
 Announce = Callable[[str], None]
 Place = Callable[[Tensor], Tensor]
@@ -309,7 +309,7 @@ def _stepped(announce: Announce, both: Sequence[_Decoder], table: Packed, head: 
             rows = None if head is None else _weight(head, bias, place)
             logits = None if head is None else ("cap", 3.0)
             stack, norm = [one.build(place) for one in both], Norm(place(last), 1e-5)
-            model = DecodingStep(stack, _like(table, place), norm, rows, rope_index=(0, 1), factor=1.5, logits=logits)
+            model = WholeModelDecode(stack, _like(table, place), norm, rows, rope_index=(0, 1), factor=1.5, logits=logits)
             kept = [_writable(cache, flush) for cache in caches]
             rotary = [place(rope) for rope in rope_cache]
             outputs = []

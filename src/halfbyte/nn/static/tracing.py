@@ -25,11 +25,10 @@ IDENTITIES_IN_EVAL = (
 )  # fmt: skip
 ADDS = (operator.add, operator.iadd, torch.add)
 RELUS = (torch.relu, nn.functional.relu, "relu", "relu_")  # functions, and names of methods
-_IN_PLACE_OPERATORS = (
+IN_PLACE_OPERATORS = (
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
     operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift
 )  # fmt: skip
-IN_PLACE = (*_IN_PLACE_OPERATORS, torch.relu_)
 _GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in CALL_HOOKS)
 # Functions of torch whose first parameter is not called `input`.
 _FIRST_PARAMETERS = {torch.cat: "tensors", torch.stack: "tensors", torch.where: "condition", torch.searchsorted: "sorted_sequence"}
@@ -46,7 +45,7 @@ def _traced_in_place(operation: Callable[[Any, Any], Any]) -> Callable[[fx.Proxy
     return lambda proxy, other: proxy.tracer.create_proxy("call_function", operation, (proxy, other), {})
 
 
-for _operator in _IN_PLACE_OPERATORS:
+for _operator in IN_PLACE_OPERATORS:
     setattr(_Proxy, f"__{_operator.__name__}__", _traced_in_place(_operator))
 
 
@@ -180,6 +179,19 @@ class TracedModules(NamedTuple):
 def module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
     """Return the module that a node calls, if it calls one."""
     return modules[str(node.target)] if node.op == "call_module" else None
+
+
+def writes_first_input(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a node is an in-place operation: it writes to the memory of its first input, which it returns."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if (module := module_of(node, modules)) is not None:
+        return getattr(module, "inplace", False) is True
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        by_name = name.endswith("_") and getattr(operator, name, None) is not node.target  # torch.clamp_, but not operator.and_
+        return by_name or node.target in IN_PLACE_OPERATORS or node.kwargs.get("inplace") is True
+    return node.op == "call_method" and str(node.target).endswith("_")
 
 
 def why_overridden(module: nn.Module) -> str | None:

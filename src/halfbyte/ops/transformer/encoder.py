@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.checks import FLOATS
-from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, norm_of
+from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, native_norm
 from halfbyte.ops.transformer.unrounded import rounded, unrounded
 from halfbyte.ops.transformer.weights import TensorAddresses, why_not_packed
 
@@ -47,7 +47,7 @@ class EncoderLayer:
             tensors.product(mlp.gate_up, gelu="none"),
             tensors.product(mlp.down_proj),
         )
-        first, second = (norm_of(tensors, norm) for norm in norms)
+        first, second = (native_norm(tensors, norm) for norm in norms)
         self._layer = encoder.Layer(*products, (first, second), before, heads.num_heads, heads.head_dim, heads.scale)
         self.size = *(weight.packed.shape for weight in (qkv, attention.o_proj, mlp.gate_up, mlp.down_proj)), heads.num_heads, before
 

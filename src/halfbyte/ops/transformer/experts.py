@@ -13,7 +13,7 @@ from halfbyte.kernels.layer_kinds import SCORES, RouterScores
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.experts import PREFIX
 from halfbyte.ops.checks import FLOATS, device_name
-from halfbyte.ops.transformer.decoder import MLP, Norm, norm_of
+from halfbyte.ops.transformer.decoder import MLP, Norm, native_norm
 from halfbyte.ops.transformer.weights import TensorAddresses, Weight
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Clamped(NamedTuple):
     alpha: float
     limit: float
 
-    def inner(self) -> kernel.Clamped:
+    def native(self) -> kernel.Clamped:
         from halfbyte.kernels.cpu.transformer import experts as kernel
 
         return kernel.Clamped(*self)
@@ -55,7 +55,7 @@ class Mixture:
             raise ArgumentError(f"these experts are not computed in one call: {reason}")
         self._experts, self._k, _ = down.packed.shape
         self._tensors = TensorAddresses()
-        gates = None if clamped is None else clamped.inner()
+        gates = None if clamped is None else clamped.native()
         self._inner = Inner(self._tensors.product(gate_up), self._tensors.product(down), self._experts, gates)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class Experts(NamedTuple):
             )
         check_scores(self.scores, self.correction_bias)
 
-    def inner(self, tensors: TensorAddresses) -> halves.FeedForward:
+    def native(self, tensors: TensorAddresses) -> halves.FeedForward:
         """The same by the addresses of tensors, which these keep alive."""
         from halfbyte.kernels.cpu.codegen.elements import kind_of
         from halfbyte.kernels.cpu.transformer import experts_plan
@@ -180,7 +180,7 @@ class Experts(NamedTuple):
             none = torch.zeros(len(self.router), dtype=torch.float32, device="cpu")
             correction = tensors.as_float32(none if self.correction_bias is None else self.correction_bias)
         bias = 0 if self.router_bias is None else tensors.as_float32(self.router_bias)
-        before = norm_of(tensors, self.pre_norm)
+        before = native_norm(tensors, self.pre_norm)
         shared = None
         if self.shared_expert is not None:
             shared = experts_plan.SharedExpert(
@@ -193,7 +193,7 @@ class Experts(NamedTuple):
             self.top_k,
             experts_plan.Router(before, router, kind, bias, self.norm_topk, self.scores, correction, self.scaling_factor),
             shared,
-            None if self.clamped is None else self.clamped.inner(),
+            None if self.clamped is None else self.clamped.native(),
         )
 
 

@@ -98,7 +98,7 @@ def run(half: Experts, h: Tensor, threads: int) -> Tensor:
     half.check()
     assert half.why_not() is None
     tensors.refresh()
-    plan: Any = half.inner(tensors).plan(len(h), threads, h.data_ptr())
+    plan: Any = half.native(tensors).plan(len(h), threads, h.data_ptr())
     plan.point(out.data_ptr())
     for _ in range(2):  # the second one finds the memory as the first one left it
         StepSequence(plan.blocks, threads).run()
