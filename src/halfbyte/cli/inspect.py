@@ -116,14 +116,10 @@ class TensorRow:
         }
 
 
-class Totals(TypedDict):
-    """Sums over all rows, in which tied tensors count once; as the JSON document has them."""
-
-    tensors: int
-    elements: int
-    bytes: int
-    held_bytes: int
-    bits_per_element: float
+# Sums over all rows, in which tied tensors count once, by the names of the JSON document.
+Totals = TypedDict(  # noqa: UP013
+    "Totals", {"tensors": int, "elements": int, "bytes": int, "held_bytes": int, "bits_per_element": float}
+)
 
 
 def _totals(rows: Sequence[TensorRow]) -> Totals:

@@ -35,7 +35,7 @@ from halfbyte.kernels.layer_kinds import GateFunction
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.cuda import on
 from halfbyte.ops.functions import linear
-from halfbyte.ops.library import plain
+from halfbyte.ops.modes import plain
 from halfbyte.ops.replay import replayed
 from halfbyte.ops.transformer.decode_ops import attend, normed_linear
 from halfbyte.ops.transformer.decoder import MLP, Attention, Norm, PerLayerInput

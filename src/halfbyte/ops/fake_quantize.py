@@ -30,7 +30,8 @@ from halfbyte.kernels.reference import quantize_block
 from halfbyte.layouts.cpu_tiles import piece
 from halfbyte.ops import functions
 from halfbyte.ops.checks import check_floats, check_plain_tensor
-from halfbyte.ops.library import has_tangent, loops, transformed
+from halfbyte.ops.modes import has_tangent, transformed
+from halfbyte.ops.registration import loops
 from halfbyte.quantizers import quantize_to_grid
 
 _Settings = TypeVarTuple("_Settings")

@@ -15,7 +15,8 @@ from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, device_name, packed_bytes
-from halfbyte.ops.library import OPS, autocast, casts, differentiated, loops, plain, transformed
+from halfbyte.ops.modes import differentiated, plain, transformed
+from halfbyte.ops.registration import OPS, autocast, casts, loops
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.nn.described import check_compute
 from halfbyte.nn.modules.quantized import PART, QuantModule, has_hooks, why_not_hooks
 from halfbyte.nn.modules.transposed import transposed_parameter
-from halfbyte.ops.library import plain
+from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.experts import Clamped, Mixture
 from halfbyte.ops.transformer.experts import why_not as why_not_one_call
 from halfbyte.ops.transformer.weights import Weight

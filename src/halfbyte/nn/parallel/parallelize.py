@@ -36,7 +36,7 @@ from halfbyte.nn.modules.weight_view import pack_like
 from halfbyte.nn.parallel.all_reduce import all_reduce, prepare
 from halfbyte.nn.parallel.plan import Cut, Plan, holders, make_plan, without_numbers
 from halfbyte.nn.report import table
-from halfbyte.ops.library import differentiated
+from halfbyte.ops.modes import differentiated
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -33,7 +33,8 @@ from halfbyte.ops.conv import functions as conv
 from halfbyte.ops.conv.cpu import qconv2d_step
 from halfbyte.ops.conv.pool import kernel_pool
 from halfbyte.ops.cpu import qlinear_step
-from halfbyte.ops.library import autocast, plain
+from halfbyte.ops.modes import plain
+from halfbyte.ops.registration import autocast
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step

@@ -20,7 +20,7 @@ from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.kernels.problem import Window
 from halfbyte.ops import cuda
 from halfbyte.ops.conv.images import channels_last, in_memory_format_of
-from halfbyte.ops.library import plain
+from halfbyte.ops.modes import plain
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import Step

@@ -34,7 +34,7 @@ from halfbyte.layouts.records import from_codes, scales_of, to_codes
 from halfbyte.machine import gpu
 from halfbyte.ops.checks import check_bias, check_linear
 from halfbyte.ops.cuda import on
-from halfbyte.ops.library import OPS
+from halfbyte.ops.registration import OPS
 from halfbyte.ops.replay import replayed
 from halfbyte.ops.tensors import aligned
 from halfbyte.ops.transformer.decoder import Heads, Norm

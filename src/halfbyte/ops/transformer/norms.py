@@ -12,7 +12,8 @@ from torch import Tensor
 from halfbyte.dispatch.layers import why_not_norm
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.runtime.launch import output
-from halfbyte.ops.library import OPS, in_mode, plain, refuses_derivatives, transformed
+from halfbyte.ops.modes import in_mode, plain, transformed
+from halfbyte.ops.registration import OPS, refuses_derivatives
 from halfbyte.ops.transformer.decoder import Norm
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")

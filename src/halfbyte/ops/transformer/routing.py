@@ -20,7 +20,7 @@ from halfbyte.kernels.problem import ExpertsProblem
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
-from halfbyte.ops.library import OPS
+from halfbyte.ops.registration import OPS
 from halfbyte.ops.tensors import aligned
 from halfbyte.ops.transformer.decode_ops import activated_in_torch
 from halfbyte.ops.transformer.decoder import Norm

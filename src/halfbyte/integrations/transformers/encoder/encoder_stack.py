@@ -27,7 +27,7 @@ from halfbyte.integrations.transformers.optimize.frozen import Frozen
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, name_in_transformers, original, replace_class
 from halfbyte.nn.modules.quantized import has_global_hooks
-from halfbyte.ops.library import plain
+from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.encoder import EncoderLayer, run_layers
 
 if TYPE_CHECKING:
