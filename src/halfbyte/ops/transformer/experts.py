@@ -171,6 +171,8 @@ class Experts(NamedTuple):
 
     def why_not(self) -> str | None:
         """Return why `DecoderLayer` does not support these weights; None if it does."""
+        if self.pre_norm.layer_norm:
+            return "the norm before its experts is a layer norm"
         reason = why_not(self.gate_up, self.down_proj)
         return reason if reason is not None or self.shared_expert is None else self.shared_expert.as_mlp(self.pre_norm).why_not()
 
