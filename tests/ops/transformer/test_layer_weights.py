@@ -1,11 +1,16 @@
-"""Native programs read small tensors as float32: at their own address, or from a copy that `refresh` brings up to date."""
+"""Weights of layers: native programs read small tensors as float32, in place or from copies; what layers of experts refuse."""
 
 import ctypes
 
+import pytest
 import torch
 from torch import Tensor
 
 from halfbyte import ops
+from halfbyte.errors import ArgumentError
+from halfbyte.ops.transformer.decoder import Norm
+from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.routing import add_experts
 from halfbyte.ops.transformer.weights import TensorAddresses, Weight
 
 
@@ -43,3 +48,16 @@ def test_biases_of_experts_are_copied_where_the_version_counter_moved() -> None:
     biases.add_(1)
     addresses.refresh()
     assert torch.equal(_read(product.bias, 16), biases.float().flatten())
+
+
+def test_experts_behind_a_layer_norm_are_refused() -> None:
+    """Their op has an RMS norm alone, which it computed in place of a layer norm."""
+    gate_up, down = (ops.pack(ops.quantize(torch.randn(2, n, k), "q4_0")) for n, k in ((64, 32), (32, 32)))
+    stacks = (Weight(packed, None, "float", "block") for packed in (gate_up, down))
+    half = Experts(*stacks, torch.randn(2, 32), 1, True, Norm(torch.ones(32), 1e-6))
+    assert half.why_not() is None
+    assert add_experts(torch.randn(3, 32), half).isfinite().all()
+    half = half._replace(pre_norm=half.pre_norm._replace(layer_norm=True))
+    assert half.why_not() == "the norm before its experts is a layer norm"
+    with pytest.raises(ArgumentError, match="got a layer norm"):
+        add_experts(torch.randn(3, 32), half)
