@@ -226,7 +226,7 @@ def _through(compiled: Sequence[EncoderLayer | str], modules: nn.ModuleList, giv
     while index < len(compiled):
         layers = list[EncoderLayer]()
         for layer in compiled[index : index + most]:
-            if isinstance(layer, str) or not layer.fits(x, seen, bias) or layer.size != (layers or [layer])[0].size:
+            if isinstance(layer, str) or not layer.fits(x, seen, bias) or layer.kind != (layers or [layer])[0].kind:
                 break
             layers.append(layer)
         if layers:
