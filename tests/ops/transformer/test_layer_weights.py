@@ -10,6 +10,7 @@ from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.norms import add_normed, norm_in_torch, normed
 from halfbyte.ops.transformer.routing import add_experts
 from halfbyte.ops.transformer.weights import TensorAddresses, Weight
 
@@ -61,3 +62,14 @@ def test_experts_behind_a_layer_norm_are_refused() -> None:
     assert half.why_not() == "the norm before its experts is a layer norm"
     with pytest.raises(ArgumentError, match="got a layer norm"):
         add_experts(torch.randn(3, 32), half)
+
+
+def test_norms_of_two_kinds_are_refused() -> None:
+    """One kernel applies both norms of `add_normed` with or without the unit offset."""
+    x, residual, norm = torch.randn(3, 8), torch.randn(3, 8), Norm(torch.randn(8), 1e-6, unit_offset=True)
+    h, z = add_normed(x, residual, norm, norm)
+    assert torch.equal(h, residual + norm_in_torch(x, norm))
+    assert z is not None
+    assert torch.equal(z, normed(h, norm))
+    with pytest.raises(ArgumentError, match="one unit_offset, got True and False"):
+        add_normed(x, residual, norm, norm._replace(unit_offset=False))
