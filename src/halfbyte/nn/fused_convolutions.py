@@ -27,7 +27,7 @@ _Clamp = tuple[float, float]
 
 
 def fuse_convolutions_(model: nn.Module) -> None:
-    """Fuses additions and ReLUs into the quantized convolutions of `model`, in place, where `model` is in evaluation."""
+    """Fuse additions and ReLUs into the quantized convolutions of `model`, in place, where `model` is in evaluation."""
     if isinstance(model, QuantModule | _Fused) or not any(isinstance(module, QuantConv2d) for module in model.modules()):
         return
     graph = None if model.training else _graph(model)
@@ -82,7 +82,7 @@ def _fused_again(kind: type[nn.Module], state: dict[str, object]) -> nn.Module:
 
 
 def _again(model: nn.Module) -> nn.Module:
-    """Restores the class of `model`, one of whose inner modules was replaced, and fuses it again."""
+    """Restore the class of `model`, one of whose inner modules was replaced, and fuse it again."""
     model.__dict__.pop(REMARK, None)
     model.__class__ = type(model).__mro__[2]
     fuse_convolutions_(model)
@@ -108,7 +108,7 @@ def _graph(model: nn.Module) -> fx.Graph | None:
 
 
 def _with_sums(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
-    """Lets convolutions add; returns how many."""
+    """Let convolutions add; return how many."""
     erase_identities(graph, modules)
     place = {node: i for i, node in enumerate(graph.nodes)}
     count = 0
@@ -130,7 +130,7 @@ def _with_sums(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
 
 
 def _with_activations(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
-    """Lets convolutions clamp; returns how many."""
+    """Let convolutions clamp; return how many."""
     count = 0
     for node in graph.nodes:
         if node.args and isinstance(node.args[0], fx.Node) and _alone(node.args[0], modules) and (ends := _clamp(node, modules)):
@@ -157,7 +157,7 @@ def _in_channels_last(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
 
 
 def _with_pools(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
-    """Replaces max-pooling, for which there is a kernel that is faster on GPUs than torch's."""
+    """Replace max-pooling, for which there is a kernel that is faster on GPUs than torch's."""
     for node in graph.nodes:
         if type(module_of(node, modules)) is nn.MaxPool2d:
             with graph.inserting_before(node):

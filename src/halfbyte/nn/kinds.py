@@ -53,7 +53,7 @@ def codes_shape(module: nn.Module, shape: Sequence[int], fmt: Format) -> tuple[i
 
 
 def quantize_weight(kind: str, weight: Tensor, fmt: Format, method: str, name: str, fold: Fold | None = None) -> Codes:
-    """Quantizes the weight of a module of this kind. fold: of a convolution."""
+    """Quantize the weight of a module of this kind. fold: of a convolution."""
     if kind not in CONVOLUTIONS:
         return ops.quantize(weight, fmt, method, name=name)
     if fold is None:
@@ -67,7 +67,7 @@ def quantize_weight(kind: str, weight: Tensor, fmt: Format, method: str, name: s
 
 
 def pack_weight(module: nn.Module, codes: Codes, device: torch.device | str) -> AnyPacked:
-    """Packs the codes of a module's weight for `device`."""
+    """Pack the codes of a module's weight for `device`."""
     if isinstance(module, IntegerModule):
         return pack_like(module.packed, codes, torch.device(device))
     if isinstance(module, FloatConv | QuantConv2d):

@@ -195,7 +195,7 @@ class MixtureOfExperts(nn.Module):
         return module
 
     def release(self) -> None:
-        """Removes the float module's parameters."""
+        """Remove the float module's parameters."""
         for name in _parameter_names(self._float[0]):
             self._float[0].register_parameter(name, None)
 

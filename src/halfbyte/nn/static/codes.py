@@ -182,7 +182,7 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
 
 
 def _check_inputs(model: nn.Module, graph: fx.Graph) -> None:
-    """Raises UnsupportedError for a model that takes more than images."""
+    """Raise UnsupportedError for a model that takes more than images."""
     more = [str(n.target) for n in graph.nodes if n.op == "placeholder" and not n.args and not str(n.target).startswith("*")][1:]
     if more:
         raise UnsupportedError(
@@ -192,7 +192,7 @@ def _check_inputs(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def _check_hooks(module: nn.Module, name: str = "") -> None:
-    """Raises UnsupportedError for hooks of modules that tracing dissolves into the operations in them."""
+    """Raise UnsupportedError for hooks of modules that tracing dissolves into the operations in them."""
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         if Tracer().is_leaf_module(child, path):

@@ -152,7 +152,7 @@ class _Normed(NamedTuple):
         return *self.x.shape[:-1], self.n // 2 if self.gates and self.gated else self.n
 
     def check(self) -> None:
-        """Raises ArgumentError where shapes or dtypes do not fit."""
+        """Raise ArgumentError where shapes or dtypes do not fit."""
         x, n, k = self.x, self.n, self.k
         if self.norm is not None:
             check_norm(x, self.norm)
