@@ -181,7 +181,7 @@ class _Conversion:
         plan, misfits = self._plan, dict[str, str]()
         done, total = 0, sum(spec.nbytes for spec in self._reader.specs().values())
         for step in plan.steps:
-            if not written.issuperset(plan.renamed.get(target, target) for target in step.targets):
+            if not {plan.renamed.get(target, target) for target in step.targets} <= written:
                 misfits |= self._write_step(step, writer, written)
             done += sum(self._reader.spec(name).nbytes for name in step.sources)
             if self._progress is not None and self._calibration is None:

@@ -213,7 +213,7 @@ def test_phases_of_a_transposed_convolution() -> None:
     """The example of `_Axis`, of 3 inputs: outputs 1, 3 are phase 0's (taps 0 and 2), outputs 0, 2, 4 are phase 1's (tap 1)."""
     axis = _Axis.of(3, steps=2, phases=2, stride=2, dilation=1, padding=(1, 1), out=5)
     assert axis.phase_of_residue() == {0: (0, 0), 1: (1, 0)}
-    assert (axis.sides, axis.count, axis.skip) == ((1, 0), 3, 1)
+    assert (axis.sides, axis.per_residue, axis.skip) == ((1, 0), 3, 1)
     gaps = _Axis.of(3, steps=1, phases=1, stride=2, dilation=1, padding=(0, 0), out=5)
     assert gaps.phase_of_residue() == {0: (0, 0)}, "no tap reaches outputs 1 and 3"
 

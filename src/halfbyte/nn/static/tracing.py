@@ -31,7 +31,10 @@ IN_PLACE_OPERATORS = (
 )  # fmt: skip
 _GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in CALL_HOOKS)
 # Functions of torch whose first parameter is not called `input`.
-_FIRST_PARAMETERS = {torch.cat: "tensors", torch.stack: "tensors", torch.where: "condition", torch.searchsorted: "sorted_sequence"}
+_FIRST_PARAMETERS = (
+    *((torch.cat, "tensors"), (torch.stack, "tensors")),
+    *((torch.where, "condition"), (torch.searchsorted, "sorted_sequence")),
+)
 
 
 class _Proxy(fx.Proxy):
@@ -104,7 +107,7 @@ class Tracer(fx.Tracer):
     def _first_parameter(self, kind: str, target: Target) -> str | None:
         """Return the name of the first parameter of what a node calls; None where it can't be passed by position."""
         if kind == "call_function":
-            return _FIRST_PARAMETERS.get(target, "input")
+            return next((name for function, name in _FIRST_PARAMETERS if function is target), "input")
         if kind != "call_module":
             return None
         first = next(iter(inspect.signature(self.root.get_submodule(str(target)).forward).parameters.values()), None)

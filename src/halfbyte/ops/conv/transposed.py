@@ -28,7 +28,7 @@ class _Axis(NamedTuple):
     residue 0) give outputs 1, 3, 5, …, and tap 1 (m = 1, residue 1) gives outputs 0, 2, 4, ….
 
     sides   zeros before and after the input of the ordinary convolution; negative: inputs that are left out
-    count   how many q there are for each residue
+    per_residue   how many results q there are for each residue
     skip    interleaved results before the first output
     out     the size of the output
     """
@@ -37,7 +37,7 @@ class _Axis(NamedTuple):
     dilation: int
     phases: int
     sides: Sides
-    count: int
+    per_residue: int
     skip: int
     out: int
 
@@ -129,18 +129,18 @@ def _interleaved(y: Tensor, axes: Sequence[_Axis], unreached: Tensor, *, channel
     """
     dims, (groups, outputs) = len(axes), unreached.shape
     y = y.unflatten(1, (groups, *(axis.phases for axis in axes), outputs))
-    for i, axis in enumerate(axes):  # y: [B, groups, *phases from this axis on, Co / groups, *(count, stride) before it, size, …]
+    for i, axis in enumerate(axes):  # y: [B, groups, *phases from this axis on, Co / groups, *(per_residue, stride) before it, size, …]
         dim = 2 + dims + i
-        if axis.phases == axis.stride and axis.dilation == 1:  # phases are the residues, in order, and all have `count` results
+        if axis.phases == axis.stride and axis.dilation == 1:  # phases are the residues, in order, and all have `per_residue` results
             y = y.movedim(2, dim + 1)
             continue
         by_residue = {
-            residue: y.select(2, phase).narrow(dim, start, axis.count) for residue, (phase, start) in axis.phase_of_residue().items()
+            residue: y.select(2, phase).narrow(dim, start, axis.per_residue) for residue, (phase, start) in axis.phase_of_residue().items()
         }
         blank = unreached.view(1, groups, *(1,) * (dims - 1 - i), outputs, *(1,) * (dims + i))
         blank = blank.expand(next(iter(by_residue.values())).shape)
         y = torch.stack([by_residue.get(residue, blank) for residue in range(axis.stride)], dim + 1)
-    sizes = [axis.count * axis.stride for axis in axes]
+    sizes = [axis.per_residue * axis.stride for axis in axes]
     if channels_last:
         y = y.permute(0, *range(3, y.dim()), 1, 2).reshape(y.shape[0], *sizes, groups * outputs).movedim(-1, 1)
     else:

@@ -359,8 +359,11 @@ class DecoderLayer:
         if (reason := why_not(attention, feed_forward, per_layer)) is not None:
             raise ArgumentError(f"this layer is not computed in one call: {reason}")
         self.tensors = tensors = TensorAddresses()
-        native_parts = (None if part is None else part.native(tensors) for part in (feed_forward, per_layer))
-        self.native = decoder.Layer(attention.native(tensors), *native_parts)
+        self.native = decoder.Layer(
+            attention.native(tensors),
+            None if feed_forward is None else feed_forward.native(tensors),
+            None if per_layer is None else per_layer.native(tensors),
+        )
 
     @property
     def rotary(self) -> int:
