@@ -1,6 +1,6 @@
 """Write the pages of docs/ that are generated from code: docs/cli.md from the parsers, docs/layouts.md from what the layouts pack.
 
-    python scripts/generate_docs.py             # write both; tests/documentation/test_generated_docs.py checks that they are current
+python scripts/generate_docs.py             # write both; tests/documentation/test_generated_docs.py checks that they are current
 """
 
 from __future__ import annotations

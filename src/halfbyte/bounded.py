@@ -51,7 +51,7 @@ class ByTensor(Generic[V]):
 
 
 def by_tensor(function: Callable[[Tensor], V]) -> Callable[[Tensor], V]:
-    """Memoizes a function of one tensor, for each tensor as long as it lives and is not written to."""
+    """Memoize a function of one tensor, for each tensor as long as it lives and is not written to."""
     results = ByTensor[V]()
 
     @functools.wraps(function)
@@ -65,7 +65,7 @@ def by_tensor(function: Callable[[Tensor], V]) -> Callable[[Tensor], V]:
 def by_object(
     is_current: Callable[..., bool] = lambda *_, **__: True,
 ) -> Callable[[Callable[Concatenate[K, P], V]], Callable[Concatenate[K, P], V]]:
-    """Memoizes a function for each of its first arguments as long as that object lives, which the result must not refer to.
+    """Memoize a function for each of its first arguments as long as that object lives, which the result must not refer to.
 
     Args:
         is_current: Tells from a result, and the function's other arguments, whether it is still valid; if not, it is computed again.

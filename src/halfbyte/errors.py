@@ -47,7 +47,7 @@ class KernelError(HalfbyteError, RuntimeError):
 
 
 def lookup(table: Mapping[Key, Value], key: Key, what: str) -> Value:
-    """Returns `table[key]`, where the table has one entry for each `what` that halfbyte implements.
+    """Return `table[key]`, where the table has one entry for each `what` that halfbyte implements.
 
     Raises:
         UnsupportedError: The table has no such key.
@@ -113,7 +113,7 @@ def non_finite_logits(*, is_float16: bool = False) -> CheckpointError:
 
 
 def check_type(value: object, allowed: type | tuple[type, ...], what: str, remedy: str) -> None:
-    """Raises ArgumentError unless `value` is of an allowed type; `what` names the argument and these types."""
+    """Raise ArgumentError unless `value` is of an allowed type; `what` names the argument and these types."""
     if not isinstance(value, allowed):
         kind = type(value)
         home = "" if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}."
@@ -121,7 +121,7 @@ def check_type(value: object, allowed: type | tuple[type, ...], what: str, remed
 
 
 def check_counts(what: str, **counts: Iterable[int]) -> None:
-    """Raises ArgumentError unless all are whole numbers from 1 on; `what` has these counts."""
+    """Raise ArgumentError unless all are whole numbers from 1 on; `what` has these counts."""
     for name, values in counts.items():
         for value in values:
             if not isinstance(value, int) or value < 1:

@@ -55,7 +55,7 @@ class _Region:
 
 
 def _give_back(memory: mmap.mmap, start: int, stop: int) -> None:
-    """Returns the whole pages between two addresses to the system; the mapping itself ends when no part of `memory` is in use any more."""
+    """Return the whole pages between two addresses to the system; the mapping itself ends when no part of `memory` is in use any more."""
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
     if first < last:
         memory.madvise(mmap.MADV_DONTNEED, first, last - first)

@@ -31,7 +31,7 @@ from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.problem import AttentionProblem, NormedProblem, Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.machine import GPUS, Gpu
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 
 def spec_of(case: str, folder: Path, **settings: Any) -> DecoderSpec:

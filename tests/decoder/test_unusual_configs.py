@@ -69,11 +69,11 @@ def test_a_value_is_that_of_transformers(kind: str, path: tuple[str, ...], value
     raw = {key: each for key, each in json.loads((tmp_path / "config.json").read_text()).items() if key != "quantization_config"}
     reference = type(model)(type(model.config).from_dict(changed(raw, path, value))).eval()
     reference.load_state_dict(model.state_dict())
-    own = CpuModel(build_spec(changed(config, path, value), tensors))
+    native = CpuModel(build_spec(changed(config, path, value), tensors))
     with torch.no_grad():
         expected = reference(input_ids=torch.tensor([IDS])).logits[0, -1]
     # float32 sums in another order: 3e-6 of the largest logit at most; with the usual value the logits differ by 3e-4 and more
-    difference = own.prefill(IDS, Cache(own.spec)).flatten() - expected
+    difference = native.prefill(IDS, Cache(native.spec)).flatten() - expected
     assert difference.abs().max() <= 3e-5 * expected.abs().max()
 
 
@@ -106,11 +106,11 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied_to_it(converted: boo
         hb.convert(source, path := tmp_path / "codes", config)
     values, tensors = open_checkpoint(path, None if converted else config)
     assert values["tie_word_embeddings"] is True
-    own = CpuModel(build_spec(values, tensors))
+    native = CpuModel(build_spec(values, tensors))
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([IDS])).logits[0, -1]
     # Codes of 8 bits move these logits by 2 % of the largest; the embedding in place of the head moves them by more than all of it.
-    difference = own.prefill(IDS, Cache(own.spec)).flatten() - expected
+    difference = native.prefill(IDS, Cache(native.spec)).flatten() - expected
     assert difference.abs().max() <= 0.1 * expected.abs().max()
 
 
@@ -119,10 +119,10 @@ def test_a_window_that_no_sequence_is_longer_than_is_none(tmp_path: Path) -> Non
     model = quantized("MistralDecoderLayer", tmp_path)
     config, tensors = open_checkpoint(tmp_path)
     model.config.sliding_window = 1 << 31
-    own = CpuModel(build_spec({**config, "sliding_window": 1 << 31}, tensors))
-    cache = Cache(own.spec)
+    native = CpuModel(build_spec({**config, "sliding_window": 1 << 31}, tensors))
+    cache = Cache(native.spec)
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([IDS])).logits[0, -1]
-    difference = own.prefill(IDS, cache).flatten() - expected
+    difference = native.prefill(IDS, cache).flatten() - expected
     assert difference.abs().max() <= 3e-5 * expected.abs().max()
-    assert all(layer.sliding_window is None for layer in own.spec.layers)
+    assert all(layer.sliding_window is None for layer in native.spec.layers)

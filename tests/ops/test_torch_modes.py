@@ -16,7 +16,7 @@ import halfbyte as hb
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError
 from halfbyte.kernels.problem import Combination
-from halfbyte.ops import fake_quantize
+from halfbyte.ops import fake_quantize, modes, registration
 from halfbyte.ops.conv import elementwise
 from halfbyte.ops.transformer import attention, norms
 
@@ -388,3 +388,36 @@ def test_float_and_quantized_layers_agree_on_a_dtype(layer: nn.Module, shape: tu
     built = hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", skip=["expert"]))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         assert torch.equal(built(x), model(x))
+
+
+def test_only_plain_calls_bypass_the_dispatcher() -> None:
+    x, seen = torch.ones(2), list[bool]()
+
+    def look(y: Tensor) -> Tensor:
+        seen.append(modes.plain(y))
+        return y
+
+    assert modes.plain(x)
+    assert not modes.plain(nn.Parameter(x))
+    assert not modes.plain(torch.complex(x, x).conj().imag)
+    assert not modes.plain(x, bias=torch.complex(x, x).conj().imag)
+    with torch.autocast("cpu"):
+        look(x)
+    with forward_ad.dual_level():
+        look(x)
+    with FakeTensorMode():
+        look(x)
+    torch.func.vmap(look)(x)
+    torch.jit.trace(look, x, check_trace=False)
+    assert not any(seen)
+    assert modes.plain(x)
+
+
+def test_autocast_leaves_what_torch_leaves() -> None:
+    floats, doubles, codes = torch.ones(2), torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int8)
+    assert registration.autocast(floats) is floats
+    with torch.autocast("cpu", torch.float16):
+        assert registration.autocast(floats).dtype == torch.float16
+        assert registration.autocast(doubles) is doubles
+        assert registration.autocast(codes) is codes
+        assert registration.autocast(None) is None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, Heads, Norm
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 
 class Sizes(NamedTuple):

@@ -79,7 +79,7 @@ def run(
     peers: Sequence[Contender] = PEERS,
     program: Sequence[str] = PROGRAM,
 ) -> Report:
-    """Measures everything in the plan; raises what `Plan.check` does.
+    """Measure everything in the plan; raise what `Plan.check` does.
 
     program  of a worker that knows these `peers`
     """
@@ -125,7 +125,7 @@ class _Ready:
 
 
 def _prepare(plan: Plan, work: Workload, workers: Sequence[tuple[Contender, Worker]], report: Report, advance: Advance) -> list[_Ready]:
-    """Prepares every contender's weights and checks its results; contenders that fail are reported absent."""
+    """Prepare every contender's weights and check its results; contenders that fail are reported absent."""
     ready = []
     for at, (one, worker) in enumerate(workers):
         advance(f"preparing {one.label}", 0.4 * at / len(workers))
@@ -144,7 +144,7 @@ def _prepare(plan: Plan, work: Workload, workers: Sequence[tuple[Contender, Work
 
 
 def _measure(plan: Plan, work: Workload, ready: list[_Ready], probe: Worker, report: Report, advance: Advance) -> list[Measurement]:
-    """Visits every contender in each round, every other round in reverse; contenders that fail are reported absent."""
+    """Visit every contender in each round, every other round in reverse; contenders that fail are reported absent."""
 
     def probed(*names: str) -> dict[str, float]:
         return probe.ask("probe", names=names, threads=work.threads)

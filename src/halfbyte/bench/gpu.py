@@ -54,7 +54,7 @@ def run(
     keep: Callable[[GpuReport], None] = lambda so_far: None,
     peers: Sequence[GpuContender] = PEERS,
 ) -> GpuReport:
-    """Measures everything in the plan on the current GPU. `keep` is given the report after each weight."""
+    """Measure everything in the plan on the current GPU. `keep` is given the report after each weight."""
     names = {peer.name: peer for peer in peers}
     if unknown := set(plan.peers) - names.keys():
         raise ArgumentError(f"there is no peer {min(unknown)!r}: use some of {', '.join(names)}")

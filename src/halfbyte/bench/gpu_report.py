@@ -1,4 +1,7 @@
-"""What the GPU benchmark found: as data for JSON, and as tables for people."""
+"""The report of the GPU benchmark (gpu.py): data for JSON files, and tables for a terminal or a document.
+
+`halfbyte bench` prints `text`; benchmarks/gpu_results.py reads reports again, and bench/pages/linear.py draws them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,19 @@ from typing import Any
 from halfbyte.nn.report import table
 
 SCHEMA = 1
+_DETAILS = "error", "kernel"  # further columns of detailed tables
 
 
 @dataclass(frozen=True)
 class GpuMeasurement:
-    """A contender on M rows. seconds: median of the rounds. error: ||y - reference|| / ||reference||, None where y is not that product.
+    """One contender's product of M rows and a weight [N, K].
 
+    label      the contender's name in tables
+    peer       whether it is another project's; halfbyte otherwise
+    kernel     the kernel and its config
+    error      ||y - reference|| / ||reference|| in float64; None where y is not that product
+    seconds    median of the rounds
+    spread     the fastest and the slowest round, in seconds
     floor      seconds that the GPU takes at least for the packed weight's bytes and the arithmetic
     best_peer  the best peer's seconds / these seconds: above 1 is faster
     """
@@ -39,7 +49,13 @@ class GpuMeasurement:
 
 @dataclass
 class GpuReport:
-    """Everything about one run."""
+    """Everything about one run.
+
+    gpu       the fields of `machine.Gpu`
+    settings  the plan that was measured
+    ceilings  measured on this GPU: bytes a second as "read", operations a second by the name of the arithmetic
+    absences  what was not measured, and why
+    """
 
     date: str
     gpu: dict[str, Any]
@@ -54,7 +70,7 @@ class GpuReport:
 
 
 def text(report: GpuReport) -> str:
-    """Tables for a terminal, one for each format, dtype and compute, with errors relative to float64, and halfbyte's kernels."""
+    """Return the tables for a terminal, with errors relative to float64 and halfbyte's kernels."""
     lines = [*heading(report), "us: medians", ""]
     for title, rows in tables(report, detailed=True):
         lines += [title, *table(rows, left=1), ""]
@@ -62,33 +78,59 @@ def text(report: GpuReport) -> str:
 
 
 def tables(report: GpuReport, *, detailed: bool = False) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """A title, and the lines of a table, the names of its columns first."""
-    for case in dict.fromkeys((one.format, one.dtype, one.compute) for one in report.measurements):
-        group = [one for one in report.measurements if (one.format, one.dtype, one.compute) == case]
-        labels = list(dict.fromkeys(one.label for one in sorted(group, key=lambda one: one.peer)))
-        more = ("error", "kernel") if detailed else ()
-        rows: list[tuple[str, ...]] = [("N x K", "M", *labels, "best peer / halfbyte", "of the floor", *more)]
-        last = None
-        for n, k, m in dict.fromkeys((one.n, one.k, one.m) for one in group):
-            cells = _cells([one for one in group if (one.n, one.k, one.m) == (n, k, m)], labels)
-            rows.append((f"{n} x {k}" if (n, k) != last else "", str(m), *cells[: len(rows[0]) - 2]))
-            last = n, k
-        yield f"{case[0]} weights, {case[1]} activations, {case[2]} compute", rows
+    """Yield for each format, dtype and compute a title and the lines of a table, the names of its columns first.
+
+    Args:
+        report: Of one run.
+        detailed: With halfbyte's error and kernel.
+    """
+    cases: dict[tuple[str, str, str], list[GpuMeasurement]] = {}
+    for measured in report.measurements:
+        cases.setdefault((measured.format, measured.dtype, measured.compute), []).append(measured)
+    for (fmt, dtype, compute), measurements in cases.items():
+        labels = list(dict.fromkeys(measured.label for measured in sorted(measurements, key=lambda measured: measured.peer)))
+        lines: list[tuple[str, ...]] = [("N x K", "M", *labels, "best peer / halfbyte", "of the floor", *(_DETAILS if detailed else ()))]
+        products: dict[tuple[int, int, int], list[GpuMeasurement]] = {}
+        for measured in measurements:
+            products.setdefault((measured.n, measured.k, measured.m), []).append(measured)
+        shape_before = None
+        for (n, k, m), contenders in products.items():
+            shape = f"{n} x {k}" if (n, k) != shape_before else ""
+            details = _details(contenders) if detailed else ()
+            lines.append((shape, str(m), *_times(contenders, labels), *_comparison(contenders), *details))
+            shape_before = n, k
+        yield f"{fmt} weights, {dtype} activations, {compute} compute", lines
 
 
-def _cells(points: Sequence[GpuMeasurement], labels: Sequence[str]) -> list[str]:
-    """Microseconds of each contender, then how halfbyte compares, its error and its kernel."""
-    by_label = {one.label: one for one in points}
-    times = [f"{by_label[label].seconds * 1e6:.1f}" if label in by_label else "-" for label in labels]
-    halfbyte_point = next((one for one in points if not one.peer), None)
-    if halfbyte_point is None:
-        return [*times, "-", "-", "-", ""]
-    best = "-" if halfbyte_point.best_peer is None else f"{halfbyte_point.best_peer:.2f}"
-    error = "-" if halfbyte_point.error is None else f"{halfbyte_point.error:.1e}"
-    return [*times, best, f"{halfbyte_point.floor / halfbyte_point.seconds:.0%}", error, halfbyte_point.kernel.split(" ")[0]]
+def _times(contenders: Sequence[GpuMeasurement], labels: Sequence[str]) -> list[str]:
+    """Return the microseconds of each contender."""
+    by_label = {measured.label: measured for measured in contenders}
+    return [f"{by_label[label].seconds * 1e6:.1f}" if label in by_label else "-" for label in labels]
+
+
+def _comparison(contenders: Sequence[GpuMeasurement]) -> tuple[str, str]:
+    """Return how halfbyte compares with the best peer and with the floor."""
+    measured = _halfbyte(contenders)
+    if measured is None:
+        return "-", "-"
+    best = "-" if measured.best_peer is None else f"{measured.best_peer:.2f}"
+    return best, f"{measured.floor / measured.seconds:.0%}"
+
+
+def _details(contenders: Sequence[GpuMeasurement]) -> tuple[str, str]:
+    """Return halfbyte's error and kernel."""
+    measured = _halfbyte(contenders)
+    if measured is None:
+        return "-", ""
+    return "-" if measured.error is None else f"{measured.error:.1e}", measured.kernel.split(" ")[0]
+
+
+def _halfbyte(contenders: Sequence[GpuMeasurement]) -> GpuMeasurement | None:
+    return next((measured for measured in contenders if not measured.peer), None)
 
 
 def heading(report: GpuReport) -> list[str]:
+    """Return two lines: date, GPU and versions; the measured ceilings."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     units = {"read": "TB/s"}
     ceilings = (f"{name} {value / 1e12:.2f} {units.get(name, 'TOP/s')}" for name, value in report.ceilings.items())

@@ -71,7 +71,7 @@ class Bench:
 
 
 def wait_until_idle(limit: float = 1.0) -> bool:
-    """Sleeps until this process uses less than a tenth of a core; False if that takes longer than `limit` seconds."""
+    """Sleep until this process uses less than a tenth of a core; False if that takes longer than `limit` seconds."""
     end = perf_counter() + limit
     while perf_counter() < end:
         used, began = process_time(), perf_counter()
@@ -95,7 +95,7 @@ def answers(bench: Bench, requests: Iterator[str]) -> Iterator[dict[str, object]
 
 
 def serve(bench: Bench) -> None:
-    """Answers until there are no more requests."""
+    """Answer until there are no more requests."""
     # Libraries may print to stdout: it is redirected to stderr, so that the pipe carries only answers.
     written = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

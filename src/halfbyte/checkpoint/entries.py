@@ -1,4 +1,8 @@
-"""The tensors of a model's files, plain and quantized in the formats of various projects, behind one interface."""
+"""The tensors of a model's files, plain and quantized in the formats of various projects, behind one interface.
+
+Each reader of foreign files (foreign/, gguf/, language/checkpoint_tensors.py) returns `Entries`: what is known of each tensor before any
+is read, and a function that reads it. mapping/plan.py maps them to a model's tensors, and other_model.py reads them.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,16 @@ from halfbyte.nn.described import NOT_A_KIND, Candidate
 
 ReadColumnOrder = Callable[[], Tensor]
 NOT_EXACT_AS_CODES = "integers do not hold it exactly"
-_CHUNK = 1 << 20  # weights that are dequantized at a time
+_CHUNK = 1 << 20  # elements that are dequantized at a time
 
 
 @dataclass(frozen=True)
 class Quantized:
     """What is known of a quantized weight before it is read.
 
-    stored_as    what its project calls how the files store it, as "GGUF Q4_K"
-    order        reads the order of its columns, int32 [K], where it is not that of the inputs
+    format       the format of its codes
+    stored_as    its project's name for how the files store it, as "GGUF Q4_K"
+    order        reads the order of its columns, int32 [K], where it is not that of the inputs (activation order)
     compute      how it is multiplied, as in `halfbyte.Config`
     activation   what a scale of quantized activations is shared by, as in `halfbyte.Config`
     transposed   the float tensor is [..., K, N], the codes are [..., N, K]
@@ -49,8 +54,8 @@ class Entry:
     spec       dtype and shape of the tensor in floating point, also of one that is stored as codes
     nbytes     size of all that the files store for it
     read       reads it: Codes if `quantized`, whatever the argument; otherwise a tensor in the dtype given, None for its own
-    quantized  None for a tensor that is read in floating point
-    stored_as  of such a tensor: what its project calls how the files store it, where that is low-precision but not exact as Codes
+    quantized  how it is quantized; None for a tensor that is read in floating point
+    stored_as  where `quantized` is None though the files store it in low precision, which no Codes hold exactly: its project's name for it
     """
 
     spec: TensorSpec
@@ -79,12 +84,10 @@ class Entries:
         return self.entries[name].spec
 
     def stored_as(self, names: Iterable[str]) -> str | None:
-        """How the files store the first of these tensors that is low-precision; None where none is."""
-        for name in names:
-            entry = self.entries[name]
-            if (stored_as := entry.stored_as if entry.quantized is None else entry.quantized.stored_as) is not None:
-                return stored_as
-        return None
+        """Return how the files store the first of these tensors that is low-precision; None where none is."""
+        entries = (self.entries[name] for name in names)
+        stored = (entry.stored_as if entry.quantized is None else entry.quantized.stored_as for entry in entries)
+        return next((stored_as for stored_as in stored if stored_as is not None), None)
 
     def outputs_first(self, name: str) -> bool:
         """Whether `read` returns a matrix [N, K], outputs first.
@@ -99,13 +102,13 @@ class Entries:
         codes, quantized = self.entries[name].read(None), self.entries[name].quantized
         assert isinstance(codes, Codes)
         assert quantized is not None
-        damaged = "" if codes.format == quantized.format else f"{codes.format} codes found where {quantized.format} was expected"
+        if codes.format != quantized.format:
+            found = f"{codes.format} codes found where {quantized.format} was expected"
+            raise CheckpointError(f"{name}: {found}: the checkpoint is damaged")
         try:
             codes.check_values()
         except FormatError as error:
-            damaged = damaged or str(error)
-        if damaged:
-            raise CheckpointError(f"{name}: {damaged}: the checkpoint is damaged")
+            raise CheckpointError(f"{name}: {error}: the checkpoint is damaged") from error
         return codes
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -143,25 +146,26 @@ class Entries:
         Returns:
             The format of the weight in the files, or why the module has it in floating point.
         """
-        stacked = {candidate.name: self._stacked(sources.get(candidate.name, ())) for candidate in found}
-        dequantized_for: dict[object, str] = {}
-        for candidate in found:
-            quantized = stacked[candidate.name]
-            if isinstance(quantized, Quantized) and candidate.reason is not None:
-                dequantized_for[candidate.weight] = f"{quantized.stored_as}, dequantized: {candidate.reason}"
+        quantizations = {candidate.name: self._quantization_of(sources.get(candidate.name, ())) for candidate in found}
+        dequantized_because = {
+            candidate.weight: candidate.reason
+            for candidate in found
+            if candidate.reason is not None and isinstance(quantizations[candidate.name], Quantized)
+        }
         decisions: dict[str, Format | str] = {}
         for candidate in found:
-            quantized = stacked[candidate.name]
-            if isinstance(quantized, Quantized):
-                decisions[candidate.name] = dequantized_for.get(candidate.weight, quantized.format)
-            elif stored_as := self.stored_as(sources.get(candidate.name, ())):
-                decisions[candidate.name] = f"{stored_as}, dequantized: {candidate.reason or quantized}"
+            quantization, name = quantizations[candidate.name], candidate.name
+            if isinstance(quantization, Quantized):
+                reason = dequantized_because.get(candidate.weight)
+                decisions[name] = quantization.format if reason is None else f"{quantization.stored_as}, dequantized: {reason}"
+            elif stored_as := self.stored_as(sources.get(name, ())):
+                decisions[name] = f"{stored_as}, dequantized: {candidate.reason or quantization}"
             else:
-                decisions[candidate.name] = "as it is" if candidate.reason in (None, NOT_A_KIND) else str(candidate.reason)
+                decisions[name] = "as it is" if candidate.reason in (None, NOT_A_KIND) else str(candidate.reason)
         return decisions
 
-    def _stacked(self, names: Sequence[str]) -> Quantized | str:
-        """How the weight that is stacked of these entries is quantized, or why it can't stay so."""
+    def _quantization_of(self, names: Sequence[str]) -> Quantized | str:
+        """Return how the weight that is stacked of these entries is quantized, or why it can't stay so."""
         parts = [self.entries[name].quantized for name in names]
         first = parts[0] if parts else None
         if first is None or None in parts:
@@ -176,13 +180,13 @@ class Entries:
 
 
 def plain_entries(reader: Reader, names: Iterable[str] | None = None) -> dict[str, Entry]:
-    """The tensors that are not quantized: all, or those of these names."""
+    """Return entries for the tensors of a reader that are not quantized: all, or those called `names`."""
     specs = {name: reader.spec(name) for name in (reader.places if names is None else names)}
     return {name: Entry(spec, spec.nbytes, partial(reader.read, name)) for name, spec in specs.items()}
 
 
 def joined(*parts: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The entries of all parts. Raises CheckpointError for a weight of two parts, as a plain one next to its codes."""
+    """Return the entries of all parts. Raise CheckpointError for a name in two of them, as of a plain weight next to its codes."""
     entries: dict[str, Entry] = {}
     for part in parts:
         if twice := entries.keys() & part.keys():
@@ -207,7 +211,7 @@ def dequantize_weight(codes: Codes, dtype: torch.dtype, order: Tensor | None = N
     out = torch.empty(rows, k, dtype=dtype, device="cpu")
     matrix, step = codes.reshape((rows, k)), max(1, _CHUNK // max(1, k))
     for first in range(0, rows, step):
-        part = slice(first, first + step)
-        piece = matrix.select(part).dequantize(dtype)
-        out[part] = piece if columns is None else piece[:, columns]
+        chunk = slice(first, first + step)
+        weight = matrix.select(chunk).dequantize(dtype)
+        out[chunk] = weight if columns is None else weight[:, columns]
     return out.reshape(codes.shape)

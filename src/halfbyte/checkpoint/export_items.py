@@ -93,7 +93,7 @@ def order_of(model: StoredModel, name: str) -> Tensor | None:
 
 
 def write(items: Sequence[ExportItem], writer: TensorWriter, progress: Progress | None) -> list[str]:
-    """Writes the items that have not been written; returns notes for the report."""
+    """Write the items that have not been written; return notes for the report."""
     resumed, done, total = writer.resumed, 0, sum(item.nbytes for item in items)
     for item in items:
         if not item.specs.keys() <= writer.checksums.keys():

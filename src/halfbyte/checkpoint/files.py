@@ -67,7 +67,7 @@ def has_adapter(source: Path) -> bool:
 
 
 def check_read_by_transformers(source: Path) -> None:
-    """Raises CheckpointError where the weights in the folder are those of a part of sentence-transformers that reads them itself."""
+    """Raise CheckpointError where the weights in the folder are those of a part of sentence-transformers that reads them itself."""
     for path, cls in _parts(source):
         if path == "" and not cls.endswith(("Transformer", "CLIPModel")):
             raise CheckpointError(
@@ -127,7 +127,7 @@ def journal(path: Path, what: str) -> str:
 
 
 def copy_companions(source: Path, target: Path, names: list[str]) -> None:
-    """Copies files that `companions` found."""
+    """Copy files that `companions` found."""
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         if not os.access(source / name, os.R_OK):

@@ -266,7 +266,7 @@ def _holders(stored: StoredModel, owners: Mapping[str, str], model: nn.Module) -
 def _fill(
     model: nn.Module, owners: Mapping[str, str], packed: Mapping[str, AnyPacked], plain: Mapping[str, Tensor], weights: Mapping[str, Weight]
 ) -> None:
-    """Puts packed weights and plain tensors into the model; `owners` is the result of `_fit`."""
+    """Put packed weights and plain tensors into the model; `owners` is the result of `_fit`."""
     modules: dict[int, QuantModule] = {}
     for prefix, module in list(model.named_modules(remove_duplicate=False)):
         owner = owners.get(f"{prefix}.weight", "")

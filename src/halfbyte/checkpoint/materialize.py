@@ -1,4 +1,8 @@
-"""A model on disk of which only some modules are in memory at a time."""
+"""A model on disk of which only some modules are in memory at a time.
+
+`convert` calibrates with it (quantize_checkpoint.py): embeddings and norms outside the decoder layers are loaded, and `calibrate` asks for
+one decoder layer at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,18 @@ from halfbyte.nn.candidates import direct_tensors
 
 
 class Materializer:
-    """The model of a plan. Modules outside its decoder layers are loaded, except an output head that is not tied.
+    """The model of a plan, with the data of all modules outside its decoder layers, except an output head that is not tied.
 
-    model  its other parameters are on the meta device
+    Args:
+        plan: How its tensors are read.
+        reader: The files.
+        path: Their folder, for errors.
+
+    Attributes:
+        model: Its other parameters are on the meta device.
+
+    Raises:
+        CheckpointError: The files name no architecture.
     """
 
     def __init__(self, plan: Plan, reader: Source, path: Path) -> None:
@@ -34,20 +47,18 @@ class Materializer:
                 self._fill(prefix, module)
 
     def materialize(self, name: str, module: nn.Module) -> nn.Module:
-        """A copy of the module called `name`, with its data."""
+        """Return a copy of the module called `name`, with its data."""
         copy = deepcopy(module)
         for prefix, part in copy.named_modules():
             self._fill(f"{name}.{prefix}" if prefix else name, part)
         return copy
 
     def _fill(self, prefix: str, module: nn.Module) -> None:
-        """Gives a module's own tensors their data."""
+        """Give the tensors of a module, without those of its children, their data."""
         for name, tensor in list(direct_tensors(module)):
-            full = f"{prefix}.{name}" if prefix else name
-            data = self._read(self._plan.tied.get(full, full))
-            checked_finite(data, full, self._path, parameter=isinstance(tensor, nn.Parameter))
-            value = nn.Parameter(data, requires_grad=False) if isinstance(tensor, nn.Parameter) else data
-            setattr(module, name, value)
+            path, is_parameter = f"{prefix}.{name}" if prefix else name, isinstance(tensor, nn.Parameter)
+            data = checked_finite(self._read(self._plan.tied.get(path, path)), path, self._path, parameter=is_parameter)
+            setattr(module, name, nn.Parameter(data, requires_grad=False) if is_parameter else data)
 
     def _read(self, name: str) -> Tensor:
         step, plan = self._steps[name], self._plan

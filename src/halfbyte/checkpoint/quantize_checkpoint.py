@@ -1,4 +1,8 @@
-"""Converts float models on disk to checkpoints, one tensor at a time."""
+"""`convert`: quantizes a float model on disk to a checkpoint, one tensor at a time.
+
+A plan (mapping/plan.py) lists steps from the tensors of the files to those of the checkpoint. Each step reads its tensors; they are
+quantized and written at once. With a calibration, decoder layers run one after the other (nn/calibration) and are written first.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from torch import Tensor
 from halfbyte.checkpoint.files import ADAPTER_COPIED, check_read_by_transformers, companions, copy_companions, has_adapter, journal
 from halfbyte.checkpoint.gguf import tokenizer as gguf_tokenizer
 from halfbyte.checkpoint.mapping.architecture import Step, known_architecture
-from halfbyte.checkpoint.mapping.plan import NOT_A_WEIGHT, Misfits, Plan, Source, plan_by_rule, plan_model, report
+from halfbyte.checkpoint.mapping.plan import NOT_A_WEIGHT, Misfits, plan_by_rule, plan_model, report
 from halfbyte.checkpoint.materialize import Materializer
 from halfbyte.checkpoint.native.folder import replacing
 from halfbyte.checkpoint.native.saving import publish, stored_specs
@@ -76,139 +80,142 @@ def convert(
     kept: dict[str, str] = {}
     while True:
         try:
-            return _convert(source, target, config, kept, calibration, progress, resume=resume, shard_bytes=shard_bytes)
+            conversion = _Conversion(source, config, kept, calibration, progress)
+            return conversion.write(target, resume=resume, shard_bytes=shard_bytes)
         except Misfits as e:
             kept |= e.kept
 
 
-def _convert(
-    source: Path,
-    target: Path,
-    config: Config,
-    kept: Mapping[str, str],
-    calibration: Calibration | Tensor | None,
-    progress: Callable[[int, int, str], object] | None,
-    *,
-    resume: bool,
-    shard_bytes: int,
-) -> Report:
-    """`convert` with the modules `kept` in floating point. Raises Misfits, and writes nothing, where there are more to keep."""
-    described, reader = open_floats(source)
-    notes = list(reader.notes)
-    if known_architecture(described) is not None:
-        plan = plan_model(described, reader, lambda found, _: choose(found, config, kept))
-    else:
-        check_read_by_transformers(source)
-        plan = plan_by_rule(reader, lambda found, _: choose(found, config, kept))
-        notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken as a Linear's")
-    if not plan.weights:
-        left = sorted(plan.about.items(), key=lambda item: item[1][1] in (NOT_A_KIND, NOT_A_WEIGHT))
-        why = f": {left[0][0]} stays as it is ({left[0][1][1]})" if left else ", which has no tensors"
-        raise ArgumentError(f"there is nothing to quantize in {source}{why}")
-    for name, weight in plan.weights.items():
-        if name in plan.linears or weight.kind != "Embedding":
-            plan.weights[name] = replace(weight, compute=config.compute, activation=config.activation)
-    copied, left_out = companions(source, target)
-    if has_adapter(source):
-        notes.append(ADAPTER_COPIED)
-    if left_out:
-        notes.append(f"not copied: {', '.join(left_out)}")
-    with replacing(target, resume=resume) as staging:
-        title = journal(source, repr(config)) if staging.fresh and calibration is None else None
-        writer = Writer(staging.path, staging.stem, stored_specs(plan.weights, plan.plain), shard_bytes, journal=title)
-        done, total = 0, sum(spec.nbytes for spec in reader.specs().values())
-        if calibration is None:
-            written = _resumed(plan, writer, notes)
+class _Conversion:
+    """`convert` with the modules `kept` in floating point."""
+
+    def __init__(
+        self,
+        source: Path,
+        config: Config,
+        kept: Mapping[str, str],
+        calibration: Calibration | Tensor | None,
+        progress: Callable[[int, int, str], object] | None,
+    ) -> None:
+        self._source, self._config, self._calibration, self._progress = source, config, calibration, progress
+        self._described, self._reader = open_floats(source)
+        self._notes = list(self._reader.notes)
+        if known_architecture(self._described) is not None:
+            plan = plan_model(self._described, self._reader, lambda found, _: choose(found, config, kept))
         else:
-            written = _calibrated(plan, reader, source, writer, config, as_calibration(calibration), progress, notes)
-        method = UNCALIBRATED.get(config.method, config.method)
-        misfits: dict[str, str] | None = None if config.strict else {}
-        for step in plan.steps:
-            if not written.issuperset(plan.renamed.get(target, target) for target in step.targets):
-                _run(step, plan, reader, writer, method, source, misfits, written)
-            done += sum(reader.spec(name).nbytes for name in step.sources)
-            if progress is not None and calibration is None:
-                progress(done, total, ", ".join(step.targets))
+            check_read_by_transformers(source)
+            plan = plan_by_rule(self._reader, lambda found, _: choose(found, config, kept))
+            self._notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken as a Linear's")
+        if not plan.weights:
+            left = sorted(plan.about.items(), key=lambda item: item[1][1] in (NOT_A_KIND, NOT_A_WEIGHT))
+            why = f": {left[0][0]} stays as it is ({left[0][1][1]})" if left else ", which has no tensors"
+            raise ArgumentError(f"there is nothing to quantize in {source}{why}")
+        for name, weight in plan.weights.items():
+            if name in plan.linears or weight.kind != "Embedding":
+                plan.weights[name] = replace(weight, compute=config.compute, activation=config.activation)
+        self._plan = plan
+
+    def write(self, target: Path, *, resume: bool, shard_bytes: int) -> Report:
+        """Write the checkpoint. Raise Misfits, and write nothing, where more modules have to stay in floating point."""
+        plan, notes = self._plan, self._notes
+        copied, left_out = companions(self._source, target)
+        if has_adapter(self._source):
+            notes.append(ADAPTER_COPIED)
+        if left_out:
+            notes.append(f"not copied: {', '.join(left_out)}")
+        with replacing(target, resume=resume) as staging:
+            title = journal(self._source, repr(self._config)) if staging.fresh and self._calibration is None else None
+            writer = Writer(staging.path, staging.stem, stored_specs(plan.weights, plan.plain), shard_bytes, journal=title)
+            if self._calibration is None:
+                written = self._written_before(writer)
+            else:
+                written = self._write_calibrated(writer, as_calibration(self._calibration))
+            self._write_others(writer, written)
+            copy_companions(self._source, staging.path, copied)
+            notes += gguf_tokenizer.save(self._source, staging.path)
+            publish(staging, writer, self._described, plan.weights, plan.tied)
+        return report(plan, self._reader, notes)
+
+    def _written_before(self, writer: Writer) -> set[str]:
+        """Return the names of the tensors that a conversion which is resumed has written."""
+        plan = self._plan
+        if writer.resumed:
+            self._notes.append(f"resumed: {writer.resumed} tensors were written before, their errors are not known")
+        weights = {name for name, weight in plan.weights.items() if weight.stored(name).keys() <= writer.checksums.keys()}
+        return weights | (plan.plain.keys() & writer.checksums.keys())
+
+    def _write_calibrated(self, writer: Writer, calibration: Calibration) -> set[str]:
+        """Quantize and write what calibration reaches, and the parameters that change with it; return their names."""
+        plan, method = self._plan, self._config.method
+        if plan.model is None:
+            raise ArgumentError(
+                f"{method} runs the model, whose architecture config.json does not name: quantize it in Python, or with mse or hqq"
+            )
+        tied = set(plan.tied.values())
+        formats = {
+            name.removesuffix(".weight"): weight.format
+            for name, weight in plan.weights.items()
+            if (weight.kind == "Experts" or (name in plan.linears and weight.kind == "Linear")) and name not in tied
+        }
+        written, misfits = set(), dict[str, str]()
+        layers = Materializer(plan, self._reader, self._source)
+        for result in calibrate(layers.model, formats, method, calibration, materialize=layers.materialize, progress=self._progress):
+            if isinstance(result.value, Codes):
+                _write_codes(writer, result.name, result.value)
+                plan.weights[result.name] = replace(plan.weights[result.name], error=result.error)
+            elif result.reason is not None:
+                misfits[result.name.removesuffix(".weight")] = result.reason
+            else:
+                writer.write(result.name, result.value)
+            written.add(result.name)
+            self._notes += result.notes
+        if misfits and self._config.strict:
+            raise FormatError(next(iter(misfits.values())))
         if misfits:
             raise Misfits(misfits)
-        copy_companions(source, staging.path, copied)
-        notes += gguf_tokenizer.save(source, staging.path)
-        publish(staging, writer, described, plan.weights, plan.tied)
-    return report(plan, reader, notes)
+        self._notes += [unreached(name) for name in formats if f"{name}.weight" not in written]
+        return written
 
+    def _write_others(self, writer: Writer, written: Set[str]) -> None:
+        """Write all tensors that are not `written`, quantized where the plan says so."""
+        plan, misfits = self._plan, dict[str, str]()
+        done, total = 0, sum(spec.nbytes for spec in self._reader.specs().values())
+        for step in plan.steps:
+            if not {plan.renamed.get(target, target) for target in step.targets} <= written:
+                misfits |= self._write_step(step, writer, written)
+            done += sum(self._reader.spec(name).nbytes for name in step.sources)
+            if self._progress is not None and self._calibration is None:
+                self._progress(done, total, ", ".join(step.targets))
+        if misfits:
+            raise Misfits(misfits)
 
-def _resumed(plan: Plan, writer: Writer, notes: list[str]) -> set[str]:
-    """The names of the tensors that an earlier writer has written."""
-    if writer.resumed:
-        notes.append(f"resumed: {writer.resumed} tensors were written before, their errors are not known")
-    weights = {name for name, weight in plan.weights.items() if weight.stored(name).keys() <= writer.checksums.keys()}
-    return weights | (plan.plain.keys() & writer.checksums.keys())
+    def _write_step(self, step: Step, writer: Writer, written: Set[str]) -> dict[str, str]:
+        """Read, quantize and write the tensors of one step.
 
-
-def _calibrated(
-    plan: Plan,
-    reader: Source,
-    source: Path,
-    writer: Writer,
-    config: Config,
-    calibration: Calibration,
-    progress: Callable[[int, int, str], object] | None,
-    notes: list[str],
-) -> set[str]:
-    """Quantizes and writes what calibration reaches, and the parameters that change with it; returns the names written."""
-    if plan.model is None:
-        raise ArgumentError(
-            f"{config.method} runs the model, whose architecture config.json does not name: quantize it in Python, or with mse or hqq"
-        )
-    tied = set(plan.tied.values())
-    formats = {
-        name.removesuffix(".weight"): weight.format
-        for name, weight in plan.weights.items()
-        if (weight.kind == "Experts" or (name in plan.linears and weight.kind == "Linear")) and name not in tied
-    }
-    written, misfits = set(), dict[str, str]()
-    layers = Materializer(plan, reader, source)
-    for result in calibrate(layers.model, formats, config.method, calibration, materialize=layers.materialize, progress=progress):
-        if isinstance(result.value, Codes):
-            _write_codes(writer, result.name, result.value)
-            plan.weights[result.name] = replace(plan.weights[result.name], error=result.error)
-        elif result.reason is not None:
-            misfits[result.name.removesuffix(".weight")] = result.reason
-        else:
-            writer.write(result.name, result.value)
-        written.add(result.name)
-        notes += result.notes
-    if misfits and config.strict:
-        raise FormatError(next(iter(misfits.values())))
-    if misfits:
-        raise Misfits(misfits)
-    notes += [unreached(name) for name in formats if f"{name}.weight" not in written]
-    return written
-
-
-def _run(
-    step: Step, plan: Plan, reader: Source, writer: Writer, method: str, path: Path, misfits: dict[str, str] | None, written: Set[str]
-) -> None:
-    """Reads, quantizes and writes the tensors of one step, except those that are `written`. Modules whose format cannot hold their weight
-    are added to `misfits`; None: they are a FormatError."""
-    names = {target: plan.renamed.get(target, target) for target in step.targets}
-    dtype = plan.dtype(next(iter(names.values())))
-    for target, tensor in step.run(lambda name: reader.read(name, dtype)).items():
-        name = names[target]
-        if name in written:
-            continue
-        if (weight := plan.weights.get(name)) is None:
-            writer.write(name, checked_finite(tensor, name, path, parameter=plan.is_parameter(name)))
-            continue
-        try:
-            codes = quantize_weight(weight.kind, tensor, weight.format, method, name, weight.fold)
-        except FormatError as e:
-            if misfits is None:
-                raise
-            misfits[name.removesuffix(".weight")] = str(e)
-            continue
-        _write_codes(writer, name, codes)
-        plan.weights[name] = replace(weight, error=relative_error(tensor, codes, weight.kind, weight.fold))
+        Returns:
+            The modules whose formats cannot hold their weights, with the reasons; FormatError where the config is strict.
+        """
+        plan, misfits = self._plan, dict[str, str]()
+        names = {target: plan.renamed.get(target, target) for target in step.targets}
+        dtype = plan.dtype(next(iter(names.values())))
+        method = UNCALIBRATED.get(self._config.method, self._config.method)
+        for target, tensor in step.run(lambda name: self._reader.read(name, dtype)).items():
+            name = names[target]
+            if name in written:
+                continue
+            if (weight := plan.weights.get(name)) is None:
+                writer.write(name, checked_finite(tensor, name, self._source, parameter=plan.is_parameter(name)))
+                continue
+            try:
+                codes = quantize_weight(weight.kind, tensor, weight.format, method, name, weight.fold)
+            except FormatError as e:
+                if self._config.strict:
+                    raise
+                misfits[name.removesuffix(".weight")] = str(e)
+                continue
+            _write_codes(writer, name, codes)
+            plan.weights[name] = replace(weight, error=relative_error(tensor, codes, weight.kind, weight.fold))
+        return misfits
 
 
 def _write_codes(writer: Writer, name: str, codes: Codes) -> None:

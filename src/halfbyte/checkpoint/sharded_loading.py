@@ -1,6 +1,6 @@
 """Loading for tensor parallelism: each of several processes reads its part of a model.
 
-The architecture is built on the meta device, the plan is made from it and from the headers of the files, the modules are cut and then
+Called by loading.py. The architecture is built on the meta device; a plan (nn/parallel) says which modules are cut and how; they are then
 filled like those of a smaller model. From a halfbyte checkpoint, no process has more of a weight in memory than its part; from other files
 one whole weight is read at a time.
 """
@@ -41,7 +41,11 @@ class Sharding:
 
 
 def device_of(mesh: DeviceMesh | None, device: torch.device | str | None) -> torch.device | str:
-    """The device of a process's part: its device of the mesh's kind, or by default the CPU without a mesh."""
+    """Return the device of a process's part: with a mesh its own of the mesh's type; without one `device`, by default the CPU.
+
+    Raises:
+        ArgumentError: `device` is of another type than the mesh's.
+    """
     if mesh is None:
         return "cpu" if device is None else device
     if device is None:
@@ -52,46 +56,62 @@ def device_of(mesh: DeviceMesh | None, device: torch.device | str | None) -> tor
 
 
 def shard(stored: StoredModel, owners: Mapping[str, str], model: nn.Module, sharding: Sharding) -> tuple[StoredModel, Finish]:
-    """Cuts the modules of `model`, which have no data; returns what fills them, and a function to call afterwards.
+    """Cut the modules of `model` to this process's parts.
 
-    owners  for each parameter, the name under which it is stored
+    Args:
+        stored: The whole model.
+        owners: For each parameter, the name under which it is stored.
+        model: Its modules have no data yet.
+        sharding: The processes.
+
+    Returns:
+        The stored model that has this process's parts, and a function to call when `model` is filled with them.
+
+    Raises:
+        ArgumentError: The plan does not fit the model.
     """
     processes = Processes.of(sharding.mesh)
-    found = {name: _as_stored(holder, owners, stored) for name, holder in holders(model).items()}
-    plan = make_plan(model, found, sharding.plan, processes.count, device=processes.device, exact=sharding.exact)
+    weight_holders = {name: _as_stored(holder, owners, stored) for name, holder in holders(model).items()}
+    plan = make_plan(model, weight_holders, sharding.plan, processes.count, device=processes.device, exact=sharding.exact)
     modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
-    before = {name: _nbytes(modules[name], stored.weights.get(owners[f"{name}.weight"])) for name in found}
-    runs: dict[str, tuple[int, Ranges]] = {}
-    dropped: set[str] = set()
+    whole_bytes = {name: _nbytes(modules[name], stored.weights.get(owners[f"{name}.weight"])) for name in weight_holders}
     parts = parts_of_plan(modules, plan, processes)
-    cut = {name: part for name, part in parts.items() if name in found}
+    cut = {name: part for name, part in parts.items() if name in weight_holders}
+    slices: dict[str, tuple[int, Ranges]] = {}
+    dropped: set[str] = set()
     for name, part in cut.items():
-        runs[owners[f"{name}.weight"]] = part.cut.dim, part.rank_slices
+        slices[owners[f"{name}.weight"]] = part.cut.dim, part.rank_slices
         if part.bias and part.cut.along == "outputs":
-            runs[owners[f"{name}.bias"]] = 0, part.rank_slices
-        elif part.bias and processes.rank > 0:
+            slices[owners[f"{name}.bias"]] = 0, part.rank_slices
+        elif part.bias and processes.rank > 0:  # products of parts of the inputs are summed: the first process adds the bias
             dropped.add(owners[f"{name}.bias"])
     shrink_all_({name: modules[name] for name in cut}, parts)
 
     def finish(model: nn.Module) -> None:
-        attach_(model, plan, parts, before)
+        attach_(model, plan, parts, whole_bytes)
 
     plain = {name: spec for name, spec in stored.plain.items() if name not in dropped}
-    return _Share(stored, plain, runs), finish
+    return _StoredPart(stored, plain, slices), finish
 
 
-class _Share(StoredModel):
-    """A stored model with these plain tensors, of which those in `runs` are read in part: along a dimension, some ranges."""
+class _StoredPart(StoredModel):
+    """This process's part of a stored model.
 
-    def __init__(self, whole: StoredModel, plain: Mapping[str, TensorSpec], runs: Mapping[str, tuple[int, Ranges]]) -> None:
+    Args:
+        whole: The model.
+        plain: Its plain tensors that this process has.
+        slices: For tensors that are read in part: the dimension, and the ranges along it.
+    """
+
+    def __init__(self, whole: StoredModel, plain: Mapping[str, TensorSpec], slices: Mapping[str, tuple[int, Ranges]]) -> None:
         super().__init__(whole.path, whole.config, whole.weights, plain, whole.tied)
-        self._whole, self._runs = whole, runs
+        self._whole, self._slices = whole, slices
 
     def codes(self, name: str) -> Codes:
-        return self._whole.part_of_codes(name, *self._runs[name]) if name in self._runs else self._whole.codes(name)
+        return self._whole.part_of_codes(name, *self._slices[name]) if name in self._slices else self._whole.codes(name)
 
     def _plain_tensor(self, name: str) -> Tensor:
-        return self._whole.part_of_tensor(name, *self._runs[name]) if name in self._runs else self._whole.tensor(name)
+        return self._whole.part_of_tensor(name, *self._slices[name]) if name in self._slices else self._whole.tensor(name)
 
     def nbytes(self, name: str) -> int:
         return self._whole.nbytes(name)
@@ -101,7 +121,7 @@ class _Share(StoredModel):
 
 
 def _as_stored(holder: Holder, owners: Mapping[str, str], stored: StoredModel) -> Holder:
-    """A holder of the float model, with the shape and format that its weight has in the files."""
+    """Return a holder of the float model with the name, format and settings that its weight has in the files."""
     owner = owners[f"{holder.name}.weight"]
     if (weight := stored.weights.get(owner)) is None:
         return replace(holder, weight=owner)
@@ -110,6 +130,6 @@ def _as_stored(holder: Holder, owners: Mapping[str, str], stored: StoredModel) -
 
 
 def _nbytes(module: nn.Module, weight: Weight | None) -> int:
-    """Bytes of a whole module, its weight as stored."""
+    """Return the bytes of a whole module, its weight as stored."""
     direct_bytes = sum(parameter.nbytes for name, parameter in module.named_parameters(recurse=False) if weight is None or name != "weight")
     return direct_bytes + (0 if weight is None else int(weight.stored_bytes))

@@ -43,18 +43,18 @@ class StoredModel(ABC):
 
     @abstractmethod
     def codes(self, name: str) -> Codes:
-        """Reads a weight."""
+        """Read a weight."""
 
     @abstractmethod
     def _plain_tensor(self, name: str) -> Tensor:
-        """Reads a plain tensor."""
+        """Read a plain tensor."""
 
     def is_parameter(self, name: str) -> bool:
         """Whether a plain tensor is known to be a parameter: not a buffer."""
         return False
 
     def tensor(self, name: str, *, parameter: bool = False) -> Tensor:
-        """Reads a plain tensor. Raises CheckpointError where it holds a NaN.
+        """Read a plain tensor. Raises CheckpointError where it holds a NaN.
 
         parameter  refuse infinities, too, which buffers such as masks may hold
         """

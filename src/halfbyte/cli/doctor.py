@@ -74,7 +74,7 @@ def _find(part: Callable[[], dict[str, object]], faults: list[str]) -> dict[str,
 
 
 def _test(args: argparse.Namespace) -> list[Result]:
-    """Runs all tests; without --json each result is printed as soon as it is known."""
+    """Run all tests; without --json each result is printed as soon as it is known."""
     from halfbyte.cli.shared import selftest
 
     results = []

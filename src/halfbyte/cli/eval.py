@@ -92,7 +92,7 @@ def _passages(text: str, path: Path, least: int) -> list[str]:
 
 
 def _check_plot(args: argparse.Namespace) -> None:
-    """Raises ArgumentError, before any work, for a plot that could not be written."""
+    """Raise ArgumentError, before any work, for a plot that could not be written."""
     if args.lambada_like or args.plot.suffix != ".svg":
         raise ArgumentError(f"--plot draws the perplexity of --text as an .svg file, got {args.plot}")
     check_written("--plot", args.plot, ".svg")

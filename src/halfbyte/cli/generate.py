@@ -78,7 +78,7 @@ def rank_and_count() -> tuple[int, int]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ArgumentError for arguments that are out of range."""
+    """Raise ArgumentError for arguments that are out of range."""
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise ArgumentError(f"--max-new-tokens is 1 or more, got {args.max_new_tokens}")
     if args.cache and args.compile:
@@ -253,7 +253,7 @@ def _run_native(args: argparse.Namespace, model: LanguageModel, sampling: Sampli
 
 
 def _read_prompt(args: argparse.Namespace, processes: int) -> None:
-    """Reads a prompt of stdin into `args`, and checks it."""
+    """Read a prompt of stdin into `args`, and check it."""
     if args.prompt == "-":
         if processes > 1:
             raise UnsupportedError("only the first process can read a prompt from stdin: pass the text with --prompt")

@@ -1,13 +1,18 @@
-"""`halfbyte inspect`: shows the contents of a checkpoint, and the errors of its weights."""
+"""`halfbyte inspect`: shows the tensors of a checkpoint, and with --against the errors of its quantized weights.
+
+A checkpoint or GGUF file whose tensors are described is opened as a model: a row shows how the files store a tensor and, where that
+differs, how halfbyte does. Any other safetensors files are listed as they are.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from halfbyte.cli.shared.output import Advance, Commands, add_command, path_argument, print_json, print_table, progress
 from halfbyte.errors import CheckpointError
@@ -38,81 +43,29 @@ def run(args: argparse.Namespace) -> int:
     from halfbyte.checkpoint.files import weight_files
     from halfbyte.checkpoint.loading import open_model
     from halfbyte.io.safetensors import Reader
-    from halfbyte.memory import size_text
 
-    model, notes = open_model(args.path, floats=True) if _is_described(args.path) else None, list[str]()
-    if model is not None:
-        rows = list(_model_rows(model))
+    notes: list[str] = []
+    if _describes_tensors(args.path):
+        model = open_model(args.path, floats=True)
+        rows, notes = list(_model_rows(model)), list(model.report().notes)
         if args.against is not None:
-            if not model.weights:
-                raise CheckpointError(f"nothing in {args.path} is quantized, so there is nothing to compare: leave --against out")
-            if _is_described(args.against):
-                which = "is a GGUF file: name one in safetensors" if is_file(args.against) else "is quantized"
-                raise CheckpointError(f"--against takes the model as it was before it was quantized, and {args.against} {which}")
-            with progress(args, "comparing") as advance:
-                notes = _compare(model, Reader(weight_files(args.against)), rows, advance)
+            notes += _add_errors(args, model, rows)
     elif args.against is not None:
         raise CheckpointError(f"{args.path} is not a halfbyte checkpoint, so there is nothing quantized to compare: leave --against out")
     else:
-        rows = list(_plain_rows(Reader(weight_files(args.path))))
-    weights = sum(math.prod(row["shape"]) for row in rows if row["tied_to"] is None)
-    nbytes, halfbyte_bytes = (sum(row[key] for row in rows) for key in ("bytes", "held_bytes"))
-    if model is not None:
-        notes = [*model.report().notes, *notes]
-    bits = 8 * nbytes / weights if weights else 0.0
+        rows = list(_file_rows(Reader(weight_files(args.path))))
+    totals = _totals(rows)
     if args.json:
-        totals = {"tensors": len(rows), "elements": weights, "bytes": nbytes, "held_bytes": halfbyte_bytes, "bits_per_element": bits}
-        print_json({"path": str(args.path), "rows": rows, "totals": totals, "notes": notes})
+        print_json({"path": str(args.path), "rows": [row.to_json() for row in rows], "totals": totals, "notes": notes})
         return 0
-    columns: tuple[str, ...] = ("name", "format", "shape", "bytes", "bits", "error")
-    if otherwise := any(row["type"] != row["format"] for row in rows):
-        columns = ("name", "in the files", "shape", "bytes", "bits", "in halfbyte", "bytes", "bits", "error")
-    print_table(columns, (_cells(row, otherwise) for row in rows), left=2)
-    more = f"; {size_text(halfbyte_bytes)} in halfbyte" if otherwise else ""
-    print(f"{len(rows)} tensors, {weights:,} elements, {size_text(nbytes)}, {bits:.2f} bits per element{more}")
+    _print_rows(rows, totals)
     for note in () if args.quiet else notes:
         print(note, file=sys.stderr)
     return 0
 
 
-# What is shown of a tensor: see `_row`.
-TensorRow = TypedDict(  # noqa: UP013  keys of the JSON document, which are not names of this code
-    "TensorRow",
-    {
-        "name": str,
-        "type": str,
-        "format": str,
-        "shape": list[int],
-        "bytes": int,
-        "held_bytes": int,
-        "error": float | None,
-        "tied_to": str | None,
-    },
-)
-
-
-def _cells(row: TensorRow, otherwise: bool) -> tuple[str, ...]:
-    """A row of the table; `otherwise`: with halfbyte's format and bytes next to those of the files."""
-    shape = "×".join(map(str, row["shape"])) or "scalar"
-    if row["tied_to"] is not None:
-        return row["name"], row["type"], shape, "tied to", row["tied_to"], *("",) * (4 if otherwise else 1)
-    halfbyte_cells: tuple[str, ...] = ("", "", "") if otherwise else ()
-    if row["type"] != row["format"]:
-        halfbyte_cells = row["format"], *_sizes(row, "held_bytes")
-    error = "" if row["error"] is None else f"{row['error']:.5f}"
-    return row["name"], row["type"], shape, *_sizes(row, "bytes"), *halfbyte_cells, error
-
-
-def _sizes(row: TensorRow, key: Literal["bytes", "held_bytes"]) -> tuple[str, str]:
-    """Bytes, and bits of an element."""
-    from halfbyte.memory import size_text
-
-    elements = math.prod(row["shape"])
-    return size_text(row[key]), f"{8 * row[key] / elements:.2f}" if elements else ""
-
-
-def _is_described(path: Path) -> bool:
-    """Whether the meaning of the tensors is described: a GGUF file, or a config.json with settings of quantization."""
+def _describes_tensors(path: Path) -> bool:
+    """Whether the files say how their tensors are quantized: a GGUF file, or a config.json with settings of quantization."""
     from halfbyte.checkpoint.native.manifest import CONFIG, SECTION
     from halfbyte.checkpoint.native.quantization_config import SETTINGS
     from halfbyte.io.gguf import is_gguf
@@ -123,91 +76,182 @@ def _is_described(path: Path) -> bool:
     return is_file(path / CONFIG) and not {SECTION, SETTINGS}.isdisjoint(load_json(path / CONFIG))
 
 
+# Rows
+
+
+@dataclass
+class TensorRow:
+    """One tensor.
+
+    format          in halfbyte: a format, or a dtype
+    file_type       in the files: a type of GGUF, or the same as `format`
+    halfbyte_bytes  bytes in halfbyte's format; 0 for a tied tensor, as file_bytes
+    error           relative error, if it is known
+    tied_to         the tensor whose memory this one shares
+    """
+
+    name: str
+    format: str
+    file_type: str
+    shape: tuple[int, ...]
+    file_bytes: int
+    halfbyte_bytes: int
+    error: float | None = None
+    tied_to: str | None = None
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "type": self.file_type,
+            "format": self.format,
+            "shape": list(self.shape),
+            "bytes": self.file_bytes,
+            "held_bytes": self.halfbyte_bytes,
+            "error": self.error,
+            "tied_to": self.tied_to,
+        }
+
+
+# Sums over all rows, in which tied tensors count once, by the names of the JSON document.
+Totals = TypedDict(  # noqa: UP013
+    "Totals", {"tensors": int, "elements": int, "bytes": int, "held_bytes": int, "bits_per_element": float}
+)
+
+
+def _totals(rows: Sequence[TensorRow]) -> Totals:
+    elements = sum(row.elements for row in rows if row.tied_to is None)
+    file_bytes, halfbyte_bytes = sum(row.file_bytes for row in rows), sum(row.halfbyte_bytes for row in rows)
+    bits = 8 * file_bytes / elements if elements else 0.0
+    return {"tensors": len(rows), "elements": elements, "bytes": file_bytes, "held_bytes": halfbyte_bytes, "bits_per_element": bits}
+
+
 def _model_rows(model: StoredModel) -> Iterator[TensorRow]:
-    for name, owner in model.names():
-        tied_to, stored_as = None if owner == name else owner, model.stored_as(owner)
-        gguf_type = None if stored_as is None else stored_as.removeprefix("GGUF ")
-        if (weight := model.weights.get(owner)) is not None:
-            stored_bytes, error = weight.stored_bytes, weight.error
-            yield _row(name, str(weight.format), weight.shape, model.nbytes(owner), stored_bytes, gguf_type, error, tied_to)
+    for name, stored_name in model.names():
+        error = None
+        if (weight := model.weights.get(stored_name)) is not None:
+            format, shape, halfbyte_bytes, error = str(weight.format), weight.shape, weight.stored_bytes, weight.error
         else:
-            spec = model.plain[owner]
-            yield _row(name, _dtype(spec), spec.shape, model.nbytes(owner), spec.nbytes, gguf_type, tied_to=tied_to)
+            spec = model.plain[stored_name]
+            format, shape, halfbyte_bytes = _dtype(spec), spec.shape, spec.nbytes
+        file_type = (model.stored_as(stored_name) or format).removeprefix("GGUF ")
+        if name == stored_name:
+            yield TensorRow(name, format, file_type, shape, model.nbytes(stored_name), halfbyte_bytes, error)
+        else:
+            yield TensorRow(name, format, file_type, shape, 0, 0, error, tied_to=stored_name)
 
 
-def _plain_rows(reader: Reader) -> Iterator[TensorRow]:
-    for name, place in sorted(reader.places.items()):
-        yield _row(name, _dtype(place.spec), place.spec.shape, place.spec.nbytes, place.spec.nbytes)
+def _file_rows(reader: Reader) -> Iterator[TensorRow]:
+    for name in sorted(reader.places):
+        spec = reader.spec(name)
+        yield TensorRow(name, _dtype(spec), _dtype(spec), spec.shape, spec.nbytes, spec.nbytes)
 
 
 def _dtype(spec: TensorSpec) -> str:
     return str(spec.dtype).removeprefix("torch.")
 
 
-def _row(
-    name: str,
-    format: str,
-    shape: tuple[int, ...],
-    nbytes: int,
-    stored_bytes: int,
-    gguf_type: str | None = None,
-    error: float | None = None,
-    tied_to: str | None = None,
-) -> TensorRow:
-    """What is shown of a tensor.
+# The table
 
-    format, stored_bytes  its format in halfbyte, and bytes of that
-    nbytes         bytes in the files
-    gguf_type      the name of its type in the files, if that is not a dtype or halfbyte's format
+
+def _print_rows(rows: Sequence[TensorRow], totals: Totals) -> None:
+    """Print the table; where the files store a tensor in another type than halfbyte, with columns for both."""
+    from halfbyte.memory import size_text
+
+    two_formats = any(row.file_type != row.format for row in rows)
+    columns: tuple[str, ...] = ("name", "format", "shape", "bytes", "bits", "error")
+    if two_formats:
+        columns = ("name", "in the files", "shape", "bytes", "bits", "in halfbyte", "bytes", "bits", "error")
+    print_table(columns, (_cells(row, two_formats) for row in rows), left=2)
+    in_halfbyte = f"; {size_text(totals['held_bytes'])} in halfbyte" if two_formats else ""
+    sizes = f"{size_text(totals['bytes'])}, {totals['bits_per_element']:.2f} bits per element{in_halfbyte}"
+    print(f"{totals['tensors']} tensors, {totals['elements']:,} elements, {sizes}")
+
+
+def _cells(row: TensorRow, two_formats: bool) -> tuple[str, ...]:
+    shape = "×".join(map(str, row.shape)) or "scalar"
+    if row.tied_to is not None:
+        return row.name, row.file_type, shape, "tied to", row.tied_to, *("",) * (4 if two_formats else 1)
+    in_halfbyte: tuple[str, ...] = ("", "", "") if two_formats else ()
+    if row.file_type != row.format:
+        in_halfbyte = row.format, *_size_cells(row.halfbyte_bytes, row.elements)
+    error = "" if row.error is None else f"{row.error:.5f}"
+    return row.name, row.file_type, shape, *_size_cells(row.file_bytes, row.elements), *in_halfbyte, error
+
+
+def _size_cells(nbytes: int, elements: int) -> tuple[str, str]:
+    from halfbyte.memory import size_text
+
+    return size_text(nbytes), f"{8 * nbytes / elements:.2f}" if elements else ""
+
+
+# Errors
+
+
+def _add_errors(args: argparse.Namespace, model: StoredModel, rows: Sequence[TensorRow]) -> list[str]:
+    """Set the error of each quantized row from the tensors of the original model, --against.
+
+    Returns:
+        Notes on weights that have no error.
+
+    Raises:
+        CheckpointError: Nothing is quantized here, the original is quantized, or it is another model.
     """
-    return {
-        "name": name,
-        "type": gguf_type or format,
-        "format": format,
-        "shape": list(shape),
-        "bytes": 0 if tied_to else nbytes,
-        "held_bytes": 0 if tied_to else stored_bytes,
-        "error": error,
-        "tied_to": tied_to,
-    }
+    from halfbyte.checkpoint.files import weight_files
+    from halfbyte.io.safetensors import Reader
+
+    if not model.weights:
+        raise CheckpointError(f"nothing in {args.path} is quantized, so there is nothing to compare: leave --against out")
+    if _describes_tensors(args.against):
+        got = "is a GGUF file: name one in safetensors" if is_file(args.against) else "is quantized"
+        raise CheckpointError(f"--against takes the model as it was before it was quantized, and {args.against} {got}")
+    quantized = [row for row in rows if row.name in model.weights]
+    with progress(args, "comparing") as advance:
+        return list(_set_errors(model, Reader(weight_files(args.against)), quantized, advance))
 
 
-def _compare(model: StoredModel, source: Reader, rows: list[TensorRow], advance: Advance) -> list[str]:
-    """Fill in the error of every quantized row, from the original's tensors; returns notes on those that have none."""
+def _set_errors(model: StoredModel, originals: Reader, quantized: Sequence[TensorRow], advance: Advance) -> Iterator[str]:
     from halfbyte.nn.kinds import relative_error
 
-    notes = []
-    quantized = [row for row in rows if row["name"] in model.weights]
     for i, row in enumerate(quantized):
-        advance(i, len(quantized), row["name"])
-        original = _name_in(source, row["name"])
-        spec = source.spec(original)
-        weight = model.weights[row["name"]]
-        if spec.shape != weight.float_shape:
-            shapes = f"{list(weight.float_shape)}, but {original} of the original is {list(spec.shape)}"
-            raise CheckpointError(f"{row['name']} is {shapes}: is it the same model?")
-        rows_first = source.read(original).mT if weight.transposed else source.read(original)
-        codes = model.codes(row["name"])
-        error = relative_error(_columns(rows_first, model, row["name"]), codes, weight.kind, weight.fold)
-        row["error"] = error if math.isfinite(error) else None
-        if not math.isfinite(error):
-            notes.append(f"{row['name']}: the original has infinities or NaN, so that there is no error")
-    return notes
+        advance(i, len(quantized), row.name)
+        weight = model.weights[row.name]
+        original = _read_original(model, originals, row.name)
+        error = relative_error(original, model.codes(row.name), weight.kind, weight.fold)
+        if math.isfinite(error):
+            row.error = error
+        else:
+            row.error = None
+            yield f"{row.name}: the original has infinities or NaN, so that there is no error"
 
 
-def _name_in(source: Reader, name: str) -> str:
-    """The name of a weight in the original, which may have an additional or a missing prefix such as `bert.`."""
-    if name in source.places:
+def _read_original(model: StoredModel, originals: Reader, name: str) -> Tensor:
+    """Read the float weight from which `name` was quantized, with rows and columns in the order of its codes."""
+    from halfbyte.checkpoint.stored_model import order_name
+
+    weight = model.weights[name]
+    original_name = _original_name(originals, name)
+    shape = originals.spec(original_name).shape
+    if shape != weight.float_shape:
+        raise CheckpointError(
+            f"{name} is {list(weight.float_shape)}, but {original_name} of the original is {list(shape)}: is it the same model?"
+        )
+    original = originals.read(original_name)
+    if weight.transposed:
+        original = original.mT
+    if (order := order_name(name)) in model.plain:
+        original = original[..., model.tensor(order).long()]
+    return original
+
+
+def _original_name(originals: Reader, name: str) -> str:
+    """Return the name of a weight in the original, which may have an additional or a missing prefix such as `bert.`."""
+    if name in originals.places:
         return name
-    matches = [other for other in source.places if other.endswith(f".{name}") or name.endswith(f".{other}")]
+    matches = [other for other in originals.places if other.endswith(f".{name}") or name.endswith(f".{other}")]
     if len(matches) != 1:
         raise CheckpointError(f"the original has {len(matches) or 'no'} tensors called {name}: is it the same model?")
     return matches[0]
-
-
-def _columns(original: Tensor, model: StoredModel, name: str) -> Tensor:
-    """The original with its columns in the order of the codes."""
-    from halfbyte.checkpoint.stored_model import order_name
-
-    order = order_name(name)
-    return original[:, model.tensor(order).long()] if order in model.plain else original

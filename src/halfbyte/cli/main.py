@@ -114,7 +114,7 @@ def _flush_stdout() -> None:
 
 
 def _warn(message: Warning | str, *_: object) -> None:
-    """Replaces `warnings.showwarning`, which also prints a line of code."""
+    """Replace `warnings.showwarning`, which also prints a line of code."""
     print(f"halfbyte: warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _gpu_device(name: str) -> torch.device:
-    """Raises ArgumentError for a device that is not a GPU of torch."""
+    """Raise ArgumentError for a device that is not a GPU of torch."""
     device = named_device(name)
     if device is None or device.type != "cuda":
         raise ArgumentError(f"--device is cuda or one of cuda:0, cuda:1, …, got {name!r}: name a GPU, as other kernels need no tuning")

@@ -17,8 +17,8 @@ from halfbyte.errors import CheckpointError, UnsupportedError
 from halfbyte.kernels.layer_kinds import GateFunction, Projections
 from halfbyte.ops.transformer.decoder import Heads, Norm
 from halfbyte.ops.transformer.experts import Clamped
-from halfbyte.ops.transformer.layers import Weight
-from halfbyte.ops.transformer.whole_model_decode import Inputs
+from halfbyte.ops.transformer.weights import Weight
+from halfbyte.ops.transformer.whole_model_decode import PerLayerInputs
 
 _EMBEDDING, _HEAD, _HEAD_BIAS = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"
 _MOST_PER_LAYER = 1 << 16  # elements of a per-layer input
@@ -123,7 +123,7 @@ def _head(tensors: Tensors) -> tuple[Weight | Tensor, Tensor | None]:
     return table, _vector(tensors, bias[0], table.shape[0]) if bias and isinstance(table, Tensor) else None
 
 
-def _per_layer_inputs(family: Family, config: TextConfig, tensors: Tensors) -> Inputs | None:
+def _per_layer_inputs(family: Family, config: TextConfig, tensors: Tensors) -> PerLayerInputs | None:
     """Read what per-layer inputs are computed from; None where layers have none."""
     size, (table_name, projection_name, norm_name) = per_layer_size(family, config), PER_LAYER_INPUTS
     if size == 0:
@@ -141,7 +141,7 @@ def _per_layer_inputs(family: Family, config: TextConfig, tensors: Tensors) -> I
         if found != shape:
             raise CheckpointError(f"{name} is {list(found)} in the files, but config.json makes it {list(shape)}: it is of another model")
     of_each = norm(family, config, tensors, f"model.{norm_name}", size)
-    return Inputs(rows, size**0.5, projection, config.hidden_size**-0.5, of_each, 0.5**0.5)
+    return PerLayerInputs(rows, size**0.5, projection, config.hidden_size**-0.5, of_each, 0.5**0.5)
 
 
 def per_layer_size(family: Family, config: TextConfig) -> int:

@@ -17,7 +17,7 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.layer_kinds import GateFunction, Projections
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, PerLayerInput
 from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 
 class LayerSource(Protocol):

@@ -25,8 +25,8 @@ from halfbyte.machine import Gpu
 from halfbyte.ops.functions import sparse_on
 from halfbyte.ops.transformer.decoder import Heads
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.prefill_ops import why_not_many
+from halfbyte.ops.transformer.weights import Weight
 
 _GATES = "gate", "activation", "shared_expert.gate"  # which a linear layer may compute, too
 _NORMS = "rms_norm", "layer_norm"

@@ -24,9 +24,9 @@ from halfbyte.layouts.base import Packed
 from halfbyte.ops.functions import embedding, linear
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.layers import Weight, why_not_packed
 from halfbyte.ops.transformer.norms import wide_norm
-from halfbyte.ops.transformer.whole_model_decode import MOST_IN_A_ROW, DecodingStep
+from halfbyte.ops.transformer.weights import Weight, why_not_packed
+from halfbyte.ops.transformer.whole_model_decode import MOST_CONSECUTIVE, WholeModelDecode
 
 _FEW = 32  # tokens for which all layers are one native call, whose intermediate results are kept for all of them
 _STEP = "decode step"  # the native call
@@ -37,7 +37,7 @@ _STEPS |= {"rms_norm": "norm", "layer_norm": "norm", "softcap": "each", "logit_s
 _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small
 # Kernels of a few rows sum in another order than those of more, whose results do not depend on the number of rows. So a prompt has the same
 # logits, bit by bit, in whatever parts it is read, if each has at least so many tokens; not where experts get rows of their own.
-LEAST_PREFILL = MOST_IN_A_ROW + 1
+LEAST_PREFILL = MOST_CONSECUTIVE + 1
 Rotary = tuple[Tensor, Tensor]  # cosines and sines
 Entry = tuple[Tensor, Tensor, int]  # keys and values in a cache, and their number
 
@@ -92,7 +92,7 @@ class CpuModel:
         head = spec.lm_head if isinstance(spec.lm_head, Weight) else None
         self._layers = [CpuLayer(layer) for layer in spec.layers]
         whole = [layer.whole for layer in self._layers]
-        self.step = DecodingStep(
+        self.step = WholeModelDecode(
             whole,
             spec.embedding,
             spec.norm,
@@ -101,14 +101,14 @@ class CpuModel:
             [layer.rope for layer in spec.layers],
             factor=spec.embedding_multiplier,
             logits=None if head is None else spec.logits,
-            inputs=spec.per_layer_inputs,
+            per_layer_inputs=spec.per_layer_inputs,
         )
         # Layers from here on add no keys and values: only tokens whose outputs are wanted take them.
         self._first_reusing = first_reusing(spec)
         self._rotary_dim = max((layer.rotary for layer in whole), default=0)
         self._rows: dict[tuple[int, bool], Tensor] = {}
         self.most_decode = most_decode(spec)
-        self.most_verify = min(MOST_IN_A_ROW, self.most_decode)
+        self.most_verify = min(MOST_CONSECUTIVE, self.most_decode)
         self.least_prefill, self.most_prompts, self.prefill_chunk, self.streams_experts = LEAST_PREFILL, 1, _CHUNK, False
 
     @torch.inference_mode()
@@ -127,14 +127,16 @@ class CpuModel:
         cache.reserve(1)
         return self._stepped(ids, cache.positions() if positions is None else positions, cache, cache.mask())
 
-    def _stepped(self, ids: Sequence[int], where: Sequence[int], cache: Cache, mask: Tensor | None, *, in_a_row: bool = False) -> Tensor:
-        """The logits [M, N] after tokens at these positions, one of each sequence, or several of one `in_a_row`."""
+    def _stepped(self, ids: Sequence[int], where: Sequence[int], cache: Cache, mask: Tensor | None, *, consecutive: bool = False) -> Tensor:
+        """The logits [M, N] after tokens at these positions, one of each sequence, or `consecutive` tokens of one."""
         rows = [self.rope_row(position, position + 1) for position in where]
-        y = self.step(ids, [address for _, address in rows], cache.buffer_version, cache.entries, cache.length, mask, in_a_row=in_a_row)
-        cache.append(len(ids) if in_a_row else 1)
+        y = self.step(
+            ids, [address for _, address in rows], cache.buffer_version, cache.entries, cache.length, mask, consecutive=consecutive
+        )
+        cache.append(len(ids) if consecutive else 1)
         if isinstance(self.spec.lm_head, Weight):
             return y[:, 0]
-        if not in_a_row:
+        if not consecutive:
             return self._head(y[:, 0])
         return torch.cat([self._head(row) for row in y])  # torch sums several rows in another order
 
@@ -193,7 +195,7 @@ class CpuModel:
         if cache.batch != 1 or not 0 < len(ids) <= self.most_verify:
             raise ArgumentError(f"1 to {self.most_verify} tokens of one sequence are verified, got {len(ids)} of {cache.batch}")
         cache.reserve(len(ids))
-        return self._stepped(ids, range(cache.length, cache.length + len(ids)), cache, None, in_a_row=True)
+        return self._stepped(ids, range(cache.length, cache.length + len(ids)), cache, None, consecutive=True)
 
     def _read(self, ids: Sequence[int], cache: Cache, total: int, wanted: int) -> Tensor:
         """The hidden states [1, t, K] of tokens after the last layer, of the last `wanted` ones at least. total: length of the whole

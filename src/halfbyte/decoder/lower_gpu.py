@@ -37,9 +37,9 @@ from halfbyte.ops.functions import embedding
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES as MOST_ON_CPU
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import add_normed, normed
-from halfbyte.ops.transformer.whole_model_decode import Inputs as PerLayerInputs
+from halfbyte.ops.transformer.weights import Weight
+from halfbyte.ops.transformer.whole_model_decode import PerLayerInputs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_SEQUENCES = 256  # that are decoded at the same time

@@ -23,7 +23,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, PerLayerInput
 from halfbyte.ops.transformer.experts import CLAMPED, Experts, SharedExpert
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 T = TypeVar("T", bound=Hashable)
 TORCH = "torch"  # the kernel of what torch's operations compute

@@ -20,8 +20,8 @@ from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.base import Packed
 from halfbyte.ops.transformer.decoder import MLP, Attention, Norm, PerLayerInput
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.layers import Weight
-from halfbyte.ops.transformer.whole_model_decode import Inputs
+from halfbyte.ops.transformer.weights import Weight
+from halfbyte.ops.transformer.whole_model_decode import PerLayerInputs
 
 Logits = tuple[LogitsFunction, float] | None  # a function of the logits and its constant
 
@@ -86,7 +86,7 @@ class DecoderSpec:
     ropes: tuple[Rope, ...]
     max_positions: int | None
     lm_head_bias: Tensor | None = None
-    per_layer_inputs: Inputs | None = None
+    per_layer_inputs: PerLayerInputs | None = None
 
     @property
     def vocabulary(self) -> int:

@@ -113,7 +113,7 @@ def compare_outputs(reference: Tensor, candidate: Tensor) -> OutputQuality:
 
 
 def merge_outputs(parts: Sequence[OutputQuality]) -> OutputQuality:
-    """Combines the results of `compare_outputs` for parts of the rows into that for all rows."""
+    """Combine the results of `compare_outputs` for parts of the rows into that for all rows."""
     if not parts:
         raise ArgumentError("there are no outputs to merge")
     n = sum(part.n for part in parts)

@@ -99,7 +99,7 @@ class Codes:
         return f"Codes({self.format}, {list(self.shape)}, on {self.data.device})"
 
     def check_values(self) -> None:
-        """Raises FormatError for values that no quantizer writes; for codes from untrusted files."""
+        """Raise FormatError for values that no quantizer writes; for codes from untrusted files."""
         for name, tensor in {"scale": self.scale, "offset": self.zero}.items():
             if tensor is not None and tensor.is_floating_point() and tensor.numel() and not tensor.abs().max() < torch.inf:
                 raise FormatError(f"{self.format} codes of shape {list(self.shape)} have a {name} that is not finite")

@@ -108,7 +108,7 @@ def _blocks(kind: BlockType, count: int) -> Tensor:
 
 
 def _put_scales(kind: BlockType, blocks: Tensor, q: Tensor, numbers: list[Tensor]) -> bool:
-    """Writes the scales, but not the codes, into blocks uint8 [B, bytes]; False where the type does not hold one of either."""
+    """Write the scales, but not the codes, into blocks uint8 [B, bytes]; False where the type does not hold one of either."""
     bits = _bits(kind)
     return (bits == 8 or int(q.max()) < 1 << bits) and _SCALES[kind.name](blocks, *numbers)
 
@@ -136,7 +136,7 @@ def _halves(b: Tensor, *numbers: Tensor, at: tuple[int, ...]) -> bool:
 
 
 def _put_products(b: Tensor, at: int, numbers: Tensor, low: int, high: int) -> Tensor | None:
-    """Finds numbers [B, n] as d s with integers s in low … high, and puts d at byte `at`. s - min(low, 0) [B, n] as uint8, or None."""
+    """Find numbers [B, n] as d s with integers s in low … high, and put d at byte `at`. s - min(low, 0) [B, n] as uint8, or None."""
     top = numbers.gather(1, numbers.abs().argmax(1, keepdim=True))
     d, s = torch.zeros_like(top), torch.zeros_like(numbers)
     left = top[:, 0].nonzero()[:, 0]

@@ -21,7 +21,7 @@ Ranges = tuple[Range, ...]  # whose concatenation is a shard
 
 
 def spread(count: int, of: int, unit: int = 1) -> list[Range]:
-    """Splits 0 … `count` into `of` ranges of whole units, as evenly as possible, the longer first; the last unit may be short."""
+    """Split 0 … `count` into `of` ranges of whole units, as evenly as possible, the longer first; the last unit may be short."""
     whole, longer = divmod(-(-count // unit), of)
     bounds = [min(count, (i * whole + min(i, longer)) * unit) for i in range(of + 1)]
     return list(pairwise(bounds))

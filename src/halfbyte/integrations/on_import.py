@@ -30,7 +30,7 @@ _REGISTRY = "transformers.quantizers.auto"
 
 
 def register() -> bool:
-    """Registers with each package now if it is imported, otherwise as soon as it is. Returns whether transformers is imported."""
+    """Register with each package now if it is imported, otherwise as soon as it is. Returns whether transformers is imported."""
     loaded = _REGISTRY in sys.modules
     for name in _INTEGRATIONS:
         if name in sys.modules:

@@ -57,13 +57,13 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def check_regular(folder: Path) -> None:
-    """Raises CheckpointError for a FIFO, device or socket among the files of a folder that another library is going to read."""
+    """Raise CheckpointError for a FIFO, device or socket among the files of a folder that another library is going to read."""
     for path in _visible(folder):
         is_there(path)
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Opens a file for reading bytes, as `open` does.
+    """Open a file for reading bytes, as `open` does.
 
     Raises:
         CheckpointError: It is a FIFO, device or socket.
@@ -73,7 +73,7 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def open_unbuffered(path: Path) -> FileIO:
-    """Opens a file for reading large pieces; raises as `open_file` does."""
+    """Open a file for reading large pieces; raise as `open_file` does."""
     flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # a FIFO would wait for its writer
     descriptor = os.open(path, os.O_RDONLY | flags)
     try:

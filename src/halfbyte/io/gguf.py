@@ -233,7 +233,7 @@ class _Cursor:
         return CheckpointError(f"{self.path}: {what}: the file is damaged")
 
     def skip(self, count: int) -> int:
-        """Skips `count` bytes; returns where they begin."""
+        """Skip `count` bytes; return where they begin."""
         start = self.at
         if count > self.size - start:
             raise self.wrong(f"something of {count} bytes at byte {start} goes beyond the end, {self.size}")
@@ -276,7 +276,7 @@ class _Cursor:
         return Strings(self.text, self._string_ends(count), key)
 
     def _string_ends(self, count: int) -> list[int]:
-        """Skips so many strings; returns where each ends, after where the first begins. There may be hundreds of thousands."""
+        """Skip so many strings; return where each ends, after where the first begins. There may be hundreds of thousands."""
         text, at, ends, length = self.text, self.at, [self.at], struct.Struct("<Q").unpack_from
         with suppress(struct.error, OverflowError):
             for _ in range(count):
@@ -334,7 +334,7 @@ def _parse(path: Path, text: bytes, size: int) -> File:
 
 
 def _check_places(cursor: _Cursor, entries: Mapping[str, Entry], start: int, alignment: int) -> None:
-    """Raises CheckpointError unless each tensor begins at the first multiple of the alignment behind the one before it and the file ends
+    """Raise CheckpointError unless each tensor begins at the first multiple of the alignment behind the one before it and the file ends
     with the last: otherwise the type or shape of a tensor in the header is not that of its data."""
     end = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].place.offset, item[1].place.spec.nbytes)):
@@ -433,7 +433,7 @@ class Writer(TensorWriter):
         super().__init__({path: bytes(out)}, places, path.parent, journal)
 
     def finish(self) -> None:
-        """Raises ArgumentError if a tensor has not been written; pads the last one."""
+        """Raise ArgumentError if a tensor has not been written; pad the last one."""
         super().finish()
         with open(self._path, "r+b") as file:
             file.truncate(self.nbytes)

@@ -36,7 +36,7 @@ FILE_LIMIT = 2 << 30  # of a protobuf
 
 
 def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | None = None) -> None:
-    """Writes a model with one input "x" [M, K] and one output "y" [M, N], both of the scales' dtype, float32 or float16.
+    """Write a model with one input "x" [M, K] and one output "y" [M, N], both of the scales' dtype, float32 or float16.
 
     Raises ArgumentError for a format that the operator does not support: it takes symmetric codes or zero points, and blocks
     of a power of two, 16 or more, or a scale per channel.

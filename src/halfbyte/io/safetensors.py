@@ -167,7 +167,7 @@ class Reader:
                 self.places[name] = place
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Gives tensors other names: the present one -> the new one, which must be unique."""
+        """Give tensors other names: the present one -> the new one, which must be unique."""
         self.places = {names[name]: place for name, place in self.places.items()}
         self.metadata = {names.get(name, name): value for name, value in self.metadata.items()}
 

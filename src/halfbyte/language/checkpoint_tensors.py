@@ -34,7 +34,7 @@ from halfbyte.language.packed_cache import PackedCache, open_cache
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import PANEL
 from halfbyte.nn.described import LOW_RANK, Candidate
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
     from halfbyte.checkpoint.native.checkpoint_model import Checkpoint

@@ -3,7 +3,7 @@
     transposed   y[o] = sum over k of w[k] * x[i],  o + padding = i * stride + k * dilation
 
 Taps k = m + phases * j of one phase m lie `stride` apart in the output, so each phase is an ordinary convolution of x, and all of them have
-the same window: the phases become output channels of one convolution, whose results interleave (`ops/conv/folded.py`). Taps that some
+the same window: the phases become output channels of one convolution, whose results interleave (`ops/conv/transposed.py`). Taps that some
 phases lack are 0. Of a 3-D kernel the taps along time become input channels; of one that moves by its own size, all taps do.
 
     transposed   [Ci, Co/groups, *kernel]    -> [groups * phases * Co/groups, Ci/groups, *ceil(kernel / phases)]

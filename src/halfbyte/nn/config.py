@@ -44,7 +44,7 @@ _IN_SKIP = {"modules_to_not_convert", "llm_int8_skip_modules", "ignore", "exclud
 
 
 def with_known_settings(cls: type[_Class]) -> type[_Class]:
-    """Decorates a class that takes the settings of a Config: any other is refused with a remedy, before Python's own error."""
+    """Decorate a class that takes the settings of a Config: any other is refused with a remedy, before Python's own error."""
     init: Any = cls.__init__
 
     @wraps(init)
@@ -186,7 +186,7 @@ class Config:
 
 
 def _check_settings(cls: type, settings: Mapping[str, object]) -> None:
-    """Raises ArgumentError for a setting that no Config has; `cls` is what it was given to."""
+    """Raise ArgumentError for a setting that no Config has; `cls` is what it was given to."""
     known = [setting.name for setting in fields(Config)]
     for name, value in settings.items():
         if name not in known:
@@ -264,7 +264,7 @@ def decide(found: Sequence[Candidate], config: Config, kept: Mapping[str, str] =
 
 
 def check_patterns(config: Config, found: Sequence[Candidate]) -> None:
-    """Raises ArgumentError for a pattern of `config` that matches none of these modules."""
+    """Raise ArgumentError for a pattern of `config` that matches none of these modules."""
     names = [candidate.name for candidate in found]
     for setting, patterns in (("skip", config.skip), ("overrides", config.overrides)):
         for pattern in patterns:

@@ -135,7 +135,7 @@ def _put_(
     notes: list[str],
     rests: Mapping[str, Callable[[], Tensor]] = NO_RESTS,
 ) -> nn.Module:
-    """Quantizes the modules that `formats` names. rests: the weights of residuals, each computed when it is needed."""
+    """Quantize the modules that `formats` names. rests: the weights of residuals, each computed when it is needed."""
     results: dict[str, Result] = {}
     if calibration is not None:
         calibrated = calibrated_names(model, formats)
@@ -175,7 +175,7 @@ def put_quantized_(
     config: Config,
     codes_of: Callable[[str, nn.Module, Format], tuple[Codes, float | None]],
 ) -> dict[str, str]:
-    """Replaces each module that `formats` names by its quantized form; `codes_of` returns its codes and their error, or raises FormatError.
+    """Replace each module that `formats` names by its quantized form; `codes_of` returns its codes and their error, or raises FormatError.
 
     A module with several names stays one module, and weights that modules share stay shared. Returns the modules that stay in floating
     point, as their formats cannot hold their weights, and the reasons. Raises FormatError instead where the config is strict, or where no
@@ -283,7 +283,7 @@ def _difference(module: nn.Module, fmt: Format, config: Config) -> tuple[str, st
 
 
 def check_in_place(model: nn.Module) -> None:
-    """Raises ArgumentError for a model whose modules cannot be replaced, or have been prepared by `prepare_qat_`."""
+    """Raise ArgumentError for a model whose modules cannot be replaced, or have been prepared by `prepare_qat_`."""
     check_type(model, nn.Module, "a model is a torch.nn.Module", "use halfbyte.convert for one on disk, halfbyte.quantize for a tensor")
     if isinstance(model, FLOAT_MODULES):
         raise ArgumentError(f"a lone {type(model).__name__} cannot be replaced in place: wrap it, nn.Sequential(module)")

@@ -29,7 +29,7 @@ _CONVERTIBLE = (QuantLinear, PermutedLinear, QuantEmbedding, QuantEmbeddingBag, 
 def dequantize_(
     model: nn.Module, is_chosen: Callable[[QuantModule], bool] = lambda module: True, dtype: torch.dtype | None = None
 ) -> list[str]:
-    """Replaces quantized modules inside of `model` by their float forms, in place.
+    """Replace quantized modules inside of `model` by their float forms, in place.
 
     Modules that share a packed weight share the float parameter. Experts whose stacks are all float become transformers' module again.
 
@@ -72,7 +72,7 @@ def trainable_form(module: nn.Module) -> nn.Module:
 
 
 def check_convertible(module: QuantModule, *, with_group: bool = False) -> None:
-    """Raises UnsupportedError for a quantized module that computes more than its float form would, or is part of a distributed weight.
+    """Raise UnsupportedError for a quantized module that computes more than its float form would, or is part of a distributed weight.
 
     Args:
         with_group: All layers with which it is fused become float layers, too.

@@ -69,7 +69,7 @@ class Candidate:
 
 
 def check_compute(compute: str, activation: str) -> None:
-    """Raises ArgumentError for a `compute` or `activation` that does not exist."""
+    """Raise ArgumentError for a `compute` or `activation` that does not exist."""
     if compute not in COMPUTES:
         raise ArgumentError(f"compute is one of {', '.join(COMPUTES)}, got {compute!r}")
     if activation not in ACTIVATIONS:

@@ -204,7 +204,7 @@ class _Group:
         return group
 
     def join(self) -> None:
-        """Concatenates the biases, each of which is a view of the result from then on: no write to one is missed, also by way of `.data`,
+        """Concatenate the biases, each of which is a view of the result from then on: no write to one is missed, also by way of `.data`,
         which torch does not count. None while layers move from device to device, one by one."""
         device, given = self.packed.device, [bias for bias in self.biases if bias is not None]
         if not given or any(bias.device != device for bias in given):
@@ -262,7 +262,7 @@ class _Group:
             self.check = digest(self.packed.data)
 
     def put(self, index: int, codes: Codes) -> None:
-        """Gives one of the layers other codes, of the same format and shape. They are written over the old ones, of which each layer has a
+        """Give one of the layers other codes, of the same format and shape. They are written over the old ones, of which each layer has a
         view."""
         joined = ops.unpack(self.packed)
         parts = [joined.select(self.rows(i)) for i in range(len(self.sizes))]

@@ -25,7 +25,7 @@ from halfbyte.nn.modules.quantized import has_global_hooks, has_hooks
 from halfbyte.nn.report import REMARK
 from halfbyte.ops.conv.functions import window_numbers
 from halfbyte.ops.conv.group_norm import normed_conv2d, supports
-from halfbyte.ops.library import plain
+from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer import attention
 
 _RESNET, _ATTENTION = "diffusers.models.resnet", "diffusers.models.attention_processor"

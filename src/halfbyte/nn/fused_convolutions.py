@@ -18,16 +18,16 @@ from torch import fx, nn
 from halfbyte.nn.modules.conv import QuantConv2d, QuantConvTranspose2d
 from halfbyte.nn.modules.quantized import QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
-from halfbyte.nn.static.memory_format import Formats
-from halfbyte.nn.static.traced import ADDS, RELUS, TracedModules, Tracer, erase_identities, module_of, replace_node
-from halfbyte.ops.conv.pool import largest
+from halfbyte.nn.static.memory_format import MemoryFormats
+from halfbyte.nn.static.tracing import ADDS, RELUS, TracedModules, Tracer, erase_identities, module_of, replace_node
+from halfbyte.ops.conv.pool import max_pool2d
 
 _INFINITE = float("inf")
 _Clamp = tuple[float, float]
 
 
 def fuse_convolutions_(model: nn.Module) -> None:
-    """Fuses additions and ReLUs into the quantized convolutions of `model`, in place, where `model` is in evaluation."""
+    """Fuse additions and ReLUs into the quantized convolutions of `model`, in place, where `model` is in evaluation."""
     if isinstance(model, QuantModule | _Fused) or not any(isinstance(module, QuantConv2d) for module in model.modules()):
         return
     graph = None if model.training else _graph(model)
@@ -82,7 +82,7 @@ def _fused_again(kind: type[nn.Module], state: dict[str, object]) -> nn.Module:
 
 
 def _again(model: nn.Module) -> nn.Module:
-    """Restores the class of `model`, one of whose inner modules was replaced, and fuses it again."""
+    """Restore the class of `model`, one of whose inner modules was replaced, and fuse it again."""
     model.__dict__.pop(REMARK, None)
     model.__class__ = type(model).__mro__[2]
     fuse_convolutions_(model)
@@ -108,7 +108,7 @@ def _graph(model: nn.Module) -> fx.Graph | None:
 
 
 def _with_sums(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
-    """Lets convolutions add; returns how many."""
+    """Let convolutions add; return how many."""
     erase_identities(graph, modules)
     place = {node: i for i, node in enumerate(graph.nodes)}
     count = 0
@@ -130,7 +130,7 @@ def _with_sums(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
 
 
 def _with_activations(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
-    """Lets convolutions clamp; returns how many."""
+    """Let convolutions clamp; return how many."""
     count = 0
     for node in graph.nodes:
         if node.args and isinstance(node.args[0], fx.Node) and _alone(node.args[0], modules) and (ends := _clamp(node, modules)):
@@ -141,28 +141,28 @@ def _with_activations(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
 
 
 def _in_channels_last(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
-    """Lets convolutions hand images on to each other in channels_last; returns how many take them so."""
+    """Let convolutions hand images on to each other in channels_last; return how many take them so."""
 
-    def gives(node: fx.Node) -> bool:
+    def writes_channels_last(node: fx.Node) -> bool:
         return _is_convolution(node, modules)
 
-    formats = Formats(graph, modules, gives)
+    formats = MemoryFormats(graph, modules, writes_channels_last)
     if not (count := formats.channels_last_count()) or formats.writes_shared():
         return 0
     formats.restore()
     for node in graph.nodes:
-        if gives(node):
+        if writes_channels_last(node):
             node.kwargs = {**node.kwargs, "channels_last": True}
     return count
 
 
 def _with_pools(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
-    """Replaces max-pooling, for which there is a kernel that is faster on GPUs than torch's."""
+    """Replace max-pooling, for which there is a kernel that is faster on GPUs than torch's."""
     for node in graph.nodes:
         if type(module_of(node, modules)) is nn.MaxPool2d:
             with graph.inserting_before(node):
                 pool = graph.get_attr(str(node.target))
-                replace_node(node, graph.call_function(largest, (*node.args, pool), node.kwargs))
+                replace_node(node, graph.call_function(max_pool2d, (*node.args, pool), node.kwargs))
 
 
 def _alone(node: fx.Node, modules: dict[str, nn.Module]) -> bool:

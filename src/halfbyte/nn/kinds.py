@@ -53,7 +53,7 @@ def codes_shape(module: nn.Module, shape: Sequence[int], fmt: Format) -> tuple[i
 
 
 def quantize_weight(kind: str, weight: Tensor, fmt: Format, method: str, name: str, fold: Fold | None = None) -> Codes:
-    """Quantizes the weight of a module of this kind. fold: of a convolution."""
+    """Quantize the weight of a module of this kind. fold: of a convolution."""
     if kind not in CONVOLUTIONS:
         return ops.quantize(weight, fmt, method, name=name)
     if fold is None:
@@ -67,7 +67,7 @@ def quantize_weight(kind: str, weight: Tensor, fmt: Format, method: str, name: s
 
 
 def pack_weight(module: nn.Module, codes: Codes, device: torch.device | str) -> AnyPacked:
-    """Packs the codes of a module's weight for `device`."""
+    """Pack the codes of a module's weight for `device`."""
     if isinstance(module, IntegerModule):
         return pack_like(module.packed, codes, torch.device(device))
     if isinstance(module, FloatConv | QuantConv2d):
@@ -86,9 +86,8 @@ def quantized_module(
         quantized = module.with_weight(packed, dtype, error)
     elif isinstance(packed, PackedConv):
         assert isinstance(module, FloatConv | QuantConv2d)
-        if activation == "image" and (isinstance(packed.format.block, int) or packed.format.zero != "none"):
-            activation = "row"  # as Config says
-        quantized = form_of(module)(packed, module, compute, activation, dtype=dtype, error=error)
+        shared_by = module_activation(activation, packed.format, convolution=True)
+        quantized = form_of(module)(packed, module, compute, shared_by, dtype=dtype, error=error)
     elif isinstance(module, nn.Embedding | QuantEmbedding):
         factor = factor_of(module) if isinstance(module, nn.Embedding) else module.embed_scale
         quantized = QuantEmbedding(packed, module.padding_idx, embed_scale=factor, dtype=dtype, error=error)
@@ -99,10 +98,20 @@ def quantized_module(
     else:
         assert isinstance(module, nn.Linear | QuantLinear) or is_conv1d(module)
         bias = cast("Tensor | None", module.bias)
-        quantized = QuantLinear(packed, bias, compute, "row" if activation == "image" else activation, dtype=dtype, error=error)
+        shared_by = module_activation(activation, packed.format, convolution=False)
+        quantized = QuantLinear(packed, bias, compute, shared_by, dtype=dtype, error=error)
     quantized.transposed = is_transposed(module)
     keep_hooks(module, quantized)
     return quantized.train(module.training)
+
+
+def module_activation(activation: str, fmt: Format, *, convolution: bool) -> str:
+    """Return what a scale of a module's quantized activations is shared by, where the config asks for `activation`.
+
+    "image" applies to convolutions whose weight has one scale per channel or tensor and no zero; it means "row" for all others.
+    """
+    applies = convolution and not isinstance(fmt.block, int) and fmt.zero == "none"
+    return "row" if activation == "image" and not applies else activation
 
 
 def relative_error(weight: Tensor, codes: Codes, kind: str = "Linear", fold: Fold | None = None) -> float:

@@ -173,12 +173,12 @@ def _report(model: nn.Module, config: Config | None) -> Report:
 
 
 def add_kept(model: nn.Module, kept: Mapping[str, str]) -> None:
-    """Adds the reasons why modules stay in floating point, which `report` prints."""
+    """Add the reasons why modules stay in floating point, which `report` prints."""
     setattr(model, KEPT, {**getattr(model, KEPT, {}), **kept})
 
 
 def add_notes(model: nn.Module, notes: Sequence[str]) -> None:
-    """Adds notes that `report` prints below its table."""
+    """Add notes that `report` prints below its table."""
     setattr(model, NOTES, (*getattr(model, NOTES, ()), *notes))
 
 

@@ -1,7 +1,7 @@
 """The operations, as functions on Codes and Packed and as torch custom ops `halfbyte::…` below them.
 
 functions.py  the public functions of linear layers and embeddings
-library.py    the custom ops as torch sees them: schemas, shapes, gradients
+library.py    the custom ops as torch sees them; registration.py: their derivatives, autocast, vmap; modes.py: what torch is doing around
 cpu.py        the ops on the CPU
 cuda.py       the ops on GPUs; replay.py: replay of recorded launches; graph_capture.py: CUDA graphs
 conv/         convolutions, and what lies between them

@@ -29,8 +29,9 @@ from halfbyte.kernels.problem import Activation, scaling_of
 from halfbyte.kernels.reference import quantize_block
 from halfbyte.layouts.cpu_tiles import piece
 from halfbyte.ops import functions
-from halfbyte.ops.checks import check_floats, check_here
-from halfbyte.ops.library import has_tangent, loops, transformed
+from halfbyte.ops.checks import check_floats, check_plain_tensor
+from halfbyte.ops.modes import has_tangent, transformed
+from halfbyte.ops.registration import loops
 from halfbyte.quantizers import quantize_to_grid
 
 _Settings = TypeVarTuple("_Settings")
@@ -41,7 +42,7 @@ def fake_quantize(weight: Tensor, format: str | Format, method: str = "absmax", 
 
     Raises what `quantize` does.
     """
-    check_here(weight, name)
+    check_plain_tensor(weight, name)
     rows, settings = weight.reshape(-1, weight.shape[-1]), (str(as_format(format)), method, name)
     if transformed() or has_tangent(rows):
         rounded, inside = _fake_quantize(rows.detach(), *settings)
@@ -55,7 +56,7 @@ def fake_quantize_given(weight: Tensor, format: str | Format, scale: Tensor, zer
     scale  floating point, of either sign
     zero   zero points (uint8) or offsets (the scale's dtype); None where the format has none
     """
-    check_here(weight, name)
+    check_plain_tensor(weight, name)
     fmt = as_format(format)
     rows = weight.reshape(-1, weight.shape[-1])
     shape = fmt.scale_shape(tuple(rows.shape))
@@ -87,7 +88,7 @@ def fake_quantize_images(x: Tensor) -> Tensor:
 
 def _straight_through(x: Tensor, op: Callable[[Tensor, Unpack[_Settings]], Tensor], *settings: *_Settings) -> Tensor:
     """op(x, *settings) with the derivative of the identity."""
-    check_here(x, "the input")
+    check_plain_tensor(x, "the input")
     check_floats(x, "fake quantization takes activations")
     return op(x.detach(), *settings) + _change(x) if transformed() or has_tangent(x) else op(x, *settings)
 

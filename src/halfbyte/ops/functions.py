@@ -22,10 +22,12 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.machine import Gpu
 from halfbyte.memory import joined
 from halfbyte.ops import cpu
-from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_here, check_operands, check_requantization, code_range
+from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_plain_tensor, check_requantization, code_range
 from halfbyte.ops.ends import optional
-from halfbyte.ops.library import OPS, differentiated, gpu_ops, plain, transformed, transformed_linear
+from halfbyte.ops.library import gpu_ops, transformed_linear
 from halfbyte.ops.long_sums import starts
+from halfbyte.ops.modes import differentiated, plain, transformed
+from halfbyte.ops.registration import OPS
 from halfbyte.ops.tensors import geglu
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.check import check_scales, check_weight
@@ -394,7 +396,7 @@ def embedding(ids: Tensor, packed: Packed, dtype: torch.dtype = torch.float32) -
             return run(ids, packed.data, packed.name, n, k, dtype)
         return OPS.embedding.default(ids, packed.data, packed.name, n, k, dtype)  # type: ignore[no-any-return]
     except Exception:
-        check_here(ids, "the input")
+        check_plain_tensor(ids, "the input")
         raise
 
 

@@ -14,8 +14,9 @@ from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, packed_bytes, place
-from halfbyte.ops.library import OPS, autocast, casts, differentiated, loops, plain, transformed
+from halfbyte.ops.checks import check_activation, check_bytes, check_floats, check_operands, device_name, packed_bytes
+from halfbyte.ops.modes import differentiated, plain, transformed
+from halfbyte.ops.registration import OPS, autocast, casts, loops
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class _Settings(NamedTuple):
 
 
 def _shape(x: Tensor, ids: Tensor, s: _Settings) -> tuple[int, ...]:
-    """The shape of the result. Raises ArgumentError where those of x and ids do not fit."""
+    """Return the shape of the result. Raise ArgumentError where those of x and ids do not fit."""
     shared = x.shape == (*ids.shape[:1], s.k)
     if ids.dim() not in (1, 2) or not (shared or x.shape == (*ids.shape, s.k)):
         wanted = f"x [M, {s.k}] with ids [M] or [M, T], or x [M, T, {s.k}] with ids [M, T]"
@@ -107,21 +108,21 @@ def _shape(x: Tensor, ids: Tensor, s: _Settings) -> tuple[int, ...]:
 
 
 def _check(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, s: _Settings) -> None:
-    """Checks everything but the shapes of x and ids, the compute, and the ids themselves."""
+    """Check everything but the shapes of x and ids, the compute, and the ids themselves."""
     check_floats(x, "grouped_linear takes activations")
     check_activation(s.activation)
     if ids.dtype not in (torch.int64, torch.int32) or ids.device != x.device:
-        raise ArgumentError(f"expert ids are int64 or int32 on {place(x.device.type)}, like x, got {ids.dtype} on {ids.device}")
+        raise ArgumentError(f"expert ids are int64 or int32 on {device_name(x.device.type)}, like x, got {ids.dtype} on {ids.device}")
     nbytes = s.experts * packed_bytes(s.format, s.n, s.k, x.device.type)
     check_bytes(weight, nbytes, x.device, f"{s.format} of shape [{s.experts}, {s.n}, {s.k}]")
     if bias is not None and (bias.shape != (s.experts, s.n) or not bias.is_floating_point() or bias.device != x.device):
         got = f"{bias.dtype} {list(bias.shape)} on {bias.device}"
-        wanted = f"floating point [{s.experts}, {s.n}] on {place(x.device.type)}"
+        wanted = f"floating point [{s.experts}, {s.n}] on {device_name(x.device.type)}"
         raise ArgumentError(f"the bias of {s.experts} experts is {wanted}, got {got}")
 
 
 def _grouped(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: *_Sizes) -> Tensor:
-    """The op."""
+    """Compute the op on the device of x."""
     s = _Settings(*settings)
     shape = _shape(x, ids, s)
     _check(x, weight, ids, bias, s)
@@ -131,12 +132,12 @@ def _grouped(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *setti
     return multiply(x.reshape(-1, s.k), weight, bias).view(shape)
 
 
-# (x [M, K], packed bytes, bias of all experts) -> [pairs, N]
+# (x [M, K] or [M * T, K], packed bytes, bias of all experts) -> [number of ids, N]
 _Multiply = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 def _empty_product(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int, ...], experts: int) -> Tensor:
-    """The result where K or another size is 0: the bias."""
+    """Return the result where K or another size is 0: the bias."""
     y = x.new_zeros(shape)
     if bias is not None and y.numel() and experts:
         y += bias[ids.long().clamp(0, experts - 1)]
@@ -144,17 +145,17 @@ def _empty_product(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int
 
 
 def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
-    """Raises ArgumentError for an id that is out of range and an unknown compute."""
+    """Return the product on a CPU. Raise ArgumentError for an id that is out of range and an unknown compute."""
     kernel = _cpu_kernel(s, x.dtype)
-    numbers = ids.flatten().tolist()
-    if numbers and (min(numbers) < 0 or max(numbers) >= s.experts):
-        raise ArgumentError(f"expert ids lie in 0 … {s.experts - 1}, got {min(numbers)} … {max(numbers)}")
+    id_list = ids.flatten().tolist()
+    if id_list and (min(id_list) < 0 or max(id_list) >= s.experts):
+        raise ArgumentError(f"expert ids lie in 0 … {s.experts - 1}, got {min(id_list)} … {max(id_list)}")
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         from halfbyte.kernels.cpu.linear import grouped
 
         biases = None if bias is None else bias.to(torch.float32).contiguous()
-        return grouped.run(kernel, x.contiguous(), numbers, aligned(weight), biases)
+        return grouped.run(kernel, x.contiguous(), id_list, aligned(weight), biases)
 
     return multiply
 
@@ -167,26 +168,27 @@ def _cpu_kernel(s: _Settings, dtype: torch.dtype) -> LinearKernel:
 
 
 def _on_gpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
+    """Return the product on a GPU, whose launches are recorded at the first call and replayed at others."""
     from halfbyte.dispatch.choose import choose
     from halfbyte.dispatch.gpu import compute_of
     from halfbyte.machine import gpu
     from halfbyte.ops import cuda
     from halfbyte.ops.replay import replayed
 
-    computed = s._replace(compute=compute_of(s.compute))
+    chosen = s._replace(compute=compute_of(s.compute))
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None:
             bias = aligned(bias.float() if bias.dtype == torch.float64 else bias)
         operands = (aligned(x), aligned(weight), aligned(ids.flatten()))
 
-        def steps() -> Tensor:
+        def launch() -> Tensor:
             out, here = output(x.new_empty(ids.numel(), s.n)), gpu(x.get_device())
-            cuda.run_first(choose(computed.problem(ids.numel(), x.dtype), here), here, (*operands, out, bias))
+            cuda.run_first(choose(chosen.problem(ids.numel(), x.dtype), here), here, (*operands, out, bias))
             return out
 
         with cuda.on(x):
-            return replayed(steps, (*operands, bias), "grouped_linear", *s)
+            return replayed(launch, (*operands, bias), "grouped_linear", *s)
 
     return multiply
 
@@ -226,40 +228,41 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, ids = ctx.saved_tensors
-        s, grad_x, grad_bias = ctx.settings, None, None
+        s, (needs_x, _, _, needs_bias) = ctx.settings, ctx.needs_input_grad[:4]
+        grad_x = grad_bias = None
         rows = grad.reshape(-1, s.n)
-        if ctx.needs_input_grad[0]:
-            grad_x = _by_expert(rows, ids, s.experts, lambda e: _matrix(weight, e, s, grad.dtype)).view(*ids.shape, s.k)
+        if needs_x:
+            grad_x = _by_expert(rows, ids, s.experts, s.k, lambda e: _matrix(weight, e, s, grad.dtype)).view(*ids.shape, s.k)
             grad_x = grad_x.sum(1) if ctx.shared else grad_x
-        if ctx.needs_input_grad[3]:
-            of_experts = (ids.reshape(-1) == torch.arange(s.experts, device=ids.device).unsqueeze(1)).to(rows.dtype)
-            grad_bias = (of_experts @ rows).to(ctx.bias_dtype)
+        if needs_bias:
+            one_hot = (ids.reshape(-1) == torch.arange(s.experts, device=ids.device).unsqueeze(1)).to(rows.dtype)
+            grad_bias = (one_hot @ rows).to(ctx.bias_dtype)
         return (grad_x, None, None, grad_bias, *[None] * len(s))
 
     @staticmethod
     def jvp(ctx: _Context, x: Tensor, _: object, __: object, bias: Tensor | None, *settings: object) -> Tensor:
-        """Takes tangents."""
+        """Return the tangent of y; x and bias are tangents."""
         weight, ids = ctx.saved_tensors
         s = ctx.settings
         rows = (x.unsqueeze(1).expand(*ids.shape, s.k) if ctx.shared else x).reshape(-1, s.k)
-        y = _by_expert(rows, ids, s.experts, lambda e: _matrix(weight, e, s, x.dtype).T).view(*ids.shape, s.n)
+        y = _by_expert(rows, ids, s.experts, s.n, lambda e: _matrix(weight, e, s, x.dtype).T).view(*ids.shape, s.n)
         return y if bias is None else y + bias[ids.long().clamp(0, s.experts - 1)].to(y.dtype)
 
 
 def _matrix(weight: Tensor, expert: int, s: _Settings, dtype: torch.dtype) -> Tensor:
-    """The dequantized weight [N, K] of one expert."""
+    """Return the dequantized weight [N, K] of one expert."""
     return OPS.dequantize.default(weight.view(s.experts, -1)[expert], s.format, s.n, s.k, dtype)  # type: ignore[no-any-return]
 
 
-def _by_expert(rows: Tensor, ids: Tensor, experts: int, matrix: Callable[[int], Tensor]) -> Tensor:
-    """rows [P, a], each times the matrix [a, b] of its expert -> [P, b]; 0 for an id that there is not."""
-    numbers = ids.reshape(-1)
-    present = sorted(set(numbers.tolist()) & set(range(experts)))
-    places = [(numbers == e).nonzero().flatten() for e in present]
-    absent = ((numbers < 0) | (numbers >= experts)).nonzero().flatten()
-    products = [rows[at] @ matrix(e) for e, at in zip(present, places, strict=True)]
-    width = products[0].shape[-1] if products else 0
-    return torch.cat([*products, rows.new_zeros(len(absent), width)])[torch.cat([*places, absent]).argsort()]
+def _by_expert(rows: Tensor, ids: Tensor, experts: int, width: int, matrix_of: Callable[[int], Tensor]) -> Tensor:
+    """Multiply rows [P, a], each by the matrix [a, width] of its expert -> [P, width]; 0 where an id is out of range."""
+    flat_ids = ids.reshape(-1)
+    present = sorted(set(flat_ids.tolist()) & set(range(experts)))
+    places = [(flat_ids == expert).nonzero().flatten() for expert in present]
+    out_of_range = ((flat_ids < 0) | (flat_ids >= experts)).nonzero().flatten()
+    products = [rows[at] @ matrix_of(expert) for expert, at in zip(present, places, strict=True)]
+    by_place = torch.cat([*places, out_of_range]).argsort()
+    return torch.cat([*products, rows.new_zeros(len(out_of_range), width)])[by_place]
 
 
 def _autograd(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: object) -> Tensor:

@@ -66,7 +66,7 @@ _TIES_UP: dict[str, Callable[[Format, int], bool]] = {
 
 @torch.no_grad()
 def absmax(weight: Tensor, fmt: Format, name: str = "weight") -> Codes:
-    """Quantizes `weight` to `fmt` by the rules above.
+    """Quantize `weight` to `fmt` by the rules above.
 
     weight  float32, float16 or bfloat16 [..., N, K], any strides, any device; N or K may be 0
     name    the tensor's name in error messages

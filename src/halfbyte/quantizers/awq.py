@@ -83,5 +83,5 @@ def output_error(weight: Tensor, fmt: Format, moments: Tensor, scale: Tensor) ->
 
 
 def awq(weight: Tensor, fmt: Format, moments: Tensor, options: AWQ, name: str = "weight") -> Codes:
-    """Quantizes a weight [N, K] whose columns have been scaled; `moments` are those of the divided inputs."""
+    """Quantize a weight [N, K] whose columns have been scaled; `moments` are those of the divided inputs."""
     return mse(weight, fmt, name, moments) if options.clip else absmax(weight, fmt, name)

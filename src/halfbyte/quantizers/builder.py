@@ -98,7 +98,7 @@ class Builder:
             self._row += len(rows)
 
     def check(self, what: str, exact: Tensor, stored: Tensor) -> None:
-        """Raises unless every `stored` value ([r, nb]) of the group that the loop is at is finite; `exact` holds the values before
+        """Raise unless every `stored` value ([r, nb]) of the group that the loop is at is finite; `exact` holds the values before
         rounding."""
         if bool(torch.isfinite(stored).all()):
             return

@@ -17,7 +17,7 @@ _CHUNK = 1 << 22  # elements checked at a time: temporaries take a few MB whatev
 
 
 def check_weight(weight: Tensor, name: str) -> None:
-    """Raises ArgumentError unless `weight` is a tensor of float32, float16 or bfloat16 [..., K], and has data."""
+    """Raise ArgumentError unless `weight` is a tensor of float32, float16 or bfloat16 [..., K], and has data."""
     check_type(weight, Tensor, f"{name} is a tensor", "pass torch.as_tensor(array), or the weight of a module")
     check_dense(weight, name)
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -31,7 +31,7 @@ def check_weight(weight: Tensor, name: str) -> None:
 
 
 def check_dense(tensor: Tensor, name: str) -> None:
-    """Raises ArgumentError for a tensor that is sparse, nested, or in an order of another library."""
+    """Raise ArgumentError for a tensor that is sparse, nested, or in an order of another library."""
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.").lstrip("_")
         remedy = "pass the tensors of its unbind() one by one" if tensor.is_nested else "convert it with .to_dense() first"
@@ -39,7 +39,7 @@ def check_dense(tensor: Tensor, name: str) -> None:
 
 
 def check_finite(weight: Tensor, name: str) -> None:
-    """Raises ArgumentError naming the tensor, how many of its values are NaN or infinite, and the index of the first.
+    """Raise ArgumentError naming the tensor, how many of its values are NaN or infinite, and the index of the first.
 
     weight: floating point, any shape. It is read in pieces; a non-contiguous one is copied.
     """
@@ -73,7 +73,7 @@ def non_finite(tensor: Tensor, name: str, *, infinities: bool = False) -> str | 
 
 
 def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
-    """Raises FormatError for a weight that is too small for the dtype of its scales: where rounding the largest scale moves the
+    """Raise FormatError for a weight that is too small for the dtype of its scales: where rounding the largest scale moves the
     largest weights by more than half a code, or where that scale, or that of the largest weight, is subnormal in float32: the
     reciprocals of those a little smaller overflow. Weights of zeros are accepted, and so are blocks that are small compared with others.
 

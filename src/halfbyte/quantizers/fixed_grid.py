@@ -15,7 +15,7 @@ from halfbyte.quantizers.check import check_finite, check_weight
 
 @torch.no_grad()
 def quantize_to_grid(weight: Tensor, fmt: Format, scale: Tensor, zero: Tensor | None, name: str = "weight") -> Codes:
-    """Quantizes `weight` [..., N, K] to `fmt` with these scales (floating point, rounded to the scale dtype here) and zeros (as stored),
+    """Quantize `weight` [..., N, K] to `fmt` with these scales (floating point, rounded to the scale dtype here) and zeros (as stored),
     both in the shape `Format.scale_shape`.
 
     Raises ArgumentError where a weight is NaN or infinite or the grid does not fit, FormatError where a scale overflows.

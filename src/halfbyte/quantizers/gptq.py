@@ -84,7 +84,7 @@ class GPTQ:
 
 @torch.no_grad()
 def gptq(weight: Tensor, fmt: Format, moments: Tensor, options: GPTQ | None = None, name: str = "weight") -> Codes:
-    """Quantizes `weight` to `fmt` so that its outputs for inputs with these `moments` change little.
+    """Quantize `weight` to `fmt` so that its outputs for inputs with these `moments` change little.
 
     weight   float32, float16 or bfloat16 [N, K]
     moments  float [K, K]: sum(x x^T) over inputs x, times any positive number, on the weight's device
@@ -175,7 +175,7 @@ class _Sweep:
         self.pruned = zeros if zeros is not None and bool(zeros.any()) else None
 
     def fix(self, scale: Tensor, zero: Tensor | None) -> None:
-        """Sets the grids of all blocks, [n, blocks] or [1, 1]."""
+        """Set the grids of all blocks, [n, blocks] or [1, 1]."""
         self.scale.copy_(scale.T)
         if zero is not None:
             self.zero.copy_(zero.T)

@@ -42,7 +42,7 @@ _ROUNDS = 20
 
 @torch.no_grad()
 def hqq(weight: Tensor, fmt: Format, name: str = "weight") -> Codes:
-    """Quantizes `weight` to `fmt` by the rules above.
+    """Quantize `weight` to `fmt` by the rules above.
 
     Arguments, result and errors as for `absmax`; about a hundred times its work. Memory beyond the result: a few MB.
     """

@@ -44,7 +44,7 @@ _LARGEST = 512  # columns of a block up to which correlations within it count: t
 
 @torch.no_grad()
 def mse(weight: Tensor, fmt: Format, name: str = "weight", moments: Tensor | None = None) -> Codes:
-    """Quantizes `weight` to `fmt` with the least squared error that the search above finds.
+    """Quantize `weight` to `fmt` with the least squared error that the search above finds.
 
     moments  float [K, K]: sum(a a^T) over inputs a, times any positive number, or [K]: its diagonal; None: the error of the weights
 
@@ -138,7 +138,7 @@ class _Best:
         self.error = squared_error(blocks, grid)
 
     def offer(self, scale: Tensor, lo: Tensor | None) -> Tensor:
-        """Takes over the grid of these scales and lower ends (float32 [r, nb]) where it is better; returns where (bool [r, nb])."""
+        """Take over the grid of these scales and lower ends (float32 [r, nb]) where it is better; return where (bool [r, nb])."""
         grid = stored_grid(self.blocks.fmt, scale, lo)
         error = squared_error(self.blocks, grid)
         better = error < self.error  # False where the scale overflowed: the error is then infinite or NaN

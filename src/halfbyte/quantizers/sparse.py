@@ -44,7 +44,7 @@ class Sparsity:
 
 
 def as_sparsity(value: str | float | Sparsity) -> Sparsity:
-    """Parses "2:4" (2 of 4 are kept) or 0.5 (half become 0)."""
+    """Parse "2:4" (2 of 4 are kept) or 0.5 (half become 0)."""
     if isinstance(value, Sparsity):
         return value
     match = _GRAMMAR.fullmatch(value) if isinstance(value, str) else None

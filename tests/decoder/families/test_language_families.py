@@ -31,7 +31,7 @@ from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.problem import Problem
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.machine import GPUS
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 SHARED = "Gemma4TextDecoderLayer, shared keys"
 TOKENS = 24  # longer than windows of 5, 6, 7 and 9 tokens

@@ -237,7 +237,21 @@ class _Written(nn.Module):
         return view * 2, z, self.b(z)
 
 
-@pytest.mark.parametrize("kind", [_Parted, _Written])
+class _WrittenByFunctions(nn.Module):
+    """What a function of torch writes to is read under its name of before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y, z = self.b(self.a(x)), self.a(x)
+        torch.sigmoid_(y)
+        nn.functional.hardtanh_(z)
+        return self.c(y) + y, self.c(z) + z
+
+
+@pytest.mark.parametrize("kind", [_Parted, _Written, _WrittenByFunctions])
 @torch.no_grad()
 def test_optimized_networks_compute_the_same(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)

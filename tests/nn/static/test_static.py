@@ -231,7 +231,10 @@ class _InPlace(nn.Module):
         return self.b(self.act(x)) * 0.1 - x
 
 
-ACTIVATIONS = (nn.ReLU(inplace=True), nn.Hardswish(inplace=True), torch.relu_, partial(nn.functional.relu6, inplace=True))
+ACTIVATIONS = (
+    *(nn.ReLU(inplace=True), nn.Hardswish(inplace=True)),
+    *(torch.relu_, partial(torch.clamp_, min=0, max=1), nn.functional.hardtanh_, partial(nn.functional.relu6, inplace=True)),
+)
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)

@@ -93,7 +93,7 @@ def test_a_model_in_training_computes_as_the_converted_one(fmt: str, compute: st
     for name, module in model.named_modules():
         if isinstance(module, FakeQuantized):
             module.register_forward_hook(lambda m, args, y, name=name: seen.update({name: (args[0].detach(), y.detach())}))
-    weights = {name: m.rounded().detach() for name, m in model.named_modules() if isinstance(m, FakeQuantized)}
+    weights = {name: m.fake_quantized_weight().detach() for name, m in model.named_modules() if isinstance(m, FakeQuantized)}
     model(ids())
     assert len(seen) == 7
     hb.convert_qat_(model)

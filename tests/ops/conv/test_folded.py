@@ -16,6 +16,7 @@ from halfbyte.errors import ArgumentError, FormatError, HalfbyteError
 from halfbyte.nn.modules.conv import FloatConv, QuantConv2d
 from halfbyte.ops.conv import folded
 from halfbyte.ops.conv.images import is_channels_last
+from halfbyte.ops.conv.transposed import _Axis
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 HALF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # the unit roundoff
@@ -206,6 +207,15 @@ def test_gathered_frames_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(module(x, more), wanted, rtol=1e-5, atol=1e-6)
         assert max(call.args[0].shape[2] for call in with_taps.call_args_list) <= 2
         monkeypatch.undo()
+
+
+def test_phases_of_a_transposed_convolution() -> None:
+    """The example of `_Axis`, of 3 inputs: outputs 1, 3 are phase 0's (taps 0 and 2), outputs 0, 2, 4 are phase 1's (tap 1)."""
+    axis = _Axis.of(3, steps=2, phases=2, stride=2, dilation=1, padding=(1, 1), out=5)
+    assert axis.phase_of_residue() == {0: (0, 0), 1: (1, 0)}
+    assert (axis.sides, axis.per_residue, axis.skip) == ((1, 0), 3, 1)
+    gaps = _Axis.of(3, steps=1, phases=1, stride=2, dilation=1, padding=(0, 0), out=5)
+    assert gaps.phase_of_residue() == {0: (0, 0)}, "no tap reaches outputs 1 and 3"
 
 
 def test_output_size_chooses_among_those_that_a_stride_allows() -> None:

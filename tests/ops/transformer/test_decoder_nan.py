@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.layouts.records import to_records
 from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, Heads, Norm
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 HEADS, KV_HEADS, DIM, K, INNER, LENGTH = 4, 2, 16, 48, 32, 9
 BOTH = (HEADS + 2 * KV_HEADS) * DIM

@@ -11,8 +11,8 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, Heads, Norm, PerLayerInput, why_not
-from halfbyte.ops.transformer.layers import Weight
-from halfbyte.ops.transformer.whole_model_decode import DecodingStep, Inputs
+from halfbyte.ops.transformer.weights import Weight
+from halfbyte.ops.transformer.whole_model_decode import PerLayerInputs, WholeModelDecode
 
 K, P = 64, 32
 NORM = Norm(torch.ones(K), 1e-6)
@@ -84,8 +84,8 @@ def test_layers_of_what_does_not_fit() -> None:
 def test_models_of_what_does_not_fit() -> None:
     layers = [DecoderLayer(*halves()) for _ in range(2)]
     table, of_layers = torch.randn(9, K), torch.randn(9, 2 * P)
-    inputs = Inputs(of_layers, 4.0, weight(2 * P, K), 0.1, Norm(torch.ones(P), 1e-6), 0.5)
-    DecodingStep(layers, table, NORM, None, inputs=inputs)
+    inputs = PerLayerInputs(of_layers, 4.0, weight(2 * P, K), 0.1, Norm(torch.ones(P), 1e-6), 0.5)
+    WholeModelDecode(layers, table, NORM, None, per_layer_inputs=inputs)
     for wrong in (
         inputs._replace(table=of_layers[:, :P]),
         inputs._replace(projection=weight(P, K)),
@@ -93,6 +93,6 @@ def test_models_of_what_does_not_fit() -> None:
         inputs._replace(norm=Norm(torch.ones(P), 1e-6, layer_norm=True)),
     ):
         with pytest.raises(ArgumentError, match="inputs of 2 layers' own are made by an RMS norm"):
-            DecodingStep(layers, table, NORM, None, inputs=wrong)
+            WholeModelDecode(layers, table, NORM, None, per_layer_inputs=wrong)
     with pytest.raises(ArgumentError, match="inputs of 2 layers' own"):
-        DecodingStep([DecoderLayer(*halves()[:2]) for _ in range(2)], table, NORM, None, inputs=inputs)
+        WholeModelDecode([DecoderLayer(*halves()[:2]) for _ in range(2)], table, NORM, None, per_layer_inputs=inputs)

@@ -21,7 +21,7 @@ from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.step_sequence import NORM, Step
 from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.encoder import EncoderLayer
-from halfbyte.ops.transformer.layers import LayerNorm, Weight
+from halfbyte.ops.transformer.weights import LayerNorm, Weight
 
 EPS = 2.0**-24
 HEADS, SCALE = 3, 0.3

@@ -22,7 +22,7 @@ from halfbyte.kernels.cpu.linear import grouped, linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS, GrowingMemory, Memory
 from halfbyte.kernels.cpu.quantize import extract, pack
-from halfbyte.kernels.cpu.transformer import decoder, encoder, halves
+from halfbyte.kernels.cpu.transformer import decoder, encoder, sublayers
 from halfbyte.kernels.problem import Combination
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
@@ -30,8 +30,8 @@ from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, FeedForward, Heads, Norm
 from halfbyte.ops.transformer.embed import NormedEmbeddings
 from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert
-from halfbyte.ops.transformer.layers import LayerNorm, Weight
-from halfbyte.ops.transformer.whole_model_decode import DecodingStep
+from halfbyte.ops.transformer.weights import LayerNorm, Weight
+from halfbyte.ops.transformer.whole_model_decode import WholeModelDecode
 
 Announce = Callable[[str], None]
 Place = Callable[[Tensor], Tensor]
@@ -309,7 +309,7 @@ def _stepped(announce: Announce, both: Sequence[_Decoder], table: Packed, head: 
             rows = None if head is None else _weight(head, bias, place)
             logits = None if head is None else ("cap", 3.0)
             stack, norm = [one.build(place) for one in both], Norm(place(last), 1e-5)
-            model = DecodingStep(stack, _like(table, place), norm, rows, rope_index=(0, 1), factor=1.5, logits=logits)
+            model = WholeModelDecode(stack, _like(table, place), norm, rows, rope_index=(0, 1), factor=1.5, logits=logits)
             kept = [_writable(cache, flush) for cache in caches]
             rotary = [place(rope) for rope in rope_cache]
             outputs = []
@@ -363,14 +363,14 @@ def _allocating(flush: str | None) -> Iterator[None]:
         room.start = room.block.data_ptr()
         return room.start
 
-    before = halves._allocated, GrowingMemory.of
-    halves._allocated, GrowingMemory.of = allocated, of  # type: ignore[method-assign]
+    before = sublayers._allocated, GrowingMemory.of
+    sublayers._allocated, GrowingMemory.of = allocated, of  # type: ignore[method-assign]
     PLANS.shared.clear()
     try:
         with guarded_allocations(flush):
             yield
     finally:
-        halves._allocated, GrowingMemory.of = before  # type: ignore[method-assign]
+        sublayers._allocated, GrowingMemory.of = before  # type: ignore[method-assign]
         PLANS.shared.clear()
 
 

@@ -57,7 +57,7 @@ class _Row(NamedTuple):
 
 
 def linear_page(report: Report | GpuReport) -> str:
-    """Returns the page of a run. Raises ArgumentError for a run that measured nothing."""
+    """Return the page of a run. Raises ArgumentError for a run that measured nothing."""
     if not report.measurements:
         raise ArgumentError('the run measured nothing that a page could show: see why under "not measured", and ask for other formats')
     on_gpu = isinstance(report, GpuReport)

@@ -15,7 +15,7 @@ class Markup(str):
 
 
 def element(tag: str, *children: str | float | Markup, **attributes: str | float | bool | None) -> Markup:
-    """Returns one element. A name of an attribute may end in _ (class_) and has - for _; None and False leave it out."""
+    """Return one element. A name of an attribute may end in _ (class_) and has - for _; None and False leave it out."""
     shown = []
     for name, value in attributes.items():
         if value is None or value is False:

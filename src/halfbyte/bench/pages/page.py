@@ -16,7 +16,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def page(title: str, about: Sequence[str], tiles: Mapping[str, str], cards: Iterable[Markup], data: Mapping[str, object]) -> str:
-    """Returns the text of an HTML file.
+    """Return the text of an HTML file.
 
     Args:
         title: The heading.

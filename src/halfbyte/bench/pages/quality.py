@@ -37,7 +37,7 @@ class QualityDocument(TypedDict):
 
 
 def quality_page(document: QualityDocument, about: Sequence[str] = ()) -> str:
-    """Returns the page of the document that `eval --json` prints for a language model: the first of its models is the original."""
+    """Return the page of the document that `eval --json` prints for a language model: the first of its models is the original."""
     models: list[ModelQuality] = document["models"]
     if "last_word_accuracy" in models[0]:
         cards = [_last_words(models)]

@@ -9,7 +9,7 @@ from halfbyte.timing import time_text
 
 
 def step_page(report: StepReport) -> str:
-    """Returns the page of a measured step."""
+    """Return the page of a measured step."""
     timed = [op for op in report.ops if op.seconds is not None]
     rest = report.step_seconds - report.linear_seconds
     lines = [

@@ -217,7 +217,7 @@ def _classes(
 
 
 def _check_dense(reader: Reader, settings: Mapping[str, object]) -> None:
-    """Raises CheckpointError for compressed-tensors' layouts of sparse weights."""
+    """Raise CheckpointError for compressed-tensors' layouts of sparse weights."""
     for name in reader.places:
         if name.endswith(_SPARSE):
             said = settings.get("sparsity_config")

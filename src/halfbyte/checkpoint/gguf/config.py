@@ -258,7 +258,7 @@ def _no_place(architecture: Architecture, config: Config) -> str | None:
 
 
 def _scaled(gguf: GGUF, out: dict[str, Value], rope: Config, base: float, head_dim: int) -> dict[str, Tensor]:
-    """Adds the metadata of scaled positions to `out`; returns the tensors that describe the scaling."""
+    """Add the metadata of scaled positions to `out`; return the tensors that describe the scaling."""
     name, kind = gguf.architecture, rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}

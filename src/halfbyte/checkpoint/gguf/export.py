@@ -112,7 +112,7 @@ class _Place:
         return is_router(self.names[0]) or is_depthwise_kernel(self.names[0]) or self.names[0].endswith("_exps.bias")
 
     def cut(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Splits numbers or blocks into the tensors of the file."""
+        """Split numbers or blocks into the tensors of the file."""
         tensor = tensor if self.rows is None else tensor[self.rows]
         count = len(self.names)
         parts = tensor.chunk(count, dim=1) if count > 1 else (tensor.reshape(*self.shape[:-1], -1),)

@@ -306,7 +306,7 @@ def _read(
 def _read_stack(
     parts: Sequence[_Tensor], order: Callable[[], tuple[Tensor | None, bool]], keep: bool, dtype: torch.dtype | None
 ) -> Codes | Tensor:
-    """Concatenates stacks of experts or matrices along N: [E, N1, K], [E, N2, K] -> [E, N1 + N2, K]; as codes if `keep`."""
+    """Concatenate stacks of experts or matrices along N: [E, N1, K], [E, N2, K] -> [E, N1 + N2, K]; as codes if `keep`."""
     values = [part.read() for part in parts]
     codes = [value for value in values if isinstance(value, Codes)]
     if keep and len(codes) == len(values):

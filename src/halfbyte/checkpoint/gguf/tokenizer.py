@@ -113,7 +113,7 @@ def import_tokenizers(why: str) -> ModuleType:
 
 
 def read(path: Path, file: File | None = None) -> StoredTokenizer | None:
-    """Builds the tokenizer of a GGUF file, without transformers; None where the file has none.
+    """Build the tokenizer of a GGUF file, without transformers; None where the file has none.
 
     Args:
         path: The file.
@@ -194,7 +194,7 @@ def end_tokens(metadata: Mapping[str, Value]) -> list[int]:
 
 
 def save(path: Path, folder: Path) -> list[str]:
-    """Writes the tokenizer of a GGUF file to a folder; returns a note for the report if there is none."""
+    """Write the tokenizer of a GGUF file to a folder; return a note for the report if there is none."""
     if not is_gguf(path):
         return []
     tokenizer = load(path)
@@ -272,7 +272,7 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
 
 
 def _add_tokens(backend: Tokenizer, metadata: Mapping[str, Value], tokens: Sequence[str]) -> None:
-    """Registers the tokens that are matched literally in a text."""
+    """Register the tokens that are matched literally in a text."""
     from tokenizers import AddedToken
 
     if "tokenizer.ggml.token_type" not in metadata:
@@ -288,7 +288,7 @@ def _add_tokens(backend: Tokenizer, metadata: Mapping[str, Value], tokens: Seque
 
 
 def _begin_and_end(backend: Tokenizer, metadata: Mapping[str, Value], special: Mapping[str, str], begins: bool) -> None:
-    """Sets the tokens that texts begin and end with."""
+    """Set the tokens that texts begin and end with."""
     from tokenizers import processors
 
     gemma = metadata["tokenizer.ggml.model"] == "gemma4"  # some of its files say that texts begin with none: llama.cpp does not believe it

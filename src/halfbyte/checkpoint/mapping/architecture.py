@@ -130,7 +130,7 @@ def keep_dtypes_(model: Any, dtype: torch.dtype) -> None:
 
 
 def load_generation_config(model: nn.Module, folder: Path) -> None:
-    """Gives a model that generates text the settings in the folder's generation_config.json, if there are any."""
+    """Give a model that generates text the settings in the folder's generation_config.json, if there are any."""
     if hasattr(model, "generation_config") and is_file(folder / FILE):
         transformers = import_transformers(FILE)
         try:
@@ -294,7 +294,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def check_sizes(config: object) -> None:
-    """Raises CheckpointError where a count in a config.json is implausibly large."""
+    """Raise CheckpointError where a count in a config.json is implausibly large."""
     if isinstance(config, Mapping):
         for name, value in config.items():
             if isinstance(value, int) and abs(value) > _COUNT_LIMIT and _COUNT_NAME.fullmatch(name):

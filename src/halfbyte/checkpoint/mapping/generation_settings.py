@@ -90,7 +90,7 @@ _EMPTY = {"suppress_tokens", "begin_suppress_tokens", "eos_token_id"}  # [] is n
 
 
 def check_generation(config: object, folder: Path) -> None:
-    """Checks the settings of a GenerationConfig, and makes floats of the integers that transformers wants as floats.
+    """Check the settings of a GenerationConfig, and make floats of the integers that transformers wants as floats.
 
     Raises:
         CheckpointError: A setting has a value that transformers could not use; the message names it.

@@ -35,38 +35,45 @@ class Files(Protocol):
 
 
 def left_out(model: nn.Module, steps: Sequence[Step], unused: Mapping[str, str], files: Files) -> dict[str, str]:
-    """Why each tensor in `unused` (name in the files -> name in the model) does not matter to what the model computes.
+    """Return why each unused tensor does not matter to what the model computes.
 
-    Raises CheckpointError where one does: where the model has its module, but no such tensor, or has it from another tensor of the files.
+    Args:
+        model: On the meta device.
+        steps: Which tensors of the model are built from which of the files.
+        unused: The other tensors of the files: name there -> name in the model.
+        files: To compare tensors, and to read biases.
+
+    Raises:
+        CheckpointError: One matters: the model has its module, but no such tensor, or has it from another tensor of the files.
     """
     sources = {target: step.sources[0] for step in steps for target in step.targets}
-    given = {id(tensor) for name, _, tensor in named_tensors(model) if name in sources}
-    reasons, wrong = {}, []
+    from_files = {id(tensor) for name, _, tensor in named_tensors(model) if name in sources}
+    reasons, without_place = {}, []
     for name, target in unused.items():
-        if (first := sources.get(target)) is not None:
-            if not files.same(name, first):
-                raise CheckpointError(f"the files have both {first} and {name} for {target}, which differ: remove one of them")
-            reasons[name] = f"equal to {first}"
-        elif (reason := _why_not(model, name, target, files)) is not None:
+        if (used := sources.get(target)) is not None:
+            if not files.same(name, used):
+                raise CheckpointError(f"the files have both {used} and {name} for {target}, which differ: remove one of them")
+            reasons[name] = f"equal to {used}"
+        elif (reason := _why_harmless(model, name, target, files)) is not None:
             reasons[name] = reason
-        elif any(id(tensor) not in given for _, tensor in direct_tensors(_nearest(model, target)[1])):
+        elif any(id(tensor) not in from_files for _, tensor in direct_tensors(_innermost(model, target)[1])):
             reasons[name] = f"{type(model).__name__} does not use it"  # the plan then raises for what is missing in its place
         else:
-            wrong.append(name)
-    if wrong:
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        at = type(_nearest(model, unused[wrong[0]])[1]).__name__
+            without_place.append(name)
+    if without_place:
+        first, more = without_place[0], f" and {len(without_place) - 1} more" if len(without_place) > 1 else ""
+        at = type(_innermost(model, unused[first])[1]).__name__
         raise CheckpointError(
-            f"the files have {wrong[0]}{more}, for which the {at} of {type(model).__name__} has no place, so that the model would compute "
+            f"the files have {first}{more}, for which the {at} of {type(model).__name__} has no place, so that the model would compute "
             "something else: correct what config.json (or the header of a GGUF file) says of the model, or remove what is not part of it"
         )
     return reasons
 
 
-def _why_not(model: nn.Module, name: str, target: str, files: Files) -> str | None:
-    """Why a tensor does not matter; None where it does."""
-    place, module = _nearest(model, target)
-    tensor_name, spec = target.removeprefix(f"{place}."), files.specs()[name]
+def _why_harmless(model: nn.Module, name: str, target: str, files: Files) -> str | None:
+    """Return why a tensor, called `name` in the files and `target` in the model, does not matter; None where it does."""
+    path, module = _innermost(model, target)
+    tensor_name, spec = target.removeprefix(f"{path}."), files.specs()[name]
     if tensor_name in module._non_persistent_buffers_set or _COMPUTED.fullmatch(name) or _is_mask(name, spec):
         return "the model computes it"
     if RUN_TIME.fullmatch(name):
@@ -81,22 +88,22 @@ def _why_not(model: nn.Module, name: str, target: str, files: Files) -> str | No
     return None
 
 
-def _nearest(model: nn.Module, name: str) -> tuple[str, nn.Module]:
-    """The innermost module of the model that a tensor of this name would be in."""
-    place, module = "", model
+def _innermost(model: nn.Module, name: str) -> tuple[str, nn.Module]:
+    """Return the innermost module of the model that a tensor of this name would be in, with its path."""
+    path, module = "", model
     for part in name.split(".")[:-1]:
         if (child := module._modules.get(part)) is None:
             break
-        place, module = f"{place}.{part}" if place else part, child
-    return place, module
+        path, module = f"{path}.{part}" if path else part, child
+    return path, module
 
 
 def _is_mask(name: str, spec: TensorSpec) -> bool:
-    """A causal mask [1, 1, n, n], which models such as GPT-2 had as a buffer called bias."""
+    """Whether it is a causal mask [1, 1, n, n], which models such as GPT-2 had as a buffer called bias."""
     return name.endswith(".bias") and len(spec.shape) == 4 and spec.shape[:2] == (1, 1) and spec.shape[2] == spec.shape[3]
 
 
 def _ignored(model: nn.Module) -> Sequence[str]:
-    """The patterns of names that the class itself says to be superfluous."""
+    """Return the patterns of names that the model's class declares superfluous."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
     return [each for each in patterns if isinstance(each, str)] if isinstance(patterns, list | set | tuple) else []

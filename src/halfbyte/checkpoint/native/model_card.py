@@ -46,7 +46,7 @@ def model_card(
     base_model: str | None = None,
     tags: Iterable[str] = (),
 ) -> str:
-    """Returns the text of a model card.
+    """Return the text of a model card.
 
     Args:
         title: The name of the model: that of its folder, or of its place on the Hub.
@@ -78,7 +78,7 @@ def model_card(
 
 
 def write_card(folder: Path, text: str, *, published: Path | None = None) -> None:
-    """Writes a card into `folder`, unless a README.md that is no unchanged card is there, or in the folder that it will become part of."""
+    """Write a card into `folder`, unless a README.md that is no unchanged card is there, or in the folder that it will become part of."""
     if all(_is_replaceable(place / CARD) for place in (folder, published or folder)):
         (folder / CARD).write_text(text, encoding="utf-8")
 

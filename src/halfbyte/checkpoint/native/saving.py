@@ -137,7 +137,7 @@ def publish(
     *,
     base_model: str | None = None,
 ) -> None:
-    """Completes a checkpoint: guards, the index by which other readers find the weight files, the model card, the manifest, the commit.
+    """Complete a checkpoint: guards, the index by which other readers find the weight files, the model card, the manifest, the commit.
 
     Args:
         base_model: The model that was quantized, if it is known; for the model card.

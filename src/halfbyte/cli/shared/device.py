@@ -87,7 +87,7 @@ def asked_dtype(args: argparse.Namespace) -> torch.dtype | None:
 
 @settling()
 def settle_device(args: argparse.Namespace) -> None:
-    """Checks `args.device`, or sets it where it was not given. Where there is a choice it says to stderr which device runs. Raises
+    """Check `args.device`, or set it where it was not given. Where there is a choice it says to stderr which device runs. Raises
     ArgumentError for a device that is not here."""
     import torch
 

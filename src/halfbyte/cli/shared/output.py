@@ -57,7 +57,7 @@ def print_json(document: Mapping[str, object]) -> None:
 
 
 def show(args: argparse.Namespace, document: Mapping[str, object], text: str) -> int:
-    """Prints a result as JSON, if asked for, or as text; returns the exit code."""
+    """Print a result as JSON, if asked for, or as text; return the exit code."""
     if args.json:
         print_json(document)
     else:
@@ -90,7 +90,7 @@ def path_argument(text: str) -> Path:
 
 
 def check_written(option: str, path: Path, suffix: str) -> None:
-    """Raises ArgumentError, before any work, for a file that an option names and that could not be written."""
+    """Raise ArgumentError, before any work, for a file that an option names and that could not be written."""
     if path.suffix != suffix:
         raise ArgumentError(f"{option} writes a file called *{suffix}, got {path}: name it {path.stem}{suffix}")
     if not is_folder(path.parent):
@@ -100,7 +100,7 @@ def check_written(option: str, path: Path, suffix: str) -> None:
 
 
 def write_page(args: argparse.Namespace, page: str) -> None:
-    """Writes the page that --html names, in one step, and says so."""
+    """Write the page that --html names, in one step, and say so."""
     from halfbyte.checkpoint.native.folder import replacing_file
 
     with replacing_file(args.html) as path:
@@ -150,7 +150,7 @@ def progress(args: argparse.Namespace, what: str, unit: Literal["bytes", "steps"
 
 
 def check_fits(n: int, k: int, what: str = "weight") -> None:
-    """Raises ArgumentError for a weight or activations [n, k] that this machine cannot hold in float32 four times over."""
+    """Raise ArgumentError for a weight or activations [n, k] that this machine cannot hold in float32 four times over."""
     from halfbyte.machine import machine
 
     memory = machine().memory

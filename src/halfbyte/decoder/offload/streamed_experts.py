@@ -22,8 +22,8 @@ from halfbyte.layouts.base import Packed, round_up
 from halfbyte.memory import available_memory, size_text
 from halfbyte.ops.functions import pack, unpack
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.routing import add_experts
+from halfbyte.ops.transformer.weights import Weight
 
 LEAST_ROWS = 64  # from which experts cross where there is no link to measure
 _SLOTS = 2  # layers whose experts are on the GPU at the same time

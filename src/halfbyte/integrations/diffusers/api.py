@@ -23,7 +23,7 @@ _CONFIG = "quantization_config"
 
 
 def register(method: str, config: type, quantizer: type) -> None:
-    """Adds a quantization method to diffusers, which has no function for that."""
+    """Add a quantization method to diffusers, which has no function for that."""
     auto = sys.modules["diffusers.quantizers.auto"]
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = config
     auto.AUTO_QUANTIZER_MAPPING[method] = quantizer
@@ -47,7 +47,7 @@ def ggml_bytes(tensor: Tensor) -> Tensor:
 
 
 def set_description(model: Part, description: object | None) -> None:
-    """Sets the `quantization_config` of a model's config, on whose `to_dict` diffusers calls when it saves; None removes it."""
+    """Set the `quantization_config` of a model's config, on whose `to_dict` diffusers calls when it saves; None removes it."""
     from diffusers.configuration_utils import FrozenDict
 
     config = {key: value for key, value in model._internal_dict.items() if key != _CONFIG}
@@ -55,7 +55,7 @@ def set_description(model: Part, description: object | None) -> None:
 
 
 def _for_onload_device(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorates `ModuleGroup.__init__`: weights are packed for the device on which they compute, as the group moves their bytes."""
+    """Decorate `ModuleGroup.__init__`: weights are packed for the device on which they compute, as the group moves their bytes."""
 
     @wraps(init)
     def prepared(
@@ -71,7 +71,7 @@ def _for_onload_device(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def support_group_offloading() -> None:
-    """Lets group offloading move quantized layers, each as a leaf of its own where it moves leaves."""
+    """Let group offloading move quantized layers, each as a leaf of its own where it moves leaves."""
     from diffusers.hooks import _common, group_offloading
 
     group_offloading.ModuleGroup.__init__ = _for_onload_device(group_offloading.ModuleGroup.__init__)

@@ -88,7 +88,7 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         return False
 
     def validate_environment(self, *args: object, device_map: object = None, **kwargs: object) -> None:
-        """Raises UnsupportedError for layers that would be offloaded to the disk."""
+        """Raise UnsupportedError for layers that would be offloaded to the disk."""
         if isinstance(device_map, Mapping) and (places := [name for name, place in device_map.items() if place == "disk"]):
             raise UnsupportedError(f"packed weights cannot be offloaded to the disk, the device_map of {places[0]}: map it to a device")
 
@@ -102,7 +102,7 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         return [key for key in loaded_keys if key not in guards]
 
     def maybe_update_state_dict(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gives the tensors of a UNet without the prefix by which diffusers finds them, as in city96's files, that prefix."""
+        """Give the tensors of a UNet without the prefix by which diffusers finds them, as in city96's files, that prefix."""
         return {f"{_UNET}{name}": tensor for name, tensor in state_dict.items()} if _FIRST in state_dict else state_dict
 
     # Before the weights are read
@@ -200,7 +200,7 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
     def _read_blocks(
         self, model: nn.Module, name: str, tensor: Tensor, number: int, device: torch.device, dtype: torch.dtype | None
     ) -> None:
-        """Takes over a tensor of a GGUF file: as codes where it is the weight of a linear layer, else in floating point."""
+        """Take over a tensor of a GGUF file: as codes where it is the weight of a linear layer, else in floating point."""
         home, _, key = name.rpartition(".")
         module = cast("Part", model.get_submodule(home))
         wanted = getattr(module, key).shape
@@ -226,7 +226,7 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
     # After
 
     def _put(self, model: nn.Module) -> None:
-        """Replaces the float modules by quantized ones."""
+        """Replace the float modules by quantized ones."""
         config = self.quantization_config
         for name in self._codes:
             put(model, name, read_codes(name, cast("Part", model.get_submodule(name))), config.modules[name])
@@ -256,7 +256,7 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
         return model
 
     def adopt(self, model: Part) -> None:
-        """Prepares a quantized model for `save_pretrained`."""
+        """Prepare a quantized model for `save_pretrained`."""
         self._model = model
         model.hf_quantizer = self
         model.is_quantized = False  # diffusers would refuse `to(dtype)`, which works
@@ -288,7 +288,7 @@ class _Description:
         self._model = model
 
     def to_dict(self) -> dict[str, object]:
-        """Raises UnsupportedError for a model with adapters, which could not be loaded under the names that its layers have now."""
+        """Raise UnsupportedError for a model with adapters, which could not be loaded under the names that its layers have now."""
         quantized = _quantized(self._model)
         if adapted := next((name for name in quantized if name.endswith(".base_layer")), None):
             raise UnsupportedError(
@@ -349,7 +349,7 @@ def _of_shape(value: Codes | Tensor, shape: torch.Size) -> Codes | Tensor:
 
 
 def _adopt(model: nn.Module) -> None:
-    """Adopts a model of diffusers that was quantized by `quantize_` or `load`."""
+    """Adopt a model of diffusers that was quantized by `quantize_` or `load`."""
     if api.is_model(model) and _quantized(model):
         HalfbyteDiffusersQuantizer(HalfbyteConfig.of({})).adopt(cast("Part", model))
 

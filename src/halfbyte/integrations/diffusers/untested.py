@@ -12,7 +12,7 @@ from halfbyte.versions import TESTED
 
 
 def refuse(module: ModuleType, reason: str) -> None:
-    """Registers a class that raises UnsupportedError in the tables of `module`, where it has them; `reason` names the version."""
+    """Register a class that raises UnsupportedError in the tables of `module`, where it has them; `reason` names the version."""
 
     class Refused:
         """In place of the configuration and of the quantizer."""

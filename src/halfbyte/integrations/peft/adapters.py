@@ -58,7 +58,7 @@ class _Requantized(nn.Module):
     merged_adapters: list[str]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Adds adapters to the weight and quantizes it again to its format, which rounds the sum. `unmerge` restores the original."""
+        """Add adapters to the weight and quantize it again to its format, which rounds the sum. `unmerge` restores the original."""
         base: object = self.get_base_layer()
         if not isinstance(base, QuantModule):  # the model was dequantized
             super().merge(safe_merge, adapter_names)  # type: ignore[misc]
@@ -86,7 +86,7 @@ class _Requantized(nn.Module):
             self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
-        """Removes all merged adapters."""
+        """Remove all merged adapters."""
         if not isinstance(self.get_base_layer(), QuantModule):
             super().unmerge()  # type: ignore[misc]
             return
@@ -202,7 +202,7 @@ def _including(include: _Include) -> _Include:
 
 
 def _check_modules(config: Any, quantized: dict[str, QuantModule]) -> None:
-    """Raises UnsupportedError for target modules that are quantized, and get no adapters of this kind."""
+    """Raise UnsupportedError for target modules that are quantized, and get no adapters of this kind."""
     for name, module in quantized.items():
         if (home := name.removesuffix(f".{RESIDUAL}")) != name and check_target_module_exists(config, home):
             raise UnsupportedError(f"peft's {config.peft_type.value} cannot train {home}, a LowRankLinear: quantize without low_rank")
@@ -221,7 +221,7 @@ def _check_modules(config: Any, quantized: dict[str, QuantModule]) -> None:
 
 
 def _check_parameter(target: str, quantized: dict[str, QuantModule]) -> None:
-    """Raises UnsupportedError for a name of `target_parameters` that is a quantized weight, which is no parameter."""
+    """Raise UnsupportedError for a name of `target_parameters` that is a quantized weight, which is no parameter."""
     for name, module in quantized.items():
         if any(f".{spelled}".endswith(f".{target}") for spelled in (name, f"{name}.weight")):
             stack, last = isinstance(module, QuantExperts), name.rpartition(".")[2]  # experts have parameters where both stacks are float
@@ -232,7 +232,7 @@ def _check_parameter(target: str, quantized: dict[str, QuantModule]) -> None:
 
 
 def _in_words(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorates the `__init__` of a model of peft: what it raises where it finds no layer or parameter that it knows gets a remedy."""
+    """Decorate the `__init__` of a model of peft: what it raises where it finds no layer or parameter that it knows gets a remedy."""
 
     @wraps(init)
     def checked(self: BaseTuner, model: nn.Module, config: Any, *args: object, **kwargs: object) -> None:

@@ -34,7 +34,7 @@ _WRAPPED = (".token_adapter", ".base_layer", ".original_module")  # in the names
 
 
 def check_head(config: object, model: nn.Module) -> None:
-    """Warns of a task with a new head that nothing trains, as peft knows its name by `modules_to_save` only."""
+    """Warn of a task with a new head that nothing trains, as peft knows its name by `modules_to_save` only."""
     task, named = getattr(config, "task_type", None), tuple(getattr(config, "modules_to_save", None) or ())
     if getattr(task, "value", task) in _HEADS and not any(name.endswith(named) for name, _ in model.named_modules()):
         warnings.warn(
@@ -45,7 +45,7 @@ def check_head(config: object, model: nn.Module) -> None:
 
 
 def register() -> None:
-    """Extends the classes and functions of peft."""
+    """Extend the classes and functions of peft."""
     wrapper: Any = ModulesToSaveWrapper
     tokens: Any = TrainableTokensLayer
     wrapper.update = _float_copies(wrapper.update)
@@ -56,7 +56,7 @@ def register() -> None:
 
 
 def rebind(function: Callable[..., T], decorate: Callable[[Callable[..., T]], Callable[..., T]]) -> None:
-    """Decorates a function of peft in each of its modules that has imported it; those imported later get it from the first."""
+    """Decorate a function of peft in each of its modules that has imported it; those imported later get it from the first."""
     decorated, function_name = decorate(function), str(function.__name__)
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "peft" and vars(module).get(function_name) is function:

@@ -16,7 +16,7 @@ _CLASSES = ("BaseTuner", "PeftModel")  # peft instantiates one of them for every
 
 
 def refuse(module: ModuleType, reason: str) -> None:
-    """Lets the classes of peft that `module` has refuse quantized models; `reason` names the version."""
+    """Let the classes of peft that `module` has refuse quantized models; `reason` names the version."""
     for name in _CLASSES:
         if (found := getattr(module, name, None)) is not None:
             found.__init__ = _checking(found.__init__, reason)

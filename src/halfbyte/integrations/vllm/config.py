@@ -37,7 +37,7 @@ class HalfbyteConfig(api.QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, object]) -> HalfbyteConfig:
-        """Parses the section. Raises CheckpointError where it is damaged or of a newer version."""
+        """Parse the section. Raises CheckpointError where it is damaged or of a newer version."""
         return cls(parse(config))
 
     def get_name(self) -> str:

@@ -52,7 +52,7 @@ class HalfbyteLinearMethod(api.LinearMethodBase):
         self._dtype = params_dtype
 
     def process_weights_after_loading(self, layer: api.LinearBase) -> None:
-        """Packs what was loaded and frees it. The guard stays as the layer's `weight`: LoRA looks there for the layer's device."""
+        """Pack what was loaded and free it. The guard stays as the layer's `weight`: LoRA looks there for the layer's device."""
         if not self._parts:
             return
         parts = [_part(*one) for one in self._parts]

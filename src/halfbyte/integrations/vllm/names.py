@@ -44,7 +44,7 @@ class QuantizedModules:
         self._modules = dict(modules)
 
     def rename(self, renamed: Callable[[dict[str, Module]], dict[str, Module]]) -> None:
-        """Applies the model's mapping from Hugging Face's names of tensors to vLLM's, a function of a dict by these names."""
+        """Apply the model's mapping from Hugging Face's names of tensors to vLLM's, a function of a dict by these names."""
         found = renamed({f"{name}.weight": module for name, module in self._modules.items()})
         self._modules = {name.removesuffix(".weight"): module for name, module in found.items()}
 

@@ -31,7 +31,7 @@ Loader = Callable[..., None]
 
 
 def check_inputs(module: Module, k: int, prefix: str) -> None:
-    """Raises UnsupportedError unless a shard with `k` of the module's inputs has whole blocks, in whole bytes."""
+    """Raise UnsupportedError unless a shard with `k` of the module's inputs has whole blocks, in whole bytes."""
     whole = module.shape[-1]
     if k == whole:
         return

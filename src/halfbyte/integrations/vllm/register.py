@@ -7,7 +7,7 @@ from halfbyte.versions import why_untested
 
 
 def register() -> None:
-    """Registers the quantization method "halfbyte", and halfbyte's kernels for the checkpoints of others. vLLM calls it in each process.
+    """Register the quantization method "halfbyte", and halfbyte's kernels for the checkpoints of others. vLLM calls it in each process.
 
     In a version of vLLM that was not tested it registers nothing, and one warning says so.
     """

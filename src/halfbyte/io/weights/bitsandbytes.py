@@ -53,7 +53,7 @@ class State:
 
     @classmethod
     def of(cls, stored: Tensor, where: str) -> State:
-        """Raises CheckpointError for values that bitsandbytes does not write."""
+        """Raise CheckpointError for values that bitsandbytes does not write."""
         found: dict[str, Any] = parse_json(bytes(bytes_of(stored)), f"the quant_state of {where}")
         shape, block = found.get("shape"), found.get("blocksize")
         nested, offset = found.get("nested_blocksize", 1), found.get("nested_offset", 0.0)

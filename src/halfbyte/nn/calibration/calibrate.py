@@ -83,7 +83,7 @@ def as_calibration(calibration: object) -> Calibration:
 
 
 def check_given(method: str, given: bool, *, need: Sequence[str], use: Sequence[str], other: Iterable[str]) -> None:
-    """Raises ArgumentError for a method that needs calibration and has none, or has calibration and does not use it.
+    """Raise ArgumentError for a method that needs calibration and has none, or has calibration and does not use it.
 
     need, use   methods that require calibration, and those that use it if given
     other       methods without calibration, to suggest
@@ -164,7 +164,7 @@ def calibrate(
     materialize: Copy | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Result]:
-    """Quantizes the linear layers and stacks of experts (`experts.expanded`) named in `formats`, and yields their codes one by one.
+    """Quantize the linear layers and stacks of experts (`experts.expanded`) named in `formats`, and yield their codes one by one.
     `model` is not changed.
 
     method       "gptq", "awq", or "mse" weighted by the inputs
@@ -197,7 +197,7 @@ def _quantize_layer(
     calibration: Calibration,
     folds: _Folds,
 ) -> list[Result]:
-    """Quantizes the modules of `block`, a copy of decoder layer i, that `formats` names. `folds` caches the folds per layer structure."""
+    """Quantize the modules of `block`, a copy of decoder layer i, that `formats` names. `folds` caches the folds per layer structure."""
     modules = {name: block.get_submodule(name) for name in formats}
     for name, module in modules.items():
         check_finite(module.get_parameter("weight"), f"{prefix}.{name}.weight")
@@ -256,7 +256,7 @@ def _scale(
 
 @torch.no_grad()
 def _quantize(linear: nn.Module, name: str, fmt: Format, method: str, moments: Moments, calibration: Calibration) -> Result:
-    """Quantizes the weight of a float32 Linear called `name`, and replaces it by its dequantized codes; one that its format cannot hold
+    """Quantize the weight of a float32 Linear called `name`, and replace it by its dequantized codes; one that its format cannot hold
     stays."""
     weight, full = linear.get_parameter("weight"), f"{name}.weight"
     try:

@@ -45,7 +45,7 @@ class Stack:
 def quantize_experts(
     runs: Runs, i: int, block: nn.Module, formats: Mapping[str, Format], codes_of: CodesOf, options: AWQ | None
 ) -> list[Stack]:
-    """Quantizes the stacks of experts in `formats` of `block`, a float32 copy of decoder layer i, and stores the dequantized codes there.
+    """Quantize the stacks of experts in `formats` of `block`, a float32 copy of decoder layer i, and store the dequantized codes there.
 
     options  of AWQ, if it is to scale the inputs of second products
     """
@@ -100,7 +100,7 @@ def _floats(block: nn.Module) -> int:
 
 
 def _divide(up: Tensor, down: Tensor, scale: Tensor) -> None:
-    """Divides the last rows of `up` [E, N, H] by a scale [E, K], and multiplies the columns of `down` [E, N', K] by it."""
+    """Divide the last rows of `up` [E, N, H] by a scale [E, K], and multiply the columns of `down` [E, N', K] by it."""
     up.data[:, -scale.shape[1] :] /= scale.unsqueeze(-1)
     down.data *= scale.unsqueeze(1)
 

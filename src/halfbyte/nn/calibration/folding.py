@@ -39,7 +39,7 @@ class Fold:
     followers: tuple[str, ...] = ()
 
     def apply(self, block: nn.Module, scale: Tensor, dtypes: Mapping[str, torch.dtype]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Divides the producer in `block`, a float32 module, and multiplies the weights of the consumers.
+        """Divide the producer in `block`, a float32 module, and multiply the weights of the consumers.
 
         scale   [K], above 0, equal for columns of the same channel
         dtypes  of the producer's parameters in the model, by name, to which their new values are rounded

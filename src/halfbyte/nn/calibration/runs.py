@@ -56,7 +56,7 @@ class Moments:
         return drawn
 
     def divide(self, scale: Tensor) -> None:
-        """Updates the moments to inputs divided by `scale` [K]."""
+        """Update the moments to inputs divided by `scale` [K]."""
         self.second /= torch.outer(scale, scale)
         self.first /= scale
 
@@ -114,7 +114,7 @@ class Runs:
             self._embed()
 
     def _embed(self) -> None:
-        """Runs the modules before the layers, and records the arguments of each layer without running it."""
+        """Run the modules before the layers, and record the arguments of each layer without running it."""
 
         def record(i: int) -> Callable[..., object]:
             def forward(*args: object, **kwargs: object) -> Tensor:
@@ -198,7 +198,7 @@ class Runs:
         return module.float().to(self.device)
 
     def advance(self, i: int, block: nn.Module) -> None:
-        """Takes the hidden states through the block."""
+        """Take the hidden states through the block."""
         for batch in range(len(self.batches)):
             self.hidden[batch] = self.forward(i, block, batch)
         self.others[i] = []
@@ -267,7 +267,7 @@ class _Meter:
 
 
 def _take_hidden(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[Tensor, tuple[object, ...], dict[str, object]]:
-    """Splits the arguments of a layer into the hidden states and the others."""
+    """Split the arguments of a layer into the hidden states and the others."""
     if args:
         return cast(Tensor, args[0]), args[1:], dict(kwargs)
     return cast(Tensor, kwargs["hidden_states"]), (), {key: value for key, value in kwargs.items() if key != "hidden_states"}

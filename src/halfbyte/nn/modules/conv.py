@@ -15,7 +15,7 @@ from halfbyte.layouts.folding import Fold
 from halfbyte.nn.described import CONVOLUTIONS, check_compute
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.modules.weight_view import Step, WeightView, traced
-from halfbyte.ops.conv import folded
+from halfbyte.ops.conv import folded, transposed
 from halfbyte.ops.conv import functions as conv
 from halfbyte.ops.conv.images import in_memory_format_of, is_channels_last
 
@@ -213,8 +213,8 @@ class QuantConv3d(_FoldedConv):
     def _convolve(self, x: Tensor, channels_last: bool, residual: Tensor | None = None, clamp: tuple[float, float] | None = None) -> Tensor:
         if x.dim() == 4:
             return self._convolve(x[None], channels_last, None if residual is None else residual[None], clamp)[0]
-        epilogue = folded.Epilogue(self.bias, self.compute, self.activation, clamp)
-        y = folded.convolve(x, self.packed, self.fold, folded.movement_of(self, zeros=self._zeros), epilogue, residual)
+        settings = folded.Conv2dSettings(self.bias, self.compute, self.activation, clamp)
+        y = folded.convolve(x, self.packed, self.fold, folded.movement_of(self, zeros=self._zeros), settings, residual)
         return y if channels_last else in_memory_format_of(y, x)
 
 
@@ -271,15 +271,15 @@ class QuantConvTranspose2d(_FoldedConv):
             named = ("L", "H, W", "D, H, W")[n - 1]
             raise ArgumentError(f"a {self.kind} of {self.in_channels} channels takes [B, {self.in_channels}, {named}], got {list(x.shape)}")
         more = self.output_padding if output_size is None else self._padding_for(x.shape[2:], output_size)
-        epilogue = folded.Epilogue(self.bias, self.compute, self.activation, clamp)
+        settings = folded.Conv2dSettings(self.bias, self.compute, self.activation, clamp)
         last = channels_last or (n > 1 and is_channels_last(x))
-        y = folded.convolve_transposed(x, self.packed, self.fold, self, more, epilogue, channels_last=last)
+        y = transposed.convolve_transposed(x, self.packed, self.fold, self, more, settings, channels_last=last)
         return y if channels_last else in_memory_format_of(y, x)
 
     def _padding_for(self, size: Sequence[int], output_size: Sequence[int]) -> tuple[int, ...]:
         """The output_padding that gives results of `output_size`, which may name batch and channels too."""
         n = len(self.kernel_size)
-        least = folded.transposed_size(size, self, (0,) * n)
+        least = transposed.transposed_size(size, self, (0,) * n)
         more = tuple(wanted - size for wanted, size in zip(output_size[-n:], least, strict=False))
         if len(output_size) not in (n, n + 2) or not all(0 <= extra < stride for extra, stride in zip(more, self.stride, strict=True)):
             most = [size + stride - 1 for size, stride in zip(least, self.stride, strict=True)]

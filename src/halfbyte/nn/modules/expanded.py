@@ -21,7 +21,7 @@ Places = dict[str, Place]
 
 
 def expand_(model: nn.Module, wanted: Wanted = lambda name: True, *, attention: bool = False) -> Places:
-    """Replaces the modules with weights in another layout of which at least one, by its name "….c_attn" or "….experts.down_proj", is
+    """Replace the modules with weights in another layout of which at least one, by its name "….c_attn" or "….experts.down_proj", is
     wanted; returns the replacements by name.
 
     attention  torch's MultiheadAttention too, except within models that save themselves, as transformers' do, under torch's names

@@ -23,10 +23,10 @@ from halfbyte.layouts.base import Packed
 from halfbyte.nn.described import check_compute
 from halfbyte.nn.modules.quantized import PART, QuantModule, has_hooks, why_not_hooks
 from halfbyte.nn.modules.transposed import transposed_parameter
-from halfbyte.ops.library import plain
+from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.experts import Clamped, Mixture
 from halfbyte.ops.transformer.experts import why_not as why_not_one_call
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 _DOWN = "down_proj"
 _SPLIT_GATE = "_default_apply_gate"  # of transformers: act_fn(gate) * up, gates before what they are for
@@ -195,7 +195,7 @@ class MixtureOfExperts(nn.Module):
         return module
 
     def release(self) -> None:
-        """Removes the float module's parameters."""
+        """Remove the float module's parameters."""
         for name in _parameter_names(self._float[0]):
             self._float[0].register_parameter(name, None)
 

@@ -43,7 +43,7 @@ class PermutedLinear(DerivedLinear):
 
 
 def check_order(order: Tensor, k: int) -> None:
-    """Raises ArgumentError for what is not a permutation of `k` inputs."""
+    """Raise ArgumentError for what is not a permutation of `k` inputs."""
     sound = order.dim() == 1 and order.dtype in (torch.int32, torch.int64)
     if not sound or not torch.equal(order.long().sort().values, torch.arange(k, device=order.device)):
         raise ArgumentError(f"an input order is a permutation of 0 … {k - 1}, got {order.dtype} {list(order.shape)} with other values")

@@ -60,13 +60,13 @@ def why_not_hooks(module: nn.Module) -> str | None:
 
 
 def share_hooks(module: nn.Module, other: nn.Module) -> None:
-    """Gives another module the hooks of a module, in the same dictionaries, so that handles that torch returned remove them there too."""
+    """Give another module the hooks of a module, in the same dictionaries, so that handles that torch returned remove them there too."""
     for name in (*(name for names in _HOOKS.values() for name in names), *_HOOK_SETTINGS):
         setattr(other, name, getattr(module, name))
 
 
 def keep_hooks(module: nn.Module, replacement: nn.Module) -> None:
-    """Gives the replacement of a module its hooks."""
+    """Give the replacement of a module its hooks."""
     if why_not_hooks(module) is None:
         return
     share_hooks(module, replacement)
@@ -151,7 +151,7 @@ class QuantModule(nn.Module):
         self._checked = -1  # a copy's tensors count from the beginning
 
     def _follow(self, data: Any) -> AnyPacked:
-        """Takes over `packed_data` after it was replaced or written to."""
+        """Take over `packed_data` after it was replaced or written to."""
         if (home := self.packed_for) is not None:
             if data.device.type != home.type:
                 what = f"a {type(self).__name__} is packed for {home}, as group offloading asked, and its weight is on {data.device}"
@@ -208,7 +208,7 @@ class QuantModule(nn.Module):
         return self.packed if self.packed_for is None else replace(self._packed, data=self.packed_data)
 
     def keep_layout_of(self, device: torch.device) -> None:
-        """Packs the weight for `device` and leaves it where it is, for code that moves `packed_data` by assigning to its `data`."""
+        """Pack the weight for `device` and leave it where it is, for code that moves `packed_data` by assigning to its `data`."""
         if (before := self.packed_for) is not None and before.type == device.type:
             return
         if before is not None:
@@ -226,7 +226,7 @@ class QuantModule(nn.Module):
         self._checked = version_of(packed.data) if self.packed_for is None else -1
 
     def _set_codes(self, codes: Codes) -> None:
-        """Replaces the weight by codes of the same format and shape."""
+        """Replace the weight by codes of the same format and shape."""
         self._set_packed(with_codes(self._packed, codes))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantModule:

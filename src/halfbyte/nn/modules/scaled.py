@@ -27,7 +27,7 @@ def scaled(rows: Tensor, factor: Factor | None) -> Tensor:
 
 
 def set_factor(module: nn.Module, factor: Factor | None) -> None:
-    """Gives an embedding its factor: a tensor becomes a non-persistent buffer, as in transformers."""
+    """Give an embedding its factor: a tensor becomes a non-persistent buffer, as in transformers."""
     if isinstance(factor, Tensor):
         module.register_buffer(ATTRIBUTE, factor, persistent=False)
     else:

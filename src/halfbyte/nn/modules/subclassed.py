@@ -95,7 +95,7 @@ def _empty(float_class: type[nn.Module], kind: str) -> QuantConv2d:
 
 
 def _take(module: nn.Module, like: nn.Module) -> None:
-    """Gives a module what another one of the same subclass has beyond a convolution."""
+    """Give a module what another one of the same subclass has beyond a convolution."""
     for name in vars(like).keys() - vars(module).keys() - _QUANTIZED:
         setattr(module, name, vars(like)[name])
 

@@ -144,7 +144,7 @@ class WeightView(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        """Calls torch's function. That the method exists keeps nn.TransformerEncoderLayer from its fast path, which would read all weights
+        """Call torch's function. That the method exists keeps nn.TransformerEncoderLayer from its fast path, which would read all weights
         (dequantizing each) instead of calling the modules."""
         kwargs = kwargs or {}
         if (recorder := _recorder()) is not None and func in _WRITES and isinstance(args[0], cls):

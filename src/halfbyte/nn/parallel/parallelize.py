@@ -36,7 +36,7 @@ from halfbyte.nn.modules.weight_view import pack_like
 from halfbyte.nn.parallel.all_reduce import all_reduce, prepare
 from halfbyte.nn.parallel.plan import Cut, Plan, holders, make_plan, without_numbers
 from halfbyte.nn.report import table
-from halfbyte.ops.library import differentiated
+from halfbyte.ops.modes import differentiated
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -160,7 +160,7 @@ def parts_of_plan(modules: Mapping[str, object], plan: Plan, processes: Processe
 
 
 def shrink_all_(modules: Mapping[str, nn.Module], parts: Mapping[str, Part]) -> None:
-    """Calls `shrink_` for each module; for one with several names once."""
+    """Call `shrink_` for each module; for one with several names once."""
     moved: dict[int, object] = {}
     for module, part in {id(module): (module, parts[name]) for name, module in modules.items()}.values():
         shrink_(module, part, moved)
@@ -197,7 +197,7 @@ def shrink_(module: nn.Module, part: Part, moved: dict[int, Any]) -> None:
 
 
 def attach_(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Mapping[str, int]) -> None:
-    """Adds the communication with other processes to modules that have been shrunk.
+    """Add the communication with other processes to modules that have been shrunk.
 
     before  bytes of each whole module that holds a weight
     """
@@ -220,7 +220,7 @@ def attach_(model: nn.Module, plan: Plan, parts: Mapping[str, Part], before: Map
 
 
 def _as_they_come() -> None:
-    """Replaces the method by which transformers asks for the heads of a static cache: it returns nothing, so that the cache is allocated at
+    """Replace the method by which transformers asks for the heads of a static cache: it returns nothing, so that the cache is allocated at
     the first call, for the heads of this process."""
 
 

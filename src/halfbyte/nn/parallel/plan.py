@@ -216,7 +216,7 @@ class _Planner:
                 self._split(holder, reason)
 
     def _attention(self, parent: str, producers: Sequence[Holder], takers: Sequence[Holder], heads: int, kv_heads: int) -> str | None:
-        """Cuts between heads; returns the reason if that is impossible."""
+        """Cut between heads; return the reason if that is impossible."""
         grouped = {h.name: kv_heads if kv_heads != heads and _leaf(h)[0] in "kv" else heads for h in producers}
         grouped |= {holder.name: heads for holder in takers}
         sizes = {holder.name: holder.shape[-1] if holder in takers else holder.shape[-2] for holder in (*producers, *takers)}
@@ -235,7 +235,7 @@ class _Planner:
         return None
 
     def _gated(self, parent: str, producers: Sequence[Holder], takers: Sequence[Holder]) -> str | None:
-        """Cuts outputs that are combined element by element; returns the reason if that is impossible."""
+        """Cut outputs that are combined element by element; return the reason if that is impossible."""
         inner = takers[0].shape[-1]
         halves = {h.name: 2 if self.styles[h.name] == "packed_colwise" else 1 for h in producers}
         if any(h.shape[-2] != inner * halves[h.name] for h in producers) or any(h.shape[-1] != inner for h in takers):
@@ -254,7 +254,7 @@ class _Planner:
         return None
 
     def _take(self, holder: Holder, parts: tuple[Ranges, ...], else_: str) -> None:
-        """Cuts a weight whose input is distributed in `parts`: along these if the weight can be cut there."""
+        """Cut a weight whose input is distributed in `parts`: along these if the weight can be cut there."""
         unit, k = _input_unit(holder, 0), holder.shape[-1]
         reason = self._whole(holder)
         if reason is None and any(stop % unit and stop != k for part in parts for _, stop in part):
@@ -278,7 +278,7 @@ class _Planner:
     # Modules on their own
 
     def _rows(self, holder: Holder, why: str = "") -> None:
-        """Cuts rows; the result is gathered."""
+        """Cut rows; the result is gathered."""
         rows = self._even(holder)
         if rows is None or holder.kind == "Experts":
             short = f"{holder.shape[-2]} outputs are fewer than {self.count} processes"
@@ -289,7 +289,7 @@ class _Planner:
             self._cut(holder, Cut("outputs", rows, after="gather", why=why))
 
     def _split(self, holder: Holder, why: str = "") -> None:
-        """Cuts the columns of a weight whose input is whole."""
+        """Cut the columns of a weight whose input is whole."""
         unit = _input_unit(holder, self.count)
         if holder.kind == "Linear" and self._whole(holder) is None and -(-holder.shape[-1] // unit) >= self.count:
             parts = tuple((run,) for run in spread(holder.shape[-1], self.count, unit))
@@ -320,7 +320,7 @@ class _Planner:
         return None
 
     def _tie(self) -> None:
-        """Gives modules that share a weight the same part of it: rows, if any of them has rows cut."""
+        """Give modules that share a weight the same part of it: rows, if any of them has rows cut."""
         sharing: dict[Hashable, list[Holder]] = defaultdict(list)
         for holder in self.found.values():
             sharing[holder.weight].append(holder)

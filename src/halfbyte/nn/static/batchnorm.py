@@ -12,7 +12,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.nn.modules.conv import FloatConv
 from halfbyte.nn.report import REMARK
-from halfbyte.nn.static.traced import graph_of, why_overridden
+from halfbyte.nn.static.tracing import graph_of, why_overridden
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

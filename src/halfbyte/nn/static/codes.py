@@ -37,10 +37,20 @@ from halfbyte.nn.static.integer import (
     clamp_codes,
     nearest,
 )
-from halfbyte.nn.static.memory_format import Formats
+from halfbyte.nn.static.memory_format import MemoryFormats
 from halfbyte.nn.static.moments import InputMoments
 from halfbyte.nn.static.network import IntegerNetwork
-from halfbyte.nn.static.traced import ADDS, IN_PLACE, RELUS, Tracer, copy_node, erase_identities, graph_of, module_of, why_overridden
+from halfbyte.nn.static.tracing import (
+    ADDS,
+    RELUS,
+    Tracer,
+    copy_node,
+    erase_identities,
+    graph_of,
+    module_of,
+    why_overridden,
+    writes_first_input,
+)
 from halfbyte.ops.checks import FLOATS, check_floats
 from halfbyte.ops.conv import functions as conv
 
@@ -172,8 +182,8 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
     for node in traced.graph.nodes:
         if node.op == "call_function" and node.kwargs.get("out") is not None:
             raise UnsupportedError(f"{node.name} writes into other memory (out=), which codes do not share: write y = torch.add(x, y)")
-        if _writes_its_input(node, modules):  # who reads the input behind it reads what it wrote
-            later_users = {user for user in _first(node).users if user > node}
+        if writes_first_input(node, modules):
+            later_users = {user for user in _first(node).users if user > node}  # who read what it wrote
             _first(node).replace_all_uses_with(node, later_users.__contains__)
         _make_module(node, traced)
     traced.recompile()
@@ -181,7 +191,7 @@ def _traced(model: nn.Module) -> tuple[fx.GraphModule, list[tuple[str, str]]]:
 
 
 def _check_inputs(model: nn.Module, graph: fx.Graph) -> None:
-    """Raises UnsupportedError for a model that takes more than images."""
+    """Raise UnsupportedError for a model that takes more than images."""
     more = [str(n.target) for n in graph.nodes if n.op == "placeholder" and not n.args and not str(n.target).startswith("*")][1:]
     if more:
         raise UnsupportedError(
@@ -191,7 +201,7 @@ def _check_inputs(model: nn.Module, graph: fx.Graph) -> None:
 
 
 def _check_hooks(module: nn.Module, name: str = "") -> None:
-    """Raises UnsupportedError for hooks of modules that tracing dissolves into the operations in them."""
+    """Raise UnsupportedError for hooks of modules that tracing dissolves into the operations in them."""
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         if Tracer().is_leaf_module(child, path):
@@ -202,16 +212,6 @@ def _check_hooks(module: nn.Module, name: str = "") -> None:
                 "for a layer in it, which then runs in floating point"
             )
         _check_hooks(child, path)
-
-
-def _writes_its_input(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
-    if not node.args or not isinstance(node.args[0], fx.Node):
-        return False
-    if (module := module_of(node, modules)) is not None:
-        return getattr(module, "inplace", False) is True
-    if node.op == "call_method":
-        return str(node.target).endswith("_")
-    return node.op == "call_function" and (node.target in IN_PLACE or node.kwargs.get("inplace") is True)
 
 
 def _make_module(node: fx.Node, traced: fx.GraphModule) -> None:
@@ -292,7 +292,7 @@ class _RangeObserver(fx.Interpreter):
 
     def _views(self, n: fx.Node) -> dict[fx.Node, Tensor]:
         """For a node n that writes to its input: copies of the other tensors in the same memory that are read after n."""
-        if not _writes_its_input(n, self.modules) or not isinstance(self.env[_first(n)], Tensor):
+        if not writes_first_input(n, self.modules) or not isinstance(self.env[_first(n)], Tensor):
             return {}
         read = [(node, value) for node, value in self.env.items() if isinstance(value, Tensor) and any(user > n for user in node.users)]
         written = self.env[_first(n)].untyped_storage().data_ptr()
@@ -353,19 +353,19 @@ class _Rewriter:
         return network.eval()
 
     def _restore_formats(self) -> None:
-        """Gives what leaves the integer layers, which give channels_last, the memory format of torch."""
+        """Restore torch's memory format in what leaves the integer layers, which write channels_last."""
         modules = {name: module for name, module in self.root.items() if isinstance(module, nn.Module)}
 
-        def gives(node: fx.Node) -> bool:
+        def writes_channels_last(node: fx.Node) -> bool:
             return isinstance(module_of(node, modules), IntegerConv2d | MaxPool | AveragePool)
 
-        def passes(node: fx.Node) -> bool:
+        def keeps_format(node: fx.Node) -> bool:
             return node.target in (nearest, clamp_codes) or isinstance(module_of(node, modules), Quantize | Dequantize | Requantize)
 
-        def reads_any(node: fx.Node) -> bool:
+        def ignores_format(node: fx.Node) -> bool:
             return isinstance(module_of(node, modules), IntegerLinear | QuantLinear)
 
-        Formats(self.graph, modules, gives, passes, reads_any).restore()
+        MemoryFormats(self.graph, modules, writes_channels_last, keeps_format, ignores_format).restore()
 
     # Either form of a node's result, made where it is first needed
 

@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from halfbyte.nn.static.bias_correction import Layer
-from halfbyte.nn.static.traced import ADDS, RELUS, module_of, why_overridden
+from halfbyte.nn.static.tracing import ADDS, RELUS, module_of, why_overridden
 
 _SMALLEST = 1 / 16  # of the largest range: a channel that calibration images hardly show keeps room for others
 

@@ -27,13 +27,14 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.described import LEAST, MOST, Scale
 from halfbyte.nn.modules.quantized import QuantModule, version
 from halfbyte.nn.modules.weight_view import AnyPacked
-from halfbyte.ops.checks import check_floats, check_here
+from halfbyte.ops.checks import check_floats, check_plain_tensor
 from halfbyte.ops.conv import elementwise
 from halfbyte.ops.conv import functions as conv
 from halfbyte.ops.conv.cpu import qconv2d_step
-from halfbyte.ops.conv.pool import pooling
+from halfbyte.ops.conv.pool import kernel_pool
 from halfbyte.ops.cpu import qlinear_step
-from halfbyte.ops.library import autocast, plain
+from halfbyte.ops.modes import plain
+from halfbyte.ops.registration import autocast
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import ProgramStep
@@ -100,7 +101,7 @@ class Quantize(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_type(x, Tensor, "a network on int8 codes takes tensors", "pass torch.as_tensor(x)")
-        check_here(x, "the input of a network on int8 codes")
+        check_plain_tensor(x, "the input of a network on int8 codes")
         check_floats(x, "a network on int8 codes takes tensors")
         if x.requires_grad and torch.is_grad_enabled():
             numbers = _clamped(x.float() / self.scale.step + self.scale.zero)
@@ -169,7 +170,7 @@ class AveragePool(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if _has_gradient(x):
             return _rounded(_clamped(self._means(x) + self.result.zero), self.forward(_integers(x)))
-        if plain(x) and (pool := pooling(x, self.pool, self.scale.zero)):
+        if self.result is self.scale and plain(x) and (pool := kernel_pool(x, self.pool, self.scale.zero)):
             return pool(x)
         return (self._means(x.float()).round() + self.result.zero).clamp(LEAST, MOST).to(torch.int8)
 
@@ -179,7 +180,7 @@ class AveragePool(nn.Module):
         return means if self.result == self.scale else means * (self.scale.step / self.result.step)
 
     def step(self, x: Tensor) -> ProgramStep | None:
-        return pool.step(x) if (pool := pooling(x, self.pool, self.scale.zero)) else None
+        return pool.step(x) if self.result is self.scale and (pool := kernel_pool(x, self.pool, self.scale.zero)) else None
 
 
 class MaxPool(nn.Module):
@@ -192,13 +193,13 @@ class MaxPool(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if _has_gradient(x):
             return cast(Tensor, self.pool(x))
-        if plain(x) and (pool := pooling(x, self.pool)):
+        if plain(x) and (pool := kernel_pool(x, self.pool)):
             return pool(x)
         # In bfloat16, which holds all codes, since torch's own of int8 fails for large images.
         return cast(Tensor, self.pool(x.to(torch.bfloat16)).to(torch.int8))
 
     def step(self, x: Tensor) -> ProgramStep | None:
-        return pool.step(x) if (pool := pooling(x, self.pool)) else None
+        return pool.step(x) if (pool := kernel_pool(x, self.pool)) else None
 
 
 def _in_order(packed: AnyPacked) -> AnyPacked:

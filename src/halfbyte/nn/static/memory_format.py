@@ -1,7 +1,8 @@
-"""Memory formats within a traced network: convolutions hand images on in channels_last, as their kernels read and write them, and what
-leaves them has the memory format that torch gives it, as if each convolution had kept that of its input.
+"""Memory formats of images in a traced network.
 
-Called by `fused_convolutions.py` and `codes.py` on graphs whose convolutions give channels_last whatever they take.
+Kernels of convolutions write channels_last, whatever they read, while torch's keep the format of their input. So a graph hands images on
+in channels_last from one convolution to the next, and `MemoryFormats.restore` inserts conversions where an image leaves them for an
+operation that could tell the difference. Called by nn/fused_convolutions.py and codes.py.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from halfbyte.nn.static.traced import IDENTITIES_IN_EVAL, IN_PLACE, module_of
+from halfbyte.nn.static.tracing import IDENTITIES_IN_EVAL, module_of, writes_first_input
 from halfbyte.ops.conv.images import in_memory_format_of
 
-# Operations whose numbers do not depend on the memory format of images, and whose results have it.
+# Operations whose numbers do not depend on the memory format of images, and whose results keep it.
 _MODULES = (
     nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.SiLU, nn.GELU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.Tanh, nn.ELU, nn.LeakyReLU, nn.Mish,
     nn.Softplus, nn.BatchNorm1d, nn.BatchNorm2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d,
@@ -32,97 +33,103 @@ _METHODS = {"relu", "relu_", "sigmoid", "tanh", "clamp", "add", "sub", "mul", "d
 _SIZES = {"size", "dim"}  # methods that read no elements
 _VIEWS = {operator.getitem, torch.chunk, torch.split, torch.flatten, torch.reshape, "chunk", "split", "flatten", "reshape"}
 _VIEW_MODULES = (nn.Flatten, *IDENTITIES_IN_EVAL)
-_WRITES = {*IN_PLACE, operator.setitem}
-
-Kind = Callable[[fx.Node], bool]
+Test = Callable[[fx.Node], bool]
 
 
-def _none(node: fx.Node) -> bool:
+def _never(node: fx.Node) -> bool:
     return False
 
 
-class Formats:
+class MemoryFormats:
     """Which results of a graph are in channels_last though torch's may not be.
 
-    gives   whether a node gives channels_last whatever it takes
-    passes  whether a node is of an operation, besides those listed here, that acts on elements alone
-    reads_any   whether a node, besides these, computes the same whatever memory format its inputs have
+    Args:
+        graph: Of the network.
+        modules: The network's modules by name.
+        writes_channels_last: Whether a node's result is in channels_last whatever it reads.
+        keeps_format: Whether a node, besides the operations listed in this file, computes the same in each memory format, and keeps it.
+        ignores_format: Whether a node, besides these, computes the same in each memory format.
     """
 
     def __init__(
-        self, graph: fx.Graph, modules: Mapping[str, nn.Module], gives: Kind, passes: Kind = _none, reads_any: Kind = _none
+        self,
+        graph: fx.Graph,
+        modules: Mapping[str, nn.Module],
+        writes_channels_last: Test,
+        keeps_format: Test = _never,
+        ignores_format: Test = _never,
     ) -> None:
-        self.graph, self.modules, self.gives, self._passes, self._reads_any = graph, modules, gives, passes, reads_any
-        self.free: set[fx.Node] = set()
+        self._graph, self._modules, self._writes_channels_last = graph, modules, writes_channels_last
+        self._also_keeps, self._also_ignores = keeps_format, ignores_format
+        self._channels_last: set[fx.Node] = set()
         for node in graph.nodes:
-            if gives(node) or (self.passes(node) and not self.free.isdisjoint(node.all_input_nodes)):
-                self.free.add(node)
-
-    def passes(self, node: fx.Node) -> bool:
-        if node.op == "call_module":
-            return isinstance(self.modules[str(node.target)], _MODULES) or self._passes(node)
-        listed = node.target in _FUNCTIONS if node.op == "call_function" else node.op == "call_method" and node.target in _METHODS
-        return listed or self._passes(node)
-
-    def reads_any(self, node: fx.Node) -> bool:
-        """Whether a node computes the same whatever memory format its inputs have."""
-        sizes = (node.op == "call_method" and node.target in _SIZES) or (node.target is getattr and node.args[1] == "shape")
-        return sizes or self.gives(node) or self.passes(node) or self._reads_any(node)
+            if writes_channels_last(node) or (self._keeps_format(node) and self._reads_channels_last(node)):
+                self._channels_last.add(node)
 
     def channels_last_count(self) -> int:
-        """How many convolutions take what another one left in channels_last."""
-        return sum(self.gives(node) and not self.free.isdisjoint(node.all_input_nodes) for node in self.graph.nodes)
+        """Return how many convolutions read what another one left in channels_last."""
+        return sum(self._writes_channels_last(node) and self._reads_channels_last(node) for node in self._graph.nodes)
 
     def writes_shared(self) -> bool:
         """Whether a node may write to memory that another node reads too, which a copy in another memory format would not show."""
-        return any(
-            self._writes(node) and not self._has_one_reader(node.all_input_nodes[0]) for node in self.graph.nodes if node.all_input_nodes
-        )
-
-    def _writes(self, node: fx.Node) -> bool:
-        if node.op == "call_method":
-            return str(node.target).endswith("_")
-        in_place = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None or node.target in _WRITES
-        return in_place or getattr(module_of(node, self.modules), "inplace", False) is True
-
-    def _has_one_reader(self, node: fx.Node) -> bool:
-        """Whether the memory of a node's result is read by one other node alone."""
-        while len(node.users) == 1 and (self._is_view(node) or self._writes(node)) and node.all_input_nodes:
-            node = node.all_input_nodes[0]
-        return len(node.users) == 1 and not self._is_view(node) and (self.gives(node) or self.passes(node))
-
-    def _is_view(self, node: fx.Node) -> bool:
-        if node.op == "call_module":
-            return isinstance(self.modules[str(node.target)], _VIEW_MODULES)
-        return node.target in _VIEWS
+        nodes = [node for node in self._graph.nodes if node.all_input_nodes]
+        return any(self._writes_input(node) and not self._has_one_reader(node.all_input_nodes[0]) for node in nodes)
 
     def restore(self) -> None:
-        """Gives what leaves the convolutions the memory format of torch."""
-        for node in list(self.graph.nodes):
-            readers = sorted(user for user in node.users if not self.reads_any(user))
-            if node in self.free and readers:
-                with self.graph.inserting_before(readers[0]):  # as late as can be: until then all is one program (`network.py`)
-                    restored = self.graph.call_function(restore, (node, self._origin(node)))
+        """Insert conversions to torch's memory format in front of the nodes that are not indifferent to it."""
+        for node in list(self._graph.nodes):
+            readers = sorted(user for user in node.users if not self._ignores_format(user))
+            if node in self._channels_last and readers:
+                with self._graph.inserting_before(readers[0]):  # as late as can be: until then all is one program (network.py)
+                    restored = self._graph.call_function(restore, (node, self._origin(node)))
                 for reader in readers:
                     reader.replace_input_with(node, restored)
 
+    def _reads_channels_last(self, node: fx.Node) -> bool:
+        return not self._channels_last.isdisjoint(node.all_input_nodes)
+
+    def _keeps_format(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return isinstance(self._modules[str(node.target)], _MODULES) or self._also_keeps(node)
+        listed = node.target in _FUNCTIONS if node.op == "call_function" else node.op == "call_method" and node.target in _METHODS
+        return listed or self._also_keeps(node)
+
+    def _ignores_format(self, node: fx.Node) -> bool:
+        reads_size = (node.op == "call_method" and node.target in _SIZES) or (node.target is getattr and node.args[1] == "shape")
+        return reads_size or self._writes_channels_last(node) or self._keeps_format(node) or self._also_ignores(node)
+
+    def _writes_input(self, node: fx.Node) -> bool:
+        """Whether a node writes to memory of an input: in place, by `out=`, or an element (`x[i] = y`)."""
+        return writes_first_input(node, self._modules) or node.kwargs.get("out") is not None or node.target is operator.setitem
+
+    def _has_one_reader(self, node: fx.Node) -> bool:
+        """Whether the memory of a node's result is read by one other node alone."""
+        while len(node.users) == 1 and (self._is_view(node) or self._writes_input(node)) and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        return len(node.users) == 1 and not self._is_view(node) and (self._writes_channels_last(node) or self._keeps_format(node))
+
+    def _is_view(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return isinstance(self._modules[str(node.target)], _VIEW_MODULES)
+        return node.target in _VIEWS
+
     def _origin(self, node: fx.Node) -> fx.Node | None:
-        """The tensor whose memory format a result has in torch; None where it is contiguous."""
-        while self.gives(node) or self.passes(node):
+        """Return the tensor whose memory format a result has in torch; None where it is contiguous."""
+        while self._writes_channels_last(node) or self._keeps_format(node):
             inputs = node.all_input_nodes
             if not inputs:
                 break
-            if self._is_of_lines(node):
+            if self._is_conv1d(node):  # [B, C, L] is contiguous in torch
                 return None
-            node = next((n for n in inputs if n in self.free), inputs[0])
+            node = next((n for n in inputs if n in self._channels_last), inputs[0])
         return node
 
-    def _is_of_lines(self, node: fx.Node) -> bool:
-        return self.gives(node) and getattr(module_of(node, self.modules), "kind", "").endswith("1d")
+    def _is_conv1d(self, node: fx.Node) -> bool:
+        return self._writes_channels_last(node) and getattr(module_of(node, self._modules), "kind", "").endswith("1d")
 
 
 def restore(value: object, origin: Tensor) -> object:
-    """A result, or a tuple of some, in the memory format that torch gives the results of convolutions of `origin`."""
+    """Return a result, or a tuple of some, in the memory format that torch gives the results of convolutions of `origin`."""
     if isinstance(value, tuple | list):
         return type(value)(restore(item, origin) for item in value)
     return in_memory_format_of(value, origin) if isinstance(value, torch.Tensor) else value

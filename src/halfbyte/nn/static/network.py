@@ -21,8 +21,8 @@ from halfbyte.bounded import by_object
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.problem import Addition
 from halfbyte.nn.static.integer import IntegerConv2d, IntegerModule, Requantize
-from halfbyte.nn.static.traced import TracedModules, copy_node, module_of
-from halfbyte.ops.library import plain
+from halfbyte.nn.static.tracing import TracedModules, copy_node, module_of
+from halfbyte.ops.modes import plain
 from halfbyte.quantizers.check import check_dense
 
 if TYPE_CHECKING:

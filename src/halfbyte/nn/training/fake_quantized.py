@@ -1,4 +1,8 @@
-"""Modules for quantization-aware training: they hold the float weight and compute with its quantized and dequantized value."""
+"""Modules in quantization-aware training: each holds its float weight and computes with the quantized and dequantized one.
+
+`prepare_qat_` (qat.py) turns float modules into these and `convert_qat_` reads their codes. A module changes its class, not its identity:
+optimizers, hooks and parents go on to refer to it. What rounds, and its gradients, is in ops/fake_quantize.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.conv_reference import patches
 from halfbyte.layouts.convolution import Filter, channels_first, channels_last
-from halfbyte.nn.kinds import kind_of, quantize_weight
+from halfbyte.nn.kinds import kind_of, module_activation, quantize_weight
 from halfbyte.nn.modules.scaled import ScaledEmbedding, factor_of, scaled
 from halfbyte.nn.modules.subclassed import form_of
 from halfbyte.nn.modules.transposed import is_conv1d, is_transposed
@@ -44,7 +48,9 @@ class Target:
 class FakeQuantized(nn.Module):
     """Base of the modules in training. `weight` is the float weight, which an optimizer updates and a state_dict has under its old name.
 
-    float_class    of the module before
+    Codes are those of a matrix [..., N, K], which `to_rows` arranges the weight as; `from_rows` is its inverse.
+
+    float_class    the module's class before, which it has again after training
     weight_scale   only with learned scales: a parameter in the shape of the codes' scales, float32
     weight_zero    the corresponding zeros, which are not trained; None where the format has none
     """
@@ -55,32 +61,30 @@ class FakeQuantized(nn.Module):
     weight_scale: nn.Parameter | None
     weight_zero: Tensor | None
 
-    def ordered(self, weight: Tensor) -> Tensor:
-        """A weight in the order of its codes."""
+    def to_rows(self, weight: Tensor) -> Tensor:
         return weight
 
-    def reordered(self, rows: Tensor) -> Tensor:
-        """The inverse of `ordered`."""
+    def from_rows(self, rows: Tensor) -> Tensor:
         return rows
 
-    def rounded_rows(self) -> Tensor:
-        """The quantized and dequantized weight, in the order of its codes; gradients flow to the float weight and to learned scales."""
-        rows, fmt, name = self.ordered(self.weight), self.target.format, f"{self.target.name}.weight"
+    def fake_quantized_rows(self) -> Tensor:
+        """Return the quantized and dequantized weight as rows; gradients flow to the float weight and to learned scales."""
+        rows, fmt, name = self.to_rows(self.weight), self.target.format, f"{self.target.name}.weight"
         if self.weight_scale is None:
             return fake_quantize(rows, fmt, self.target.method, name=name)
         return fake_quantize_given(rows, fmt, self.weight_scale, self.weight_zero, name=name)
 
-    def rounded(self) -> Tensor:
-        """The same, as the module uses it."""
-        return self.reordered(self.rounded_rows())
+    def fake_quantized_weight(self) -> Tensor:
+        """Return the quantized and dequantized weight, in the shape of `weight`."""
+        return self.from_rows(self.fake_quantized_rows())
 
     def codes(self) -> Codes:
-        """The weight quantized."""
+        """Quantize the weight: the codes whose values `fake_quantized_weight` returns."""
         name = f"{self.target.name}.weight"
         if self.weight_scale is None:
             weight = self.weight.T if is_transposed(self) else self.weight
             return quantize_weight(kind_of(self), weight, self.target.format, self.target.method, name)
-        return quantize_to_grid(self.ordered(self.weight.detach()), self.target.format, self.weight_scale, self.weight_zero, name)
+        return quantize_to_grid(self.to_rows(self.weight.detach()), self.target.format, self.weight_scale, self.weight_zero, name)
 
     def extra_repr(self) -> str:
         scales = "" if self.weight_scale is None else ", learned scales"
@@ -91,10 +95,11 @@ class FakeQuantLinear(FakeQuantized, nn.Linear):
     """nn.Linear that computes like the later QuantLinear."""
 
     def forward(self, x: Tensor) -> Tensor:
-        fmt, activation = self.target.format, self.target.activation
+        fmt = self.target.format
         if self.target.compute == "int8":
-            x = fake_quantize_activation(x, fmt.block_size(self.in_features), "row" if activation == "image" else activation)  # type: ignore[arg-type]
-        return functional.linear(x, self.rounded_rows(), self.bias)
+            activation = module_activation(self.target.activation, fmt, convolution=False)
+            x = fake_quantize_activation(x, fmt.block_size(self.in_features), activation)  # type: ignore[arg-type]
+        return functional.linear(x, self.fake_quantized_rows(), self.bias)
 
 
 class FakeQuantConv1D(FakeQuantLinear):
@@ -102,23 +107,24 @@ class FakeQuantConv1D(FakeQuantLinear):
 
     transposed = True
 
-    def ordered(self, weight: Tensor) -> Tensor:
+    def to_rows(self, weight: Tensor) -> Tensor:
         return weight.T
 
-    def reordered(self, rows: Tensor) -> Tensor:
+    def from_rows(self, rows: Tensor) -> Tensor:
         return rows.T
 
 
 class FakeQuantEmbedding(FakeQuantized, ScaledEmbedding):
-    """nn.Embedding that gives the rows of the later QuantEmbedding."""
+    """nn.Embedding that returns the rows of the later QuantEmbedding."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows = functional.embedding(ids, self.rounded(), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        weight = self.fake_quantized_weight()
+        rows = functional.embedding(ids, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         return scaled(rows, factor_of(self))
 
 
 class _FakeQuantConvolution(FakeQuantized):
-    """Base of the convolutions; `kernel_size`, `stride` and so on are torch's own."""
+    """Base of the convolutions [B, C, *size] or [C, *size]; the attributes are torch's own. A Conv1d computes on images of height 1."""
 
     out_channels: int
     in_channels: int
@@ -130,39 +136,42 @@ class _FakeQuantConvolution(FakeQuantized):
     dilation: tuple[int, ...]
     padding_mode: Literal["zeros", "reflect", "replicate", "circular"]
 
-    def ordered(self, weight: Tensor) -> Tensor:
+    def to_rows(self, weight: Tensor) -> Tensor:
         return channels_last(weight, self.target.format)
 
-    def reordered(self, rows: Tensor) -> Tensor:
+    def from_rows(self, rows: Tensor) -> Tensor:
         return channels_first(rows, self.kernel_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        sizes, activation = self._sizes(), self.target.activation
-        if self.target.compute == "int8" and not sizes.depthwise:
-            one_scale = not isinstance(sizes.format.block, int) and sizes.format.zero == "none"
-            if activation != "image" or not one_scale:  # as Config says
-                padded = x if self.padding_mode == "zeros" else pad_by_mode(x, self)
-                y = self._on_patches(self._images(padded), sizes, "row" if activation == "image" else activation)
-                y = y.reshape(*x.shape[: -len(self.kernel_size) - 1], sizes.out, *y.shape[-len(self.kernel_size) :])
-                return in_memory_format_of(y, x)
-            x = in_memory_format_of(fake_quantize_images(self._images(x)).reshape(x.shape), x)
-        return self._conv_forward(x, in_memory_format_of(self.rounded(), None), self.bias)  # type: ignore[operator,no-any-return]
+        sizes = self._filter()
+        if self.target.compute == "int8" and not sizes.depthwise:  # depthwise convolutions compute in floating point
+            activation = module_activation(self.target.activation, sizes.format, convolution=True)
+            if activation != "image":
+                return self._convolve_patches(x, sizes, activation)
+            x = in_memory_format_of(fake_quantize_images(self._as_images(x)).reshape(x.shape), x)
+        weight = in_memory_format_of(self.fake_quantized_weight(), None)
+        return self._conv_forward(x, weight, self.bias)  # type: ignore[operator,no-any-return]
 
-    def _images(self, x: Tensor) -> Tensor:
-        return x.reshape(-1, self.in_channels, *(1, *x.shape[-len(self.kernel_size) :])[-2:])
-
-    def _sizes(self) -> Filter:
+    def _filter(self) -> Filter:
         height, width = (1, *self.kernel_size)[-2:]
         return Filter(self.target.format, self.out_channels, self.in_channels // self.groups, (height, width), self.groups)
 
-    def _on_patches(self, images: Tensor, sizes: Filter, activation: str) -> Tensor:
-        """Images [B, C, H, W] -> [B, Co, Ho, Wo]. Each patch is rounded by itself, so all are materialized: [groups, B, Ho, Wo, K]."""
+    def _as_images(self, x: Tensor) -> Tensor:
+        """[B, C, *size] or [C, *size] -> [B, C, H, W]"""
+        return x.reshape(-1, self.in_channels, *(1, *x.shape[-len(self.kernel_size) :])[-2:])
+
+    def _convolve_patches(self, x: Tensor, sizes: Filter, activation: str) -> Tensor:
+        """Convolve x, rounding what lies under the kernel at each output by itself: patches [groups, B, Ho, Wo, K] are materialized."""
+        dims = len(self.kernel_size)
+        images = self._as_images(x if self.padding_mode == "zeros" else pad_by_mode(x, self))
         block = sizes.matrix_format.block_size(sizes.k)
         rows = fake_quantize_activation(patches(images, sizes, module_window(self)), block, activation)  # type: ignore[arg-type]
-        weight = self.rounded_rows().reshape(sizes.out, sizes.taps, sizes.channels)
+        weight = self.fake_quantized_rows().reshape(sizes.out, sizes.taps, sizes.channels)
         weight = functional.pad(weight, (0, sizes.padded - sizes.channels)).reshape(sizes.groups, -1, sizes.k)
         y = torch.einsum("gbhwk,gnk->bgnhw", rows, weight.to(rows.dtype)).flatten(1, 2)
-        return y if self.bias is None else y + self.bias.view(-1, 1, 1).to(y.dtype)
+        if self.bias is not None:
+            y = y + self.bias.view(-1, 1, 1).to(y.dtype)
+        return in_memory_format_of(y.reshape(*x.shape[: -dims - 1], sizes.out, *y.shape[-dims:]), x)
 
 
 class FakeQuantConv1d(_FakeQuantConvolution, nn.Conv1d):
@@ -173,45 +182,50 @@ class FakeQuantConv2d(_FakeQuantConvolution, nn.Conv2d):
     """nn.Conv2d that computes like the later QuantConv2d."""
 
 
+_BY_KIND: dict[str, type[FakeQuantized]] = {
+    "Linear": FakeQuantLinear,
+    "Embedding": FakeQuantEmbedding,
+    "Conv1d": FakeQuantConv1d,
+    "Conv2d": FakeQuantConv2d,
+}
+
+
+def can_be_trained(module: nn.Module) -> bool:
+    """Whether there is a module in training for this one: neither for experts nor for a convolution of a subclass, for example."""
+    subclassed = isinstance(module, nn.Conv1d | nn.Conv2d) and form_of(module).float_class is not None
+    return kind_of(module) in _BY_KIND and not subclassed
+
+
 def check_not_in_training(model: nn.Module, remedy: str = "call this before prepare_qat_, or convert_qat_ first") -> None:
-    """Raises ArgumentError for a model with modules in training, whose weights and modules must not be changed otherwise."""
+    """Raise ArgumentError for a model with modules in training, whose weights and modules must not be changed otherwise."""
     if name := next((name for name, module in model.named_modules() if isinstance(module, FakeQuantized)), None):
         raise ArgumentError(f"{name} is in training for its quantized form: {remedy}")
 
 
-def has_form(module: nn.Module) -> bool:
-    """Whether a module can be trained for its quantized form."""
-    subclassed = isinstance(module, nn.Conv1d | nn.Conv2d) and form_of(module).float_class is not None
-    return kind_of(module) in FORMS and not subclassed
+def start_training_(module: nn.Module, target: Target, scale: nn.Parameter | None, zero: Tensor | None) -> None:
+    """Make a float module one in training for `target`, in place.
 
-
-def prepare_(module: nn.Module, target: Target, scale: nn.Parameter | None, zero: Tensor | None) -> None:
-    """Turns a float module into one in training. It stays the same object, so that references to it and its weight (from parents, an
-    optimizer, hooks) remain valid."""
+    Args:
+        module: A module that `can_be_trained`.
+        scale: Learned scales; None: scales follow from the weight at each step.
+        zero: The zeros of learned scales.
+    """
     float_class = type(module)
     if is_conv1d(module):
         module.__class__ = FakeQuantConv1D
         assert isinstance(module, FakeQuantConv1D)
         module.in_features, module.out_features = module.weight.shape
     else:
-        module.__class__ = FORMS[kind_of(module)]
+        module.__class__ = _BY_KIND[kind_of(module)]
     assert isinstance(module, FakeQuantized)
     module.float_class, module.target = float_class, target
     module.register_parameter("weight_scale", scale)
     module.register_buffer("weight_zero", zero)
 
 
-def restore_(module: FakeQuantized) -> None:
-    """Turns a module in training into the float module that it was, with its trained weight."""
+def end_training_(module: FakeQuantized) -> None:
+    """Make a module in training the float module that it was, in place, with its trained weight."""
     if isinstance(module, FakeQuantConv1D):
         del module.in_features, module.out_features
     del module.weight_scale, module.weight_zero, module.target
     module.__class__ = module.__dict__.pop("float_class")
-
-
-FORMS: dict[str, type[FakeQuantized]] = {
-    "Linear": FakeQuantLinear,
-    "Embedding": FakeQuantEmbedding,
-    "Conv1d": FakeQuantConv1d,
-    "Conv2d": FakeQuantConv2d,
-}

@@ -19,7 +19,7 @@ from halfbyte.nn.modules.expanded import expanded
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.modules.transposed import is_transposed
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, add_kept, add_notes
-from halfbyte.nn.training.fake_quantized import FakeQuantized, Target, has_form, prepare_, restore_
+from halfbyte.nn.training.fake_quantized import FakeQuantized, Target, can_be_trained, end_training_, start_training_
 from halfbyte.quantizers import CALIBRATED, METHODS
 
 SCALES = ("dynamic", "learned")
@@ -57,7 +57,7 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
     _check(model, config, scales)
     with expanded(model):
         formats = formats_of(choose(candidates(model), config))
-        others = [name for name in formats if not has_form(model.get_submodule(name))]
+        others = [name for name in formats if not can_be_trained(model.get_submodule(name))]
     trained = [(name, module, formats[name]) for name, module in model.named_modules() if name in formats and name not in others]
     if not trained:
         quantized = any(isinstance(module, QuantModule) for module in model.modules())
@@ -69,7 +69,7 @@ def prepare_qat_(model: nn.Module, config: Config | Format | str, *, scales: str
         if name in kept:
             continue
         scale, zero = grids.get(id(module.get_parameter("weight")), (None, None))
-        prepare_(module, Target(name, fmt, config.method, config.compute, config.activation), scale, zero)
+        start_training_(module, Target(name, fmt, config.method, config.compute, config.activation), scale, zero)
     setattr(model, CONFIG_ATTRIBUTE, config)
     add_kept(model, kept)
     add_notes(model, [f"{name} is not trained for {formats[name]}: quantize_ does the rest after convert_qat_" for name in others])
@@ -112,7 +112,7 @@ def convert_qat_(model: nn.Module) -> nn.Module:
     kept = put_quantized_(model, formats, config, codes_of)
     for module in list(model.modules()):
         if isinstance(module, FakeQuantized):
-            restore_(module)
+            end_training_(module)
     add_kept(model, kept)
     for finish in after_quantizing:
         finish(model)

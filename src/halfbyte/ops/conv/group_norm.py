@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.ops.conv import cpu
 from halfbyte.ops.conv.images import channels_last
-from halfbyte.ops.library import plain
+from halfbyte.ops.modes import plain
 
 _INFINITE = float("inf")
 

@@ -45,7 +45,7 @@ def out_shape(x: Tensor, sizes: Filter, window: Window) -> Shape:
 
 
 def check_conv2d(x: Tensor, bias: Tensor | None, residual: Tensor | None, shape: Shape, low: float, high: float) -> None:
-    """Checks everything but the weight and the arguments of a plan; `shape`: of the result."""
+    """Check everything but the weight and the arguments of a plan; `shape`: of the result."""
     check_clamp(low, high)
     if bias is not None:
         check_bias(bias, shape[1], x.device)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfbyte.ops.library import in_mode, loops, plain, refuses_derivatives, transformed
+from halfbyte.ops.modes import in_mode, plain, transformed
+from halfbyte.ops.registration import loops, refuses_derivatives
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define("attend_whole(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor")

@@ -34,7 +34,7 @@ from halfbyte.layouts.records import from_codes, scales_of, to_codes
 from halfbyte.machine import gpu
 from halfbyte.ops.checks import check_bias, check_linear
 from halfbyte.ops.cuda import on
-from halfbyte.ops.library import OPS
+from halfbyte.ops.registration import OPS
 from halfbyte.ops.replay import replayed
 from halfbyte.ops.tensors import aligned
 from halfbyte.ops.transformer.decoder import Heads, Norm
@@ -152,7 +152,7 @@ class _Normed(NamedTuple):
         return *self.x.shape[:-1], self.n // 2 if self.gates and self.gated else self.n
 
     def check(self) -> None:
-        """Raises ArgumentError where shapes or dtypes do not fit."""
+        """Raise ArgumentError where shapes or dtypes do not fit."""
         x, n, k = self.x, self.n, self.k
         if self.norm is not None:
             check_norm(x, self.norm)

@@ -1,4 +1,9 @@
-"""Decoder layers on a CPU: a native call computes norms, rope, attention and the MLP of one or more layers."""
+"""Decoder layers: what one consists of, and one native call that computes one or more of them on a CPU.
+
+A layer is described by `Attention`, a feed-forward part (`MLP` here, `Experts` in experts.py) and perhaps a `PerLayerInput`, which are
+tuples of weights, norms and settings: decoder/ builds them, and GPU steps read them too. `DecoderLayer` checks that they fit together,
+takes their addresses (`native`), and `run_layers` starts kernels/cpu/transformer/decoder.py. whole_model_decode.py runs all layers.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +16,15 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import GATES, PROJECTIONS, GateFunction, Projections, RopeInterleaved, key_value_heads
 from halfbyte.layouts.records import record_bytes
-from halfbyte.ops.checks import FLOATS, place
-from halfbyte.ops.transformer.layers import TensorAddresses, Weight, why_not_packed
+from halfbyte.ops.checks import FLOATS, device_name
 from halfbyte.ops.transformer.unrounded import rounded, unrounded
+from halfbyte.ops.transformer.weights import TensorAddresses, Weight, why_not_packed
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import attention_half, feed_forward, per_layer, sublayers
 
 MOST_SEQUENCES = 64
+_CACHE_DTYPES = (*FLOATS, torch.int8)
 _NORMED_SUM = "it has norms of sums with the residual, which are for encoders"
 
 
@@ -112,7 +118,7 @@ class Attention(NamedTuple):
     residual_norm: Norm | None = None
 
     def why_not(self) -> str | None:
-        """Why `DecoderLayer` does not support these weights; None if it does."""
+        """Return why `DecoderLayer` does not support these weights; None if it does."""
         from halfbyte.kernels.cpu.transformer import attend
 
         heads, reason = self.heads, why_not_packed([weight.packed for weight in (*self.qkv, self.o_proj)])
@@ -127,42 +133,41 @@ class Attention(NamedTuple):
         return (
             reason
             or attend.supports(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.rotary_dim)
-            or _why_not_added(self.post_norm, self.residual_multiplier)
+            or _why_not_residual(self.post_norm, self.residual_multiplier)
         )
 
     def check(self) -> None:
-        """Raises ArgumentError for tensors that do not fit together."""
+        """Raise ArgumentError for tensors that do not fit together."""
         heads, k = self.heads, self.qkv[0].packed.shape[1]
         weights = [*self.qkv, self.o_proj]
-        both = heads.outputs
         shapes = [tuple(weight.packed.shape) for weight in weights]
-        expected = [(both, k), (k, heads.num_heads * heads.head_dim)]
-        joined = [(sum(n for n, _ in shapes[:-1]), k), shapes[-1]] if {c for _, c in shapes[:-1]} == {k} else shapes
-        widths = (
-            (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim)
-            if heads.qk_norm_whole
-            else (heads.head_dim, heads.head_dim)
-        )
-        of_heads = [(norm.weight, width) for norm, width in zip(heads.qk_norm or (), widths, strict=False)]
+        expected = [(heads.outputs, k), (k, heads.num_heads * heads.head_dim)]
+        *qkv_shapes, o_proj_shape = shapes
+        fused = [(sum(n for n, _ in qkv_shapes), k), o_proj_shape]
+        fits = all(columns == k for _, columns in qkv_shapes) and fused == expected and heads.projections in PROJECTIONS
+        query_heads, kv_heads = (heads.num_heads, heads.num_kv_heads) if heads.qk_norm_whole else (1, 1)
+        norms_of = zip(heads.qk_norm or (), (query_heads, kv_heads), strict=False)
+        qk_norms = [(norm.weight, count * heads.head_dim) for norm, count in norms_of]
         sinks = [] if heads.sinks is None else [(heads.sinks, heads.num_heads)]
-        small = [*_norms(k, self.pre_norm, self.post_norm), *of_heads, *sinks, *_biases(weights)]
-        _check(joined == expected and heads.projections in PROJECTIONS, "attention", shapes, expected, small, self.o_proj.packed.device)
+        vectors = [*_norms(k, self.pre_norm, self.post_norm), *qk_norms, *sinks, *_biases(weights)]
+        _check(fits, "attention", shapes, expected, vectors, self.o_proj.packed.device)
 
-    def inner(self, tensors: TensorAddresses) -> attention_half.Attention:
+    def native(self, tensors: TensorAddresses) -> attention_half.Attention:
+        """Return the same by the addresses of its tensors, which `tensors` keeps alive."""
         from halfbyte.kernels.cpu.transformer import attention_half
 
         heads = self.heads
-        qk_norm = None if heads.qk_norm is None else (norm_of(tensors, heads.qk_norm[0]), norm_of(tensors, heads.qk_norm[1]))
+        qk_norm = None if heads.qk_norm is None else (native_norm(tensors, heads.qk_norm[0]), native_norm(tensors, heads.qk_norm[1]))
         sinks = 0 if heads.sinks is None else tensors.as_float32(heads.sinks)
         changed = {"qk_norm": qk_norm, "rotary_dim": heads.rotary_width, "sinks": sinks}  # the other fields are the same
-        of_heads = attention_half.Heads(**heads._asdict() | changed)
-        before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.pre_norm, self.post_norm))
+        native_heads = attention_half.Heads(**heads._asdict() | changed)
+        pre_norm, post_norm = _native_norms(tensors, self.pre_norm, self.post_norm)
         qkv = tuple(map(tensors.product, self.qkv))
-        return attention_half.Attention(qkv, tensors.product(self.o_proj), before, after, self.residual_multiplier, of_heads)
+        return attention_half.Attention(qkv, tensors.product(self.o_proj), pre_norm, post_norm, self.residual_multiplier, native_heads)
 
 
 class FeedForward(Protocol):
-    """The second half of a layer, from h to y, both with `k` elements a row."""
+    """What follows attention in a layer: from h to y, both with `k` elements a row."""
 
     @property
     def k(self) -> int: ...
@@ -172,13 +177,13 @@ class FeedForward(Protocol):
         """The largest number of rows for which one native call is faster; None: no limit."""
 
     def why_not(self) -> str | None:
-        """Why `DecoderLayer` does not support these weights; None if it does."""
+        """Return why `DecoderLayer` does not support these weights; None if it does."""
 
     def check(self) -> None:
-        """Raises ArgumentError for tensors that do not fit together."""
+        """Raise ArgumentError for tensors that do not fit together."""
 
-    def inner(self, tensors: TensorAddresses) -> sublayers.FeedForward:
-        """The same by the addresses of tensors, which these keep alive."""
+    def native(self, tensors: TensorAddresses) -> sublayers.FeedForward:
+        """Return the same by the addresses of its tensors, which `tensors` keeps alive."""
 
 
 class MLP(NamedTuple):
@@ -241,28 +246,29 @@ class MLP(NamedTuple):
             return _NORMED_SUM
         if self.layer_scale is not None and self.post_norm is None:
             return "what it gives is multiplied by a number without a norm before"
-        return _why_not_added(self.post_norm, self.residual_multiplier)
+        return _why_not_residual(self.post_norm, self.residual_multiplier)
 
     def check(self) -> None:
-        """Raises ArgumentError for tensors that do not fit together."""
+        """Raise ArgumentError for tensors that do not fit together."""
         weights, k = [self.gate_up, self.down_proj], self.gate_up.packed.shape[1]
         shapes = [tuple(weight.packed.shape) for weight in weights]
         expected = [(self.inner_width * (2 if self.gated else 1), k), (k, self.inner_width)]
-        small = [*_norms(k, self.pre_norm, self.post_norm), *_biases(weights), *_scales(self.layer_scale)]
-        _check(shapes == expected, "feed-forward", shapes, expected, small, self.down_proj.packed.device)
+        vectors = [*_norms(k, self.pre_norm, self.post_norm), *_biases(weights), *_scales(self.layer_scale)]
+        _check(shapes == expected, "feed-forward", shapes, expected, vectors, self.down_proj.packed.device)
 
-    def inner(self, tensors: TensorAddresses) -> feed_forward.MLP:
+    def native(self, tensors: TensorAddresses) -> feed_forward.MLP:
         from halfbyte.kernels.cpu.transformer import feed_forward
 
-        before, after = (None if norm is None else norm_of(tensors, norm) for norm in (self.pre_norm, self.post_norm))
-        how = (
+        return feed_forward.MLP(
+            tensors.product(self.gate_up),
+            tensors.product(self.down_proj),
+            *_native_norms(tensors, self.pre_norm, self.post_norm),
             self.residual_multiplier,
             self.gate_function,
             self.gated,
             self.parallel_residual,
             0 if self.layer_scale is None else tensors.as_float32(self.layer_scale),
         )
-        return feed_forward.MLP(tensors.product(self.gate_up), tensors.product(self.down_proj), before, after, *how)
 
 
 class PerLayerInput(NamedTuple):
@@ -288,7 +294,7 @@ class PerLayerInput(NamedTuple):
         return self.gate.packed.shape[0]
 
     def why_not(self) -> str | None:
-        """Why `DecoderLayer` does not support these weights; None if it does."""
+        """Return why `DecoderLayer` does not support these weights; None if it does."""
         from halfbyte.kernels.cpu import step_sequence
         from halfbyte.layouts.cpu_tiles import PANEL
 
@@ -298,56 +304,71 @@ class PerLayerInput(NamedTuple):
             return f"a layer's own input of {self.width} elements is not whole panels of {PANEL}"
         if self.activation not in step_sequence.GATES:
             return f"its activation is {self.activation}, not {' or '.join(step_sequence.GATES)}"
-        return _why_not_added(self.post_norm, 1.0)
+        return _why_not_residual(self.post_norm, 1.0)
 
     def check(self, k: int) -> None:
-        """Raises ArgumentError for tensors that do not fit together, or not to a layer of that width."""
+        """Raise ArgumentError for tensors that do not fit together, or not to a layer of that width."""
         weights = [self.gate, self.projection]
         shapes = [tuple(weight.packed.shape) for weight in weights]
         expected = [(self.width, k), (k, self.width)]
-        small = [*_norms(k, self.post_norm), *_biases(weights), *_scales(self.layer_scale)]
-        _check(shapes == expected, "last", shapes, expected, small, self.gate.packed.device)
+        vectors = [*_norms(k, self.post_norm), *_biases(weights), *_scales(self.layer_scale)]
+        _check(shapes == expected, "last", shapes, expected, vectors, self.gate.packed.device)
 
-    def inner(self, tensors: TensorAddresses) -> per_layer.PerLayerInput:
+    def native(self, tensors: TensorAddresses) -> per_layer.PerLayerInput:
         from halfbyte.kernels.cpu.transformer import per_layer
 
         products = tensors.product(self.gate), tensors.product(self.projection)
         scale = 0 if self.layer_scale is None else tensors.as_float32(self.layer_scale)
-        return per_layer.PerLayerInput(*products, norm_of(tensors, self.post_norm), self.activation, scale)
+        return per_layer.PerLayerInput(*products, native_norm(tensors, self.post_norm), self.activation, scale)
 
 
 class DecoderLayer:
-    """y = feed_forward(attention(x)), or attention(x) alone; or per_layer(feed_forward(attention(x)), e) with an input e of its own
+    """y = feed_forward(attention(x)), or attention(x) alone; or per_layer(feed_forward(attention(x)), e) with a per-layer input e
 
-    Everything between the products is float32. Raises ArgumentError for weights that do not fit together or that `why_not` refuses.
+    Everything between the products is float32.
+
+    Args:
+        attention: Computed first.
+        feed_forward: An MLP or mixture of experts; None: the layer is attention alone.
+        per_layer: What a layer with a per-layer input does last; with a `feed_forward` only.
+
+    Attributes:
+        k: Elements of a row of x and y.
+        most_rows: As for FeedForward.
+        per_layer_width: P, the elements of a per-layer input; None: there is none.
+
+    Raises:
+        ArgumentError: Weights do not fit together, or `why_not` refuses them.
     """
 
     def __init__(self, attention: Attention, feed_forward: FeedForward | None, per_layer: PerLayerInput | None = None) -> None:
         from halfbyte.kernels.cpu.transformer import decoder
 
-        second = feed_forward
         attention.check()
-        self.heads, self.k, self.most_rows = attention.heads, attention.o_proj.packed.shape[0], None if second is None else second.most_rows
-        if second is not None:
-            second.check()
-            if second.k != self.k:
-                raise ArgumentError(f"the halves of a decoder layer have one width, got {self.k} and {second.k}")
+        self.heads, self.k = attention.heads, attention.o_proj.packed.shape[0]
+        self.most_rows = None if feed_forward is None else feed_forward.most_rows
+        self.per_layer_width = None if per_layer is None else per_layer.width
+        if feed_forward is not None:
+            feed_forward.check()
+            if feed_forward.k != self.k:
+                raise ArgumentError(f"the halves of a decoder layer have one width, got {self.k} and {feed_forward.k}")
         if per_layer is not None:
             per_layer.check(self.k)
-            if second is None:
+            if feed_forward is None:
                 raise ArgumentError("a layer with an input of its own has a feed-forward half, got none: pass it")
-        if (reason := why_not(attention, second, per_layer)) is not None:
+        if (reason := why_not(attention, feed_forward, per_layer)) is not None:
             raise ArgumentError(f"this layer is not computed in one call: {reason}")
-        self.tensors = TensorAddresses()
-        of_second = None if second is None else second.inner(self.tensors)
-        self.per_layer_width = None if per_layer is None else per_layer.width
-        of_third = None if per_layer is None else per_layer.inner(self.tensors)
-        self.inner = decoder.Layer(attention.inner(self.tensors), of_second, of_third)
+        self.tensors = tensors = TensorAddresses()
+        self.native = decoder.Layer(
+            attention.native(tensors),
+            None if feed_forward is None else feed_forward.native(tensors),
+            None if per_layer is None else per_layer.native(tensors),
+        )
 
     @property
     def rotary(self) -> int:
-        """R, the elements of a head that have positions."""
-        return self.inner.rotary
+        """R, the elements of a head that rope rotates."""
+        return self.native.rotary
 
     def accepts_rope_of(self, width: int) -> bool:
         """Whether a token's row of cosines, and of sines, may have so many elements."""
@@ -363,41 +384,57 @@ class DecoderLayer:
         mask: Tensor | None = None,
         per_layer_input: Tensor | None = None,
     ) -> Tensor:
-        """Tokens x [B, t, K], appended to the cache at `length` -> y [B, t, K]; B is at most MOST_SEQUENCES. No gradients.
+        """Compute the layer for new tokens, which enter the cache at `length`. No gradients.
 
-        rotary        cosines and sines of the positions, each [B or 1, t, R / 2], R the elements of a head that have positions; or of R
-                      elements, the first half once more behind it, or each twice where `Heads` say so; of any number where R is 0
-        keys, values  [B, Hkv, T, D] of one type, T >= length + t; those of the tokens are written, or, where the layer makes none, are
-                      there; int8 ones hold the records of `layouts/records.py` in the place of D elements
-        mask          bool [B or 1, 1, t or 1, T or more]: which tokens of the cache may be seen, in addition to the causal mask
-        per_layer_input  [B, t, P]: the layer's own input, if it has one
+        Args:
+            x: [B, t, K], B at most MOST_SEQUENCES.
+            rotary: Cosines and sines of the positions, each [B or 1, t, R / 2]; or of R elements, the first half once more behind it, or
+                each twice where `Heads.rope_interleaved` is "repeated"; of any number where R is 0.
+            keys, values: [B, Hkv, T, D] of one type, T >= length + t; those of the new tokens are written, unless the layer reuses
+                another one's. Int8 ones hold the records of `layouts/records.py` in place of D elements.
+            length: Tokens in the cache.
+            mask: bool [B or 1, 1, t or 1, T or more]: which tokens of the cache may be seen, in addition to the causal mask.
+            per_layer_input: [B, t, P], if the layer has one.
+
+        Returns:
+            y [B, t, K]
         """
         return run_layers((self,), x, rotary, [(keys, values, length)], mask, per_layer_input)[0]
 
     def check(self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int, mask: Tensor | None) -> None:
-        """Raises ArgumentError for what a call does not take."""
-        heads = self.heads
-        fits = x.dim() == 3 and keys.dim() == 4 and keys.shape == values.shape and keys.dtype == values.dtype
-        fits = fits and keys.dtype in (*FLOATS, torch.int8)
-        if fits:
-            b, t, k = x.shape
-            size, width = keys.shape[2], heads.head_dim if keys.dtype != torch.int8 else record_bytes(heads.head_dim)
-            fits = k == self.k and 0 < b <= MOST_SEQUENCES and t > 0
-            fits = fits and keys.shape == (b, heads.num_kv_heads, size, width) and 0 <= length <= size - t
-            fits = fits and keys.stride(3) == 1 and values.stride(3) == 1 and x.dtype in FLOATS
-            fits = fits and all(r.dim() == 3 and r.shape[0] in (1, b) and r.shape[1] == t for r in rotary)
-            fits = fits and self.accepts_rope_of(rotary[0].shape[2])
-            fits = fits and rotary[0].shape == rotary[1].shape and x.is_cpu and keys.is_cpu and values.is_cpu
-        if fits and mask is not None:
-            fits = mask.dtype == torch.bool and mask.is_cpu and mask.dim() == 4 and mask.shape[0] in (1, b) and mask.shape[1] == 1
-            fits = fits and mask.shape[2] in (1, t) and mask.shape[3] >= length + t
-        if not fits:
-            got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, *rotary, keys, values, *(() if mask is None else (mask,))))
-            raise ArgumentError(
-                f"this layer takes on the CPU x [B, t, {self.k}] with B in 1 … {MOST_SEQUENCES} and t > 0, cosines and sines "
-                f"[B, t, {self.rotary}], a cache [B, {heads.num_kv_heads}, T, {heads.head_dim}] with room for t tokens from {length} on "
-                f"and a mask bool [B, 1, t, T], got {got}"
-            )
+        """Raise ArgumentError for arguments that a call does not take."""
+        if self._fits(x, rotary, keys, values, length) and (mask is None or _fits_mask(mask, x, length)):
+            return
+        tensors = (x, *rotary, keys, values, *(() if mask is None else (mask,)))
+        got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in tensors)
+        raise ArgumentError(
+            f"this layer takes on the CPU x [B, t, {self.k}] with B in 1 … {MOST_SEQUENCES} and t > 0, cosines and sines "
+            f"[B, t, {self.rotary}], a cache [B, {self.heads.num_kv_heads}, T, {self.heads.head_dim}] with room for t tokens from "
+            f"{length} on and a mask bool [B, 1, t, T], got {got}"
+        )
+
+    def _fits(self, x: Tensor, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, length: int) -> bool:
+        if x.dim() != 3 or keys.dim() != 4 or not (x.is_cpu and keys.is_cpu and values.is_cpu):
+            return False
+        (b, t, k), size, heads = x.shape, keys.shape[2], self.heads
+        if k != self.k or x.dtype not in FLOATS or not 0 < b <= MOST_SEQUENCES or t == 0:
+            return False
+        width = heads.head_dim if keys.dtype != torch.int8 else record_bytes(heads.head_dim)
+        if keys.dtype not in _CACHE_DTYPES or keys.shape != (b, heads.num_kv_heads, size, width) or not 0 <= length <= size - t:
+            return False
+        if values.dtype != keys.dtype or values.shape != keys.shape or keys.stride(3) != 1 or values.stride(3) != 1:
+            return False
+        cos, sin = rotary
+        if cos.shape != sin.shape or cos.dim() != 3 or not (cos.is_cpu and sin.is_cpu):
+            return False
+        return cos.shape[0] in (1, b) and cos.shape[1] == t and self.accepts_rope_of(cos.shape[2])
+
+
+def _fits_mask(mask: Tensor, x: Tensor, length: int) -> bool:
+    b, t, _ = x.shape
+    if mask.dtype != torch.bool or not mask.is_cpu or mask.dim() != 4:
+        return False
+    return mask.shape[0] in (1, b) and mask.shape[1] == 1 and mask.shape[2] in (1, t) and mask.shape[3] >= length + t
 
 
 def run_layers(
@@ -408,22 +445,17 @@ def run_layers(
     mask: Tensor | None,
     per_layer_input: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the outputs of the layers, one after the other.
+    """Return the outputs of consecutive layers.
 
     Args:
-        layers: Compute the first one from x, each other one from the output before it.
+        layers: The first one reads x, each other one the output before it.
         x, rotary, mask: As for a call of a layer.
         entries: Keys, values and length for each layer.
-        per_layer_input: Of a layer that is alone.
+        per_layer_input: As for a call of a layer; for a single layer only.
     """
     for layer, entry in zip(layers, entries, strict=True):
         layer.check(x, rotary, *entry, mask)
-        wanted = None if layer.per_layer_width is None else (*x.shape[:2], layer.per_layer_width)
-        if (None if per_layer_input is None else tuple(per_layer_input.shape)) != wanted or (
-            per_layer_input is not None and (len(layers) > 1 or not per_layer_input.is_cpu)
-        ):
-            got = None if per_layer_input is None else list(per_layer_input.shape)
-            raise ArgumentError(f"a layer with an input of its own takes it on the CPU, and alone: {wanted}, got {got} for {len(layers)}")
+        _check_per_layer_input(layer, x, per_layer_input, len(layers))
     from halfbyte.kernels.cpu.transformer import decoder
 
     cos, sin = (t if t.dtype == torch.float32 and t.is_contiguous() else t.float().contiguous() for t in rotary)
@@ -431,32 +463,48 @@ def run_layers(
         mask = mask.contiguous()
     for layer in layers:
         layer.tensors.refresh()
-    inner, places = [layer.inner for layer in layers], [decoder.Entry(*entry) for entry in entries]
-    return rounded(
-        decoder.run(inner, unrounded(x), (cos, sin), places, mask, None if per_layer_input is None else in_rows(per_layer_input)), x.dtype
-    )
+    native, cache = [layer.native for layer in layers], [decoder.Entry(*entry) for entry in entries]
+    rows = None if per_layer_input is None else _in_rows(per_layer_input)
+    return rounded(decoder.run(native, unrounded(x), (cos, sin), cache, mask, rows), x.dtype)
 
 
-def in_rows(per_layer_input: Tensor) -> Tensor:
-    """[B, t, P] as float32 whose rows of P elements, contiguous ones, lie equally far apart."""
+def _check_per_layer_input(layer: DecoderLayer, x: Tensor, per_layer_input: Tensor | None, layers: int) -> None:
+    wanted = None if layer.per_layer_width is None else (*x.shape[:2], layer.per_layer_width)
+    got = None if per_layer_input is None else tuple(per_layer_input.shape)
+    if got != wanted or (per_layer_input is not None and (layers > 1 or not per_layer_input.is_cpu)):
+        raise ArgumentError(f"a layer with an input of its own takes it on the CPU, and alone: {wanted}, got {got} for {layers}")
+
+
+def _in_rows(per_layer_input: Tensor) -> Tensor:
+    """Return [B, t, P] in float32, each row of P elements contiguous and all rows equally far apart."""
     wide = per_layer_input.float()
     return wide if wide.stride(2) == 1 and wide.stride(0) == wide.stride(1) * wide.shape[1] else wide.contiguous()
 
 
 def why_not(attention: Attention, feed_forward: FeedForward | None, per_layer: PerLayerInput | None = None) -> str | None:
-    """Why `DecoderLayer` does not support these weights; None if it does."""
-    more = (half.why_not() for half in (feed_forward, per_layer) if half is not None)
-    return attention.why_not() or next((reason for reason in more if reason is not None), None)
+    """Return why `DecoderLayer` does not support these weights; None if it does."""
+    reasons = (part.why_not() for part in (attention, feed_forward, per_layer) if part is not None)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
-def norm_of(tensors: TensorAddresses, norm: Norm) -> sublayers.Norm:
-    """The layer by the addresses of its tensors."""
+def native_norm(tensors: TensorAddresses, norm: Norm) -> sublayers.Norm:
+    """Return a norm by the addresses of its tensors."""
     from halfbyte.kernels.cpu.transformer import sublayers
 
-    shift = 0
+    bias = 0
     if norm.layer_norm:
-        shift = tensors.as_float32(torch.zeros(norm.weight.shape, dtype=torch.float32, device="cpu") if norm.bias is None else norm.bias)
-    return sublayers.Norm(tensors.as_float32(norm.weight), norm.eps, norm.unit_offset, norm.layer_norm, shift)
+        bias = tensors.as_float32(torch.zeros(norm.weight.shape, dtype=torch.float32, device="cpu") if norm.bias is None else norm.bias)
+    return sublayers.Norm(tensors.as_float32(norm.weight), norm.eps, norm.unit_offset, norm.layer_norm, bias)
+
+
+def _native_norms(
+    tensors: TensorAddresses, pre_norm: Norm | None, post_norm: Norm | None
+) -> tuple[sublayers.Norm | None, sublayers.Norm | None]:
+    before, after = (None if norm is None else native_norm(tensors, norm) for norm in (pre_norm, post_norm))
+    return before, after
+
+
+# Vectors of a layer, each with the number of elements that it must have
 
 
 def _norms(k: int, *norms: Norm | None) -> list[tuple[Tensor, int]]:
@@ -467,15 +515,16 @@ def _scales(scale: Tensor | None) -> list[tuple[Tensor, int]]:
     return [] if scale is None else [(scale, 1)]
 
 
-def _why_not_added(after: Norm | None, factor: float) -> str | None:
-    if after is not None and after.layer_norm:
-        return "the norm of what it adds is a layer norm"
-    return f"what it adds has a norm and a factor of {factor}" if after is not None and factor != 1 else None
-
-
 def _biases(weights: Sequence[Weight]) -> list[tuple[Tensor, int]]:
-    """With the elements that they have to have."""
     return [(weight.bias, weight.packed.shape[0]) for weight in weights if weight.bias is not None]
+
+
+def _why_not_residual(post_norm: Norm | None, residual_multiplier: float) -> str | None:
+    """Return why no kernel adds an output with this norm and multiplier to the residual; None if one does."""
+    if post_norm is not None and post_norm.layer_norm:
+        return "the norm of what it adds is a layer norm"
+    both = post_norm is not None and residual_multiplier != 1
+    return f"what it adds has a norm and a factor of {residual_multiplier}" if both else None
 
 
 def _check(
@@ -483,13 +532,13 @@ def _check(
     what: str,
     shapes: Sequence[tuple[int, ...]],
     expected: Sequence[tuple[int, ...]],
-    small: Sequence[tuple[Tensor, int]],
+    vectors: Sequence[tuple[Tensor, int]],
     device: torch.device,
 ) -> None:
-    """small: norms and biases, and of how many elements they are to be."""
-    if not fits or any(tensor.shape != (size,) or tensor.device != device for tensor, size in small):
-        sizes, got = [size for _, size in small], [list(tensor.shape) for tensor, _ in small]
+    """Raise ArgumentError unless weights fit together, and vectors have their sizes and are on their device."""
+    if not fits or any(tensor.shape != (size,) or tensor.device != device for tensor, size in vectors):
+        sizes, got = [size for _, size in vectors], [list(tensor.shape) for tensor, _ in vectors]
         raise ArgumentError(
             f"the {what} half of a decoder layer takes weights {list(expected)} and norms and biases of {sizes} elements on "
-            f"{place(device.type)}, got {list(shapes)} and {got}"
+            f"{device_name(device.type)}, got {list(shapes)} and {got}"
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.transformer.layers import LayerNorm, TensorAddresses, why_not_packed
+from halfbyte.ops.transformer.weights import LayerNorm, TensorAddresses, why_not_packed
 
 
 class NormedEmbeddings:

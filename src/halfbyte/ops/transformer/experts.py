@@ -1,4 +1,9 @@
-"""Mixtures of experts in one call on a CPU, for few rows."""
+"""Mixtures of experts for few rows, each in one native call on a CPU.
+
+`Mixture` multiplies by experts that somebody else's router chose (nn/modules/experts.py, decoder/offload). `Experts` is that part of a
+decoder layer, with its norm, router and shared expert: `DecoderLayer` (decoder.py) takes it in place of an MLP, and GPU steps read it
+(routing.py). The kernels are in kernels/cpu/transformer/experts.py and experts_plan.py.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +17,27 @@ from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import SCORES, RouterScores
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.experts import PREFIX
-from halfbyte.ops.checks import FLOATS, place
-from halfbyte.ops.transformer.decoder import MLP, Norm, norm_of
-from halfbyte.ops.transformer.layers import TensorAddresses, Weight
+from halfbyte.ops.checks import FLOATS, device_name
+from halfbyte.ops.transformer.decoder import MLP, Norm, native_norm
+from halfbyte.ops.transformer.weights import TensorAddresses, Weight
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import experts as kernel
     from halfbyte.kernels.cpu.transformer import sublayers
 
-CLAMPED = "(up + 1) * gate * sigmoid(alpha * gate)"  # what `Clamped` gates are
+CLAMPED = "(up + 1) * gate * sigmoid(alpha * gate)"  # the activation of `Clamped`, in words
 
 
 class Clamped(NamedTuple):
-    """Gates of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), of gates up to `limit` and up between -limit and limit; rows of weights
-    are a gate, its up, the next gate, …"""
+    """The gated activation of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate).
+
+    gate is clamped to at most `limit`, up to -limit … limit. The rows of `gate_up` alternate: a gate, its up, the next gate, …
+    """
 
     alpha: float
     limit: float
 
-    def inner(self) -> kernel.Clamped:
+    def native(self) -> kernel.Clamped:
         from halfbyte.kernels.cpu.transformer import experts as kernel
 
         return kernel.Clamped(*self)
@@ -40,47 +47,66 @@ class Mixture:
     """y = sum over t of w[t] * (g[t] · Wdown[id[t]]ᵀ + bias[id[t]]),  g[t] = silu(gate) * up,
     gate, up = x · Wgate_up[id[t]]ᵀ + bias[id[t]]
 
-    gate_up  [E, 2 I, K]: gates, then what they are for; biases [E, 2 I] or None
-    down     [E, K, I]; biases [E, K] or None
-    clamped  what g is, where it is not that
+    Everything between the products is float32.
 
-    Everything between the products is float32. Raises ArgumentError for weights that do not fit together or that `why_not` refuses.
+    Args:
+        gate_up: [E, 2 I, K]: the rows of gate, then those of up; biases [E, 2 I] or None.
+        down: [E, K, I]; biases [E, K] or None.
+        clamped: The activation in place of silu(gate) * up.
+
+    Raises:
+        ArgumentError: Weights do not fit together, or `why_not` refuses them.
     """
 
     def __init__(self, gate_up: Weight, down: Weight, clamped: Clamped | None = None) -> None:
-        from halfbyte.kernels.cpu.transformer.experts_plan import Mixture as Inner
+        from halfbyte.kernels.cpu.transformer.experts_plan import Mixture as NativeMixture
 
         check_stacks(gate_up, down)
         if (reason := why_not(gate_up, down)) is not None:
             raise ArgumentError(f"these experts are not computed in one call: {reason}")
         self._experts, self._k, _ = down.packed.shape
         self._tensors = TensorAddresses()
-        gates = None if clamped is None else clamped.inner()
-        self._inner = Inner(self._tensors.product(gate_up), self._tensors.product(down), self._experts, gates)
+        activation = None if clamped is None else clamped.native()
+        self._native = NativeMixture(self._tensors.product(gate_up), self._tensors.product(down), self._experts, activation)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [M, K], the experts of each row and their weights, [M, T] -> y [M, K] in x's dtype. No gradients.
+        """Compute the mixture, without gradients.
 
-        Raises ArgumentError for other shapes, and for ids that are not in 0 … E - 1.
+        Args:
+            x: [M, K], float32, bfloat16 or float16.
+            ids: [M, T], the experts of each row.
+            weights: [M, T], theirs.
+
+        Returns:
+            y [M, K] in x's dtype.
+
+        Raises:
+            ArgumentError: Other shapes, or ids that are not in 0 … E - 1.
         """
         fits = x.dim() == ids.dim() == 2 and x.shape == (len(ids), self._k) and x.dtype in FLOATS and ids.numel() > 0
         if not fits or weights.shape != ids.shape or not (x.is_cpu and ids.is_cpu and weights.is_cpu):
             got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, ids, weights))
             raise ArgumentError(f"these experts take on the CPU x [M, {self._k}], and ids and weights [M, T] of it, got {got}")
-        numbers = ids.flatten().tolist()
-        if min(numbers) < 0 or max(numbers) >= self._experts:
-            raise ArgumentError(f"expert ids lie in 0 … {self._experts - 1}, got {min(numbers)} … {max(numbers)}")
+        all_ids = ids.flatten().tolist()
+        if min(all_ids) < 0 or max(all_ids) >= self._experts:
+            raise ArgumentError(f"expert ids lie in 0 … {self._experts - 1}, got {min(all_ids)} … {max(all_ids)}")
         self._tensors.refresh()
-        x_float, of_rows = (t.to(torch.float32).contiguous() for t in (x, weights))
-        return self._inner(x_float, ids.to(torch.int64).contiguous(), of_rows).to(x.dtype)
+        float_x, float_weights = (t.to(torch.float32).contiguous() for t in (x, weights))
+        return self._native(float_x, ids.to(torch.int64).contiguous(), float_weights).to(x.dtype)
 
     def serve(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, flags: Tensor) -> None:
-        """Compute y into `out` once a GPU has stored the rows (`kernels/crossing.py`), all in memory that stays where it is: x, out float32
-        [M, K], ids int64 [M, T], each in 0 … E - 1, weights float32 [M, T], contiguous. Biases are as they were when this was made."""
+        """Compute y into `out` once a GPU has stored the rows (kernels/crossing.py). Biases are as they were when this object was created.
+
+        Args:
+            x, out: float32 [M, K]. These and the others are contiguous, in memory that stays where it is.
+            ids: int64 [M, T], each in 0 … E - 1, which is not checked.
+            weights: float32 [M, T].
+            flags: By which the GPU and the CPU tell each other what is stored.
+        """
         from halfbyte.kernels.cpu.transformer.experts_plan import Crossed
 
-        m, chosen = ids.shape
-        self._inner.serve(m, chosen, Crossed(*(one.data_ptr() for one in (flags, x, ids, weights, out))))
+        rows, top_k = ids.shape
+        self._native.serve(rows, top_k, Crossed(*(tensor.data_ptr() for tensor in (flags, x, ids, weights, out))))
 
 
 class SharedExpert(NamedTuple):
@@ -95,6 +121,10 @@ class SharedExpert(NamedTuple):
     gate_up: Weight
     down_proj: Weight
     gate: Tensor | None
+
+    def as_mlp(self, pre_norm: Norm) -> MLP:
+        """Return its products as an MLP, whose checks they share."""
+        return MLP(self.gate_up, self.down_proj, pre_norm)
 
 
 class Experts(NamedTuple):
@@ -115,7 +145,7 @@ class Experts(NamedTuple):
         clamped: Gates as in `Mixture`.
         scores: Function of router · x + router_bias.
         correction_bias: Expert bias correction [E], or None (DeepSeek-V3).
-        scaling_factor: Of the weights, and of what is added to h.
+        scaling_factor: Of the weights: the router's own, times the layer's residual multiplier.
     """
 
     gate_up: Weight
@@ -140,25 +170,22 @@ class Experts(NamedTuple):
         return max(1, MAX_ROUTED_ROWS // self.top_k)
 
     def why_not(self) -> str | None:
-        """Why `DecoderLayer` does not support these weights; None if it does."""
+        """Return why `DecoderLayer` does not support these weights; None if it does."""
         reason = why_not(self.gate_up, self.down_proj)
-        return reason if reason is not None or self.shared_expert is None else self._dense(self.shared_expert).why_not()
-
-    def _dense(self, shared: SharedExpert) -> MLP:
-        return MLP(shared.gate_up, shared.down_proj, self.pre_norm)
+        return reason if reason is not None or self.shared_expert is None else self.shared_expert.as_mlp(self.pre_norm).why_not()
 
     def check(self) -> None:
-        """Raises ArgumentError for tensors that do not fit together."""
+        """Raise ArgumentError for tensors that do not fit together."""
         check_stacks(self.gate_up, self.down_proj)
         experts, k, _ = self.down_proj.packed.shape
         expected, got = [(experts, k), (k,)], [tuple(self.router.shape), tuple(self.pre_norm.weight.shape)]
         for tensor in (self.router_bias, self.correction_bias):
             if tensor is not None:
                 expected, got = [*expected, (experts,)], [*got, tuple(tensor.shape)]
-        if self.shared_expert is not None:
-            self._dense(self.shared_expert).check()
-            gate = (k,) if self.shared_expert.gate is None else tuple(self.shared_expert.gate.shape)
-            expected, got = [*expected, (k, k), (k,)], [*got, (self.shared_expert.down_proj.packed.shape[0], k), gate]
+        if (shared := self.shared_expert) is not None:
+            shared.as_mlp(self.pre_norm).check()
+            gate = (k,) if shared.gate is None else tuple(shared.gate.shape)
+            expected, got = [*expected, (k, k), (k,)], [*got, (shared.down_proj.packed.shape[0], k), gate]
         if expected != got or not 0 < self.top_k <= experts:
             raise ArgumentError(
                 f"a row chooses 1 to {experts} of {experts} experts by a router, a norm, a bias, a correction and what is shared of shapes "
@@ -166,67 +193,74 @@ class Experts(NamedTuple):
             )
         check_scores(self.scores, self.correction_bias)
 
-    def inner(self, tensors: TensorAddresses) -> sublayers.FeedForward:
-        """The same by the addresses of tensors, which these keep alive."""
+    def native(self, tensors: TensorAddresses) -> sublayers.FeedForward:
         from halfbyte.kernels.cpu.codegen.elements import kind_of
         from halfbyte.kernels.cpu.transformer import experts_plan
 
-        rows = [self.router, *([] if self.shared_expert is None or self.shared_expert.gate is None else [self.shared_expert.gate])]
-        same_dtype = len({row.dtype for row in rows}) == 1 and all(row.is_contiguous() for row in rows) and self.router.dtype in FLOATS
-        router, *gates = map(tensors.as_stored if same_dtype else tensors.as_float32, rows)
-        kind = kind_of(self.router.dtype) if same_dtype else "f32"
+        shared = self.shared_expert
+        gate = None if shared is None else shared.gate
+        # One kernel multiplies by the router and the shared expert's gate: they are read as they are stored if both have one dtype.
+        matrices = [self.router, *([] if gate is None else [gate])]
+        is_stored_so = self.router.dtype in FLOATS and all(each.dtype == self.router.dtype and each.is_contiguous() for each in matrices)
+        address_of = tensors.as_stored if is_stored_so else tensors.as_float32
         correction = 0
         if self.scores:
-            none = torch.zeros(len(self.router), dtype=torch.float32, device="cpu")
-            correction = tensors.as_float32(none if self.correction_bias is None else self.correction_bias)
-        bias = 0 if self.router_bias is None else tensors.as_float32(self.router_bias)
-        before = norm_of(tensors, self.pre_norm)
-        shared = None
-        if self.shared_expert is not None:
-            shared = experts_plan.SharedExpert(
-                tensors.product(self.shared_expert.gate_up), tensors.product(self.shared_expert.down_proj), *(gates or [0])
-            )
+            zeros = torch.zeros(len(self.router), dtype=torch.float32, device="cpu")
+            correction = tensors.as_float32(zeros if self.correction_bias is None else self.correction_bias)
+        router = experts_plan.Router(
+            native_norm(tensors, self.pre_norm),
+            address_of(self.router),
+            kind_of(self.router.dtype) if is_stored_so else "f32",
+            0 if self.router_bias is None else tensors.as_float32(self.router_bias),
+            self.norm_topk,
+            self.scores,
+            correction,
+            self.scaling_factor,
+        )
+        native_shared = None
+        if shared is not None:
+            gate_address = 0 if gate is None else address_of(gate)
+            native_shared = experts_plan.SharedExpert(tensors.product(shared.gate_up), tensors.product(shared.down_proj), gate_address)
         return experts_plan.Experts(
             tensors.product(self.gate_up),
             tensors.product(self.down_proj),
             len(self.router),
             self.top_k,
-            experts_plan.Router(before, router, kind, bias, self.norm_topk, self.scores, correction, self.scaling_factor),
-            shared,
-            None if self.clamped is None else self.clamped.inner(),
+            router,
+            native_shared,
+            None if self.clamped is None else self.clamped.native(),
         )
 
 
 def why_not(gate_up: Weight, down: Weight) -> str | None:
-    """Why stacks are not multiplied in one call; None if they are."""
-    gates = gate_up.packed.shape[1] // 2
+    """Return why stacks are not multiplied in one call; None if they are."""
     if any(weight.packed.layout != PREFIX + cpu_tiles.NAME for weight in (gate_up, down)):
         return "its experts are not packed for CPUs"
     if any(weight.packed.data.data_ptr() % 64 or not weight.packed.data.is_contiguous() for weight in (gate_up, down)):
         return "its packed experts do not begin at multiples of 64 bytes"
-    return why_not_panels(gates)
+    return why_not_panels(gate_up.packed.shape[1] // 2)
 
 
 def check_scores(scores: str, correction: Tensor | None) -> None:
-    """Raises ArgumentError for those that there are not, and for a correction of none."""
+    """Raise ArgumentError for unknown scores, and for a correction bias without scores."""
     if scores not in SCORES or (correction is not None and not scores):
         raise ArgumentError(
-            f"scores are {' or '.join(repr(one) for one in SCORES)}, and what has a correction has scores, got {scores!r} "
+            f"scores are {' or '.join(map(repr, SCORES))}, and what has a correction has scores, got {scores!r} "
             f"{'without' if correction is None else 'with'} a correction"
         )
 
 
 def check_stacks(gate_up: Weight, down: Weight) -> None:
-    """Raises ArgumentError for stacks and biases that do not fit together."""
+    """Raise ArgumentError for stacks and biases that do not fit together."""
     shapes = [tuple(weight.packed.shape) for weight in (gate_up, down)]
     fits = all(len(shape) == 3 and shape[0] > 0 for shape in shapes)
     if fits:
-        (experts, _, k), inner = shapes[0], shapes[0][1] // 2
-        fits = shapes == [(experts, 2 * inner, k), (experts, k, inner)]
+        experts, rows, k = shapes[0]
+        fits = rows % 2 == 0 and shapes[1] == (experts, k, rows // 2)
     biases = [weight.bias for weight in (gate_up, down)]
     biases_and_shapes = [(bias, shape[:2]) for bias, shape in zip(biases, shapes, strict=True) if bias is not None]
     device = gate_up.packed.device
     if not fits or any(bias.shape != shape or bias.device != device for bias, shape in biases_and_shapes):
         got = f"{shapes} and {[None if bias is None else list(bias.shape) for bias in biases]}"
-        where = place(device.type)
+        where = device_name(device.type)
         raise ArgumentError(f"experts have stacks [E, 2 I, K] and [E, K, I] and biases [E, 2 I] and [E, K] on {where}, got {got}")

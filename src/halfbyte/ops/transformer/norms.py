@@ -1,5 +1,8 @@
-"""Norms between the products of a decoder layer: the custom ops `halfbyte::normed` and `halfbyte::add_normed`, a kernel each
-on NVIDIA GPUs that starts while the previous one is still running, and the same formula in torch's operations elsewhere."""
+"""Norms between the products of a decoder layer: the custom ops `halfbyte::normed` and `halfbyte::add_normed`.
+
+On NVIDIA GPUs each is one kernel that starts while the previous one is still running; elsewhere torch's operations compute the same. GPU
+steps (decode_ops.py, prefill_ops.py, decoder/gpu_layer.py) and encoders call them.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,31 @@ from torch import Tensor
 from halfbyte.dispatch.layers import why_not_norm
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.runtime.launch import output
-from halfbyte.ops.library import OPS, in_mode, plain, refuses_derivatives, transformed
+from halfbyte.ops.modes import in_mode, plain, transformed
+from halfbyte.ops.registration import OPS, refuses_derivatives
 from halfbyte.ops.transformer.decoder import Norm
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
-_library.define("normed(Tensor x, Tensor norm, float eps, bool unit_offset, bool centred, Tensor? shift) -> Tensor")
+_library.define("normed(Tensor x, Tensor norm, float eps, bool unit_offset, bool layer_norm, Tensor? bias) -> Tensor")
 _library.define(
-    "add_normed(Tensor x, Tensor residual, Tensor norm, float eps, bool unit_offset, Tensor? then, float then_eps, Tensor? scale) "
+    "add_normed(Tensor x, Tensor residual, Tensor norm, float eps, bool unit_offset, Tensor? next_norm, float next_eps, Tensor? scale) "
     "-> (Tensor, Tensor)"
 )
 
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
-    """norm(x), an RMS norm or a layer norm over the last dimension: x [..., K] -> [..., K], computed in float32 and rounded once to x's
-    dtype, which is that of the norm's weight and shift [K]. No gradients. Raises ArgumentError for shapes and dtypes that do not fit."""
+    """Compute norm(x) over the last dimension, in float32, rounded once to x's dtype; no gradients.
+
+    Args:
+        x: [..., K].
+        norm: An RMS norm or a layer norm, weight and bias [K] of x's dtype.
+
+    Returns:
+        [..., K] in x's dtype.
+
+    Raises:
+        ArgumentError: Shapes, dtypes or devices do not fit.
+    """
     if plain(x):
         return norm_on_gpu(x, norm) if x.is_cuda else norm_in_torch(x, norm)
     y: Tensor = norm_in_torch(x, norm) if in_mode() or transformed() else OPS.normed.default(x, *norm)
@@ -33,41 +47,56 @@ def normed(x: Tensor, norm: Norm) -> Tensor:
 
 
 def add_normed(
-    x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None, scale: Tensor | None = None
+    x: Tensor, residual: Tensor, norm: Norm, next_norm: Norm | None = None, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """h = residual + norm(x), rounded to x's dtype, and then(h), if there is a norm `then`: RMS norms over the last dimension, of one kind
-    (unit_offset). x, residual and results [..., K] of one dtype. scale: one number, by which h is multiplied before it is rounded. No
-    gradients. Raises ArgumentError for shapes and dtypes that do not fit.
+    """Compute h = scale * (residual + norm(x)), rounded to x's dtype, and next_norm(h); no gradients.
+
+    Args:
+        x, residual: [..., K] of one dtype.
+        norm: An RMS norm.
+        next_norm: An RMS norm of the same `unit_offset`; None: there is none.
+        scale: One number, [1]; None: 1.
+
+    Returns:
+        h and next_norm(h), or None, [..., K] in x's dtype.
+
+    Raises:
+        ArgumentError: Shapes, dtypes or devices do not fit, or norms are of other kinds.
     """
-    weight, eps, _ = rms_parts(then)
-    run: Callable[..., tuple[Tensor, Tensor]] = _add_normed_cuda if x.is_cuda else _add_normed
+    weight, eps, next_unit_offset = rms_parts(next_norm)
+    if next_norm is not None and next_unit_offset != norm.unit_offset:
+        raise ArgumentError(f"both norms have one unit_offset, got {norm.unit_offset} and {next_unit_offset}: call `normed` for the second")
+    run: Callable[..., tuple[Tensor, Tensor]] = _add_normed_on_gpu if x.is_cuda else _add_normed_in_torch
     if not plain(x):
-        run = _add_normed if in_mode() or transformed() else OPS.add_normed.default
+        run = _add_normed_in_torch if in_mode() or transformed() else OPS.add_normed.default
     h, z = run(x, residual, *rms_parts(norm), weight, eps, scale)
-    return h, None if then is None else z
+    return h, None if next_norm is None else z
 
 
 def rms_parts(norm: Norm | None) -> tuple[Tensor | None, float, bool]:
-    """The weight of an RMS norm, its eps and whether 1 + weight is multiplied by. Raises ArgumentError for a layer norm."""
-    if norm is not None and norm.layer_norm:
+    """Return the weight of an RMS norm, its eps and its `unit_offset`. Raise ArgumentError for a layer norm."""
+    if norm is None:
+        return None, 0.0, False
+    if norm.layer_norm:
         raise ArgumentError("a norm within another step is an RMS norm, got a layer norm: call `normed` before")
-    return (None, 0.0, False) if norm is None else norm[:3]
+    return norm.weight, norm.eps, norm.unit_offset
 
 
 def check_norm(x: Tensor, weight: Tensor) -> None:
-    if x.dim() == 0 or weight.shape != x.shape[-1:] or weight.dtype != x.dtype:
-        got = f"x {list(x.shape)} of {x.dtype}, norm {list(weight.shape)} of {weight.dtype}"
-        raise ArgumentError(f"a norm takes x [..., K] and its weight [K] of one dtype, got {got}: convert them")
+    """Raise ArgumentError unless `weight`, or a bias, is [K] of x's [..., K] dtype, on its device."""
+    if x.dim() == 0 or weight.shape != x.shape[-1:] or weight.dtype != x.dtype or weight.device != x.device:
+        got = f"x {list(x.shape)} of {x.dtype} on {x.device}, norm {list(weight.shape)} of {weight.dtype} on {weight.device}"
+        raise ArgumentError(f"a norm takes x [..., K] and its weight [K] of one dtype on one device, got {got}: convert them")
 
 
 def norm_in_torch(x: Tensor, norm: Norm) -> Tensor:
-    """In torch's operations."""
+    """Compute the norm by torch's operations."""
     _check(x, norm)
     return wide_norm(x.float(), norm).to(x.dtype)
 
 
 def wide_norm(x: Tensor, norm: Norm) -> Tensor:
-    """The norm of float32 x, not rounded."""
+    """Compute the norm of float32 x, not rounded."""
     weight = norm.weight.float() + 1 if norm.unit_offset else norm.weight.float()
     if norm.layer_norm:
         x = x - x.mean(-1, keepdim=True)
@@ -88,18 +117,18 @@ def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
     from halfbyte.kernels.gpu.transformer import norm as kernel
 
     z = x.contiguous()
-    weight, shift = norm.weight.contiguous(), None if norm.bias is None else norm.bias.contiguous()
+    weight, bias = norm.weight.contiguous(), None if norm.bias is None else norm.bias.contiguous()
 
-    def steps() -> Tensor:
+    def launch() -> Tensor:
         out, rows, parts = output(torch.empty_like(z)), (-1, z.shape[-1]), (weight, norm.eps, norm.unit_offset)
         if norm.layer_norm:
-            kernel.launch_layer_norm(here, z.view(rows), parts, shift, out.view(rows))
+            kernel.launch_layer_norm(here, z.view(rows), parts, bias, out.view(rows))
         else:
             kernel.launch(here, z.view(rows), parts, out.view(rows))
         return out
 
     with on(x):
-        return replayed(steps, (z, weight, shift), "normed", *norm[1:4])
+        return replayed(launch, (z, weight, bias), "normed", norm.eps, norm.unit_offset, norm.layer_norm)
 
 
 def _check(x: Tensor, norm: Norm) -> None:
@@ -108,16 +137,16 @@ def _check(x: Tensor, norm: Norm) -> None:
             check_norm(x, part)
 
 
-class _Sum(NamedTuple):
-    """The arguments of the op `add_normed`."""
+class _AddNormed(NamedTuple):
+    """The arguments of the op `add_normed`, as its schema has them."""
 
     x: Tensor
     residual: Tensor
     weight: Tensor
     eps: float
     unit_offset: bool
-    then: Tensor | None
-    then_eps: float
+    next_weight: Tensor | None
+    next_eps: float
     scale: Tensor | None
 
     @property
@@ -125,64 +154,64 @@ class _Sum(NamedTuple):
         return Norm(self.weight, self.eps, self.unit_offset)
 
     def check(self) -> None:
-        """Raises ArgumentError where shapes or dtypes do not fit."""
+        """Raise ArgumentError where shapes, dtypes or devices do not fit."""
         x, residual, scale = self.x, self.residual, self.scale
-        for norm in (self.weight, self.then):
-            if norm is not None:
-                check_norm(x, norm)
-        if residual.shape != x.shape or residual.dtype != x.dtype:
-            got = f"{residual.dtype} {list(residual.shape)}"
-            raise ArgumentError(f"what is added to {x.dtype} {list(x.shape)} is of its shape and type, got {got}: convert it")
+        for weight in (self.weight, self.next_weight):
+            if weight is not None:
+                check_norm(x, weight)
+        if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
+            got = f"{residual.dtype} {list(residual.shape)} on {residual.device}"
+            raise ArgumentError(f"what is added to {x.dtype} {list(x.shape)} on {x.device} is of its shape and type, got {got}: convert it")
         if scale is not None and (scale.numel() != 1 or not scale.is_floating_point()):
             raise ArgumentError(f"a sum is multiplied by one number, got {scale.dtype} {list(scale.shape)}: pass a float of shape [1]")
 
 
-def _add_normed(*args: *_Sum) -> tuple[Tensor, Tensor]:
-    """In torch's operations."""
-    of = _Sum(*args)
-    of.check()
-    wide = wide_norm(of.x.float(), of.norm) + of.residual.float()
-    h = (wide if of.scale is None else wide * of.scale.float()).to(of.x.dtype)
-    return h, h.new_empty(0) if of.then is None else norm_in_torch(h, Norm(of.then, of.then_eps, of.unit_offset))
+def _add_normed_in_torch(*args: *_AddNormed) -> tuple[Tensor, Tensor]:
+    a = _AddNormed(*args)
+    a.check()
+    wide = wide_norm(a.x.float(), a.norm) + a.residual.float()
+    h = (wide if a.scale is None else wide * a.scale.float()).to(a.x.dtype)
+    return h, h.new_empty(0) if a.next_weight is None else norm_in_torch(h, Norm(a.next_weight, a.next_eps, a.unit_offset))
 
 
-def _add_normed_cuda(*args: *_Sum) -> tuple[Tensor, Tensor]:
+def _add_normed_on_gpu(*args: *_AddNormed) -> tuple[Tensor, Tensor]:
+    """Compute the op by a GPU kernel where one supports it, else in torch."""
     from halfbyte.machine import gpu
     from halfbyte.ops.cuda import on
     from halfbyte.ops.replay import replayed
 
-    of = _Sum(*args)
-    of.check()
-    x, eps, unit_offset, then_eps, scale = of.x, of.eps, of.unit_offset, of.then_eps, of.scale
-    here, k = gpu(x.get_device()), x.shape[-1]
-    if not x.numel() or why_not_norm(k, here) is not None:
-        return _add_normed(*args)
+    a = _AddNormed(*args)
+    a.check()
+    here, k = gpu(a.x.get_device()), a.x.shape[-1]
+    if not a.x.numel() or why_not_norm(k, here) is not None:
+        return _add_normed_in_torch(*args)
     from halfbyte.kernels.gpu.transformer import norm as kernel
 
-    z, added = x.contiguous().view(-1, k), of.residual.contiguous().view(-1, k)
-    weight, then = of.weight.contiguous(), None if of.then is None else of.then.contiguous()
+    x, residual = a.x.contiguous().view(-1, k), a.residual.contiguous().view(-1, k)
+    weight, next_weight = a.weight.contiguous(), None if a.next_weight is None else a.next_weight.contiguous()
+    eps, unit_offset, next_eps, scale = a.eps, a.unit_offset, a.next_eps, a.scale
 
-    def steps() -> list[Tensor]:
-        h, *second = (output(torch.empty_like(z)) for _ in range(1 if then is None else 2))
-        following = None if then is None else ((then, then_eps, unit_offset), second[0])
-        kernel.launch_added(here, z, (weight, eps, unit_offset), added, h, following, scale)
-        return [h, *second]
+    def launch() -> list[Tensor]:
+        h, *normed_h = (output(torch.empty_like(x)) for _ in range(1 if next_weight is None else 2))
+        following = None if next_weight is None else ((next_weight, next_eps, unit_offset), normed_h[0])
+        kernel.launch_added(here, x, (weight, eps, unit_offset), residual, h, following, scale)
+        return [h, *normed_h]
 
     with on(x):
-        h, *second = replayed(steps, (z, weight, added, then, scale), "add_normed", eps, unit_offset, then_eps)
-    return h.view(x.shape), second[0].view(x.shape) if second else h.new_empty(0)
+        h, *normed_h = replayed(launch, (x, weight, residual, next_weight, scale), "add_normed", eps, unit_offset, next_eps)
+    return h.view(a.x.shape), normed_h[0].view(a.x.shape) if normed_h else h.new_empty(0)
 
 
-def _add_normed_fake(*args: *_Sum) -> tuple[Tensor, Tensor]:
-    of = _Sum(*args)
-    of.check()
-    return of.x.new_empty(of.x.shape), of.x.new_empty(0 if of.then is None else of.x.shape)
+def _add_normed_fake(*args: *_AddNormed) -> tuple[Tensor, Tensor]:
+    a = _AddNormed(*args)
+    a.check()
+    return a.x.new_empty(a.x.shape), a.x.new_empty(0 if a.next_weight is None else a.x.shape)
 
 
 _library.impl("normed", lambda x, *norm: norm_in_torch(x, Norm(*norm)), "CPU")
 _library.impl("normed", lambda x, *norm: norm_on_gpu(x, Norm(*norm)), "CUDA")
-_library.impl("add_normed", _add_normed, "CPU")
-_library.impl("add_normed", _add_normed_cuda, "CUDA")
+_library.impl("add_normed", _add_normed_in_torch, "CPU")
+_library.impl("add_normed", _add_normed_on_gpu, "CUDA")
 refuses_derivatives(_library, "normed")
 refuses_derivatives(_library, "add_normed")
 torch.library.register_fake("halfbyte::normed", lambda x, *_: x.new_empty(x.shape), lib=_library)

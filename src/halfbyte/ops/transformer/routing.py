@@ -1,6 +1,11 @@
-"""The feed-forward half of a decoder layer with experts: the custom op `halfbyte::add_experts`. On an NVIDIA GPU five or six kernels for
-one token of each sequence, some more for prompts, and those of an expert that all tokens share; elsewhere the same formula in
-torch's operations."""
+"""The mixture-of-experts half of a decoder layer for any number of rows: the custom op `halfbyte::add_experts`.
+
+    y = x + sum over t of w[t] * expert[id[t]](z) + shared_expert(z),  z = pre_norm(x),  ids and w by the router of z
+
+On an NVIDIA GPU five or six kernels compute it for decoding, some more for prompts, and those of the shared expert; elsewhere torch's
+operations with `halfbyte::grouped_linear`. `route`, `mixed` and `shared_output` are its parts, for experts that are on another device
+(decoder/offload). What experts consist of is in experts.py, which also computes few rows on a CPU in one native call.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +25,18 @@ from halfbyte.kernels.problem import ExpertsProblem
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
-from halfbyte.ops.library import OPS
+from halfbyte.ops.registration import OPS
 from halfbyte.ops.tensors import aligned
 from halfbyte.ops.transformer.decode_ops import activated_in_torch
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import CLAMPED, Experts, check_scores
-from halfbyte.ops.transformer.layers import Weight
 from halfbyte.ops.transformer.norms import norm_in_torch
+from halfbyte.ops.transformer.weights import Weight
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
-    "add_experts(Tensor x, Tensor norm, float eps, bool unit_offset, Tensor router, Tensor? bias, int chosen, bool normalized, "
-    "str scores, Tensor? correction, float factor, Tensor gate_up, str gate_up_format, Tensor? gate_up_bias, Tensor down, "
+    "add_experts(Tensor x, Tensor norm, float eps, bool unit_offset, Tensor router, Tensor? bias, int top_k, bool norm_topk, "
+    "str scores, Tensor? correction, float scaling_factor, Tensor gate_up, str gate_up_format, Tensor? gate_up_bias, Tensor down, "
     "str down_format, Tensor? down_bias, int inner, float[]? clamped, Tensor? shared_gate, Tensor? shared_up, str shared_up_format, "
     "Tensor? shared_up_bias, Tensor? shared_down, str shared_down_format, Tensor? shared_down_bias, int shared_inner, str compute, "
     "str activation) -> Tensor"
@@ -39,12 +44,14 @@ _library.define(
 
 
 def add_experts(x: Tensor, half: Experts) -> Tensor:
-    """x + `half` of norm(x), x [..., K] -> [..., K] in x's dtype.
+    """Compute `half` of a decoder layer for x [..., K] -> [..., K] in x's dtype, with its norm and residual connection; no gradients.
 
-    All products compute as `half.gate_up` says, on a GPU in floating point unless it says int8. No gradients. Raises ArgumentError for
-    shapes and dtypes that do not fit.
+    All products compute as `half.gate_up` says, on a GPU in floating point unless it says int8.
+
+    Raises:
+        ArgumentError: Shapes and dtypes do not fit, or the norm is a LayerNorm.
     """
-    return OPS.add_experts.default(x, *_given(half))  # type: ignore[no-any-return]
+    return OPS.add_experts.default(x, *_op_arguments(half))  # type: ignore[no-any-return]
 
 
 class Routed(NamedTuple):
@@ -63,27 +70,27 @@ class Routed(NamedTuple):
 
 
 def route(x: Tensor, half: Experts) -> Routed:
-    """Choose the experts of rows x [..., K]. The routed experts themselves may be on another device."""
+    """Norm rows x [..., K] and choose their experts, which themselves may be on another device."""
     a = _arguments(x, half)
     a.check()
     if x.is_cuda and x.numel():
         here, (experts, k) = gpu(x.get_device()), a.router.shape
         if why_not_router(experts, k, here) is None:
-            return _routed_cuda(a, here)
-    return _routed(a)
+            return _route_on_gpu(a, here)
+    return _route_in_torch(a)
 
 
 def mixed(z: Tensor, ids: Tensor, weights: Tensor, half: Experts) -> Tensor:
-    """The sum of the routed experts of normed rows by their weights, float32 [M, K], on the device of all of these."""
+    """Return the sum of the routed experts of normed rows z by their weights, float32 [M, K]; all is on one device."""
     return _arguments(z, half).mixed(z, ids, weights)
 
 
 def shared_output(routed: Routed, half: Experts) -> Tensor | None:
-    """What the shared expert adds to rows, float32 [M, K]; None where there is none."""
-    return _of_shared(_arguments(routed.z, half), routed)
+    """Return what the shared expert adds to rows, float32 [M, K]; None where there is none."""
+    return _shared_in_torch(_arguments(routed.z, half), routed)
 
 
-def _of_shared(a: _Arguments, routed: Routed) -> Tensor | None:
+def _shared_in_torch(a: _Arguments, routed: Routed) -> Tensor | None:
     if a.shared_up is None:
         return None
     y = a.of_shared(routed.z).float()
@@ -91,29 +98,31 @@ def _of_shared(a: _Arguments, routed: Routed) -> Tensor | None:
 
 
 def _arguments(x: Tensor, half: Experts) -> _Arguments:
-    a = _Arguments(x, *_given(half))  # type: ignore[arg-type]
+    a = _Arguments(x, *_op_arguments(half))  # type: ignore[arg-type]
     return a._replace(compute="float") if a.compute == "auto" and x.is_cuda else a
 
 
-def _given(half: Experts) -> tuple[object, ...]:
-    """The arguments of `halfbyte::add_experts` after x."""
+def _op_arguments(half: Experts) -> tuple[object, ...]:
+    """Return the arguments of `halfbyte::add_experts` after x."""
+    if half.pre_norm.layer_norm:
+        raise ArgumentError("the norm before experts is an RMS norm, got a layer norm: compute this layer in torch")
     router = half.router, half.router_bias, half.top_k, half.norm_topk, half.scores, half.correction_bias, half.scaling_factor
-    stacks = *_parts(half.gate_up), *_parts(half.down_proj)
+    stacks = *_weight_arguments(half.gate_up), *_weight_arguments(half.down_proj)
     inner, clamped = half.down_proj.packed.shape[2], None if half.clamped is None else [*half.clamped]
-    shared = half.shared_expert
-    shared_gate: tuple[object, ...] = (None, *_parts(None), *_parts(None), 0)
-    if shared is not None:
-        shared_gate = (shared.gate, *_parts(shared.gate_up), *_parts(shared.down_proj), shared.down_proj.packed.shape[1])
-    how = half.gate_up.compute, half.gate_up.activation
-    return *half.pre_norm[:3], *router, *stacks, inner, clamped, *shared_gate, *how
+    shared: tuple[object, ...] = (None, *_weight_arguments(None), *_weight_arguments(None), 0)
+    if (expert := half.shared_expert) is not None:
+        products = *_weight_arguments(expert.gate_up), *_weight_arguments(expert.down_proj)
+        shared = (expert.gate, *products, expert.down_proj.packed.shape[1])
+    norm = half.pre_norm.weight, half.pre_norm.eps, half.pre_norm.unit_offset
+    return *norm, *router, *stacks, inner, clamped, *shared, half.gate_up.compute, half.gate_up.activation
 
 
-def _parts(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
+def _weight_arguments(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
     return (None, "", None) if weight is None else (weight.packed.data, weight.packed.name, weight.bias)
 
 
 class _Arguments(NamedTuple):
-    """The arguments of `halfbyte::add_experts`."""
+    """The arguments of `halfbyte::add_experts`, as its schema names them; those of `Experts`, spelled out."""
 
     x: Tensor
     norm: Tensor
@@ -121,11 +130,11 @@ class _Arguments(NamedTuple):
     unit_offset: bool
     router: Tensor
     bias: Tensor | None
-    chosen: int
-    normalized: bool
+    top_k: int
+    norm_topk: bool
     scores: RouterScores
     correction: Tensor | None
-    factor: float
+    scaling_factor: float
     gate_up: Tensor
     gate_up_format: str
     gate_up_bias: Tensor | None
@@ -134,7 +143,7 @@ class _Arguments(NamedTuple):
     down_bias: Tensor | None
     inner: int
     clamped: list[float] | None
-    shared_gate: Tensor | None  # the gate of the expert that all tokens share, if it has one, and its weights, if there is one
+    shared_gate: Tensor | None  # of the shared expert, if it has one; the next six are its weights, if there is one
     shared_up: Tensor | None
     shared_up_format: str
     shared_up_bias: Tensor | None
@@ -146,46 +155,47 @@ class _Arguments(NamedTuple):
     activation: str
 
     @property
-    def before(self) -> Norm:
+    def pre_norm(self) -> Norm:
         return Norm(self.norm, self.eps, self.unit_offset)
 
     def check(self) -> None:
-        """Raises ArgumentError where shapes or dtypes do not fit; `halfbyte::grouped_linear` checks the stacks."""
+        """Raise ArgumentError where shapes or dtypes do not fit; `halfbyte::grouped_linear` checks the stacks."""
         x, router = self.x, self.router
         fits = x.dim() > 0 and router.dim() == 2 and x.shape[-1:] == router.shape[1:] == self.norm.shape
         fits = fits and x.device == router.device == self.norm.device
         for part, shape in ((self.bias, router.shape[:1]), (self.correction, router.shape[:1]), (self.shared_gate, router.shape[1:])):
             if part is not None:
                 fits = fits and part.shape == shape and part.is_floating_point() and part.device == x.device
-        if not fits or self.norm.dtype != x.dtype or not router.is_floating_point() or not 0 < self.chosen <= len(router):
+        if not fits or self.norm.dtype != x.dtype or not router.is_floating_point() or not 0 < self.top_k <= len(router):
             tensors = x, self.norm, router, self.bias, self.correction, self.shared_gate
             got = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in tensors if t is not None)
             raise ArgumentError(
                 "experts take x [..., K], a norm [K] of its type, a router [E, K], its bias and a correction [E] and a gate [K] of what is "
-                f"shared, all on one device, and 1 to E of them, got {got}, {self.chosen}"
+                f"shared, all on one device, and 1 to E of them, got {got}, {self.top_k}"
             )
         check_scores(self.scores, self.correction)
 
     def problem(self) -> ExpertsProblem:
-        """The mixture, as `dispatch` is asked for it."""
+        """Return the problem that `dispatch` chooses a kernel for."""
         formats = as_format(self.gate_up_format), as_format(self.down_format)
         experts, k = self.router.shape
         kinds = self.compute, self.activation
-        sizes = self.x.numel() // k, experts, self.chosen, k, self.inner
+        sizes = self.x.numel() // k, experts, self.top_k, k, self.inner
         clamped, biased = self.clamped is not None, self.gate_up_bias is not None
         return ExpertsProblem(*sizes, *formats, self.x.dtype, *kinds, clamped=clamped, biased=biased)  # type: ignore[arg-type]
 
     def product(self, x: Tensor, ids: Tensor, *, down: bool) -> Tensor:
-        """[M, T, N]"""
+        """Multiply rows by the `gate_up` or `down` stacks of their experts -> [M, T, N]."""
         experts, k = self.router.shape
-        up = self.gate_up, self.gate_up_bias, self.gate_up_format
-        weight, bias, name = (self.down, self.down_bias, self.down_format) if down else up
-        n, k = (k, self.inner) if down else (2 * self.inner, k)
+        if down:
+            weight, bias, name, n, k = self.down, self.down_bias, self.down_format, k, self.inner
+        else:
+            weight, bias, name, n = self.gate_up, self.gate_up_bias, self.gate_up_format, 2 * self.inner
         y: Tensor = OPS.grouped_linear.default(x, weight, ids, bias, name, experts, n, k, self.compute, self.activation)
         return y
 
     def gated(self, x: Tensor) -> Tensor:
-        """What follows from gate and up, x [..., 2 I], in float32."""
+        """Return the gated activation of gate and up, x [..., 2 I] -> float32 [..., I]."""
         if self.clamped is None:
             gate, up = x.float().chunk(2, -1)
             return functional.silu(gate) * up
@@ -195,26 +205,26 @@ class _Arguments(NamedTuple):
         y: Tensor = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
         return y
 
-    def chosen_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """ids and weights [M, T] of logits [M, E]."""
+    def choose_experts(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ids and weights [M, T] by the router's logits [M, E]."""
         if not self.scores:
-            best, ids = logits.topk(self.chosen, -1)
-            weights = best.softmax(-1) if self.normalized else logits.softmax(-1).gather(1, ids)
-            return ids, weights * self.factor
+            top_logits, ids = logits.topk(self.top_k, -1)
+            weights = top_logits.softmax(-1) if self.norm_topk else logits.softmax(-1).gather(1, ids)
+            return ids, weights * self.scaling_factor
         scores = scores_in_torch(logits, self.scores)
-        ids = (scores if self.correction is None else scores + self.correction.float()).topk(self.chosen, -1).indices
+        ids = (scores if self.correction is None else scores + self.correction.float()).topk(self.top_k, -1).indices
         weights = scores.gather(1, ids)
-        if self.normalized:
+        if self.norm_topk:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum may be 0
-        return ids, weights * self.factor
+        return ids, weights * self.scaling_factor
 
     def mixed(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The sum of the routed experts by their weights, float32 [M, K]."""
+        """Return the sum of the routed experts by their weights, float32 [M, K]."""
         y = self.product(self.gated(self.product(z, ids, down=False)).to(z.dtype), ids, down=True)
         return (y.float() * weights.unsqueeze(-1)).sum(1)
 
     def of_shared(self, z: Tensor) -> Tensor:
-        """What the expert that all tokens share gives, before its gate, z [M, K] -> [M, K]."""
+        """Return the shared expert of z [M, K] -> [M, K], without its gate."""
         k = z.shape[1]
         up = self.shared_up, self.shared_up_bias, self.shared_up_format, 2 * self.shared_inner, k
         if self.compute == "float":
@@ -228,37 +238,37 @@ class _Arguments(NamedTuple):
         return y
 
 
-def _add_experts(*args: *_Arguments) -> Tensor:
-    """In torch's operations: the norm in float32, rounded once, and what follows from the products in float32."""
+def _add_experts_in_torch(*args: *_Arguments) -> Tensor:
+    """Compute the op by torch's operations: the norm in float32, rounded once, and all between the products in float32."""
     a = _Arguments(*args)
     a.check()
-    routed = _routed(a)
+    routed = _route_in_torch(a)
     total = a.mixed(routed.z, routed.ids, routed.weights)
-    shared = _of_shared(a, routed)
+    shared = _shared_in_torch(a, routed)
     return add_mixed(a.x, total if shared is None else total.add_(shared))
 
 
 def add_mixed(x: Tensor, y: Tensor) -> Tensor:
-    """x [..., K] + y float32 [M, K], in x's dtype."""
+    """Return x [..., K] + y float32 [M, K], in x's dtype."""
     return (x + y.view(x.shape)).to(x.dtype)
 
 
-def _routed(a: _Arguments) -> Routed:
-    z = norm_in_torch(a.x, a.before).view(-1, a.x.shape[-1])
+def _route_in_torch(a: _Arguments) -> Routed:
+    z = norm_in_torch(a.x, a.pre_norm).view(-1, a.x.shape[-1])
     logits = z.float() @ a.router.float().T
     if a.bias is not None:
         logits += a.bias.float()
-    return Routed(z, *a.chosen_of(logits), None if a.shared_gate is None else z.float() @ a.shared_gate.float())
+    return Routed(z, *a.choose_experts(logits), None if a.shared_gate is None else z.float() @ a.shared_gate.float())
 
 
-def _routed_cuda(a: _Arguments, here: Gpu) -> Routed:
+def _route_on_gpu(a: _Arguments, here: Gpu) -> Routed:
     from halfbyte.kernels.gpu.experts import routing
 
     experts, k = a.router.shape
     x = a.x.contiguous().view(-1, k)
     m, z = len(x), output(torch.empty_like(x))
-    logits, weights = (output(torch.empty(m, n, dtype=torch.float32, device=x.device)) for n in (experts, a.chosen))
-    ids = output(torch.empty(m, a.chosen, dtype=torch.int32, device=x.device))
+    logits, weights = (output(torch.empty(m, n, dtype=torch.float32, device=x.device)) for n in (experts, a.top_k))
+    ids = output(torch.empty(m, a.top_k, dtype=torch.int32, device=x.device))
     with on(x):
         shared_gate = (
             None if a.shared_gate is None else (a.shared_gate.contiguous(), output(torch.empty(m, dtype=torch.float32, device=x.device)))
@@ -266,24 +276,24 @@ def _routed_cuda(a: _Arguments, here: Gpu) -> Routed:
         router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), shared_gate)
         routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.unit_offset), router, z, logits)
         correction = None if a.correction is None else a.correction.contiguous()
-        routing.launch_choice(here, logits, ids, weights, routing.Choice(a.normalized, a.scores, correction, a.factor))
+        routing.launch_choice(here, logits, ids, weights, routing.Choice(a.norm_topk, a.scores, correction, a.scaling_factor))
     return Routed(z, ids, weights, None if shared_gate is None else shared_gate[1])
 
 
-def _add_experts_cuda(*args: *_Arguments) -> Tensor:
+def _add_experts_on_gpu(*args: *_Arguments) -> Tensor:
     a = _Arguments(*args)
     a = a._replace(compute="float") if a.compute == "auto" else a
     a.check()
     here, (experts, k) = gpu(a.x.get_device()), a.router.shape
     choice = choose(a.problem(), here) if a.x.numel() else None
     if choice is None or choice.taken is None:
-        return _add_experts(*a)
+        return _add_experts_in_torch(*a)
     from halfbyte.kernels.gpu.experts import grouped, routing
     from halfbyte.kernels.gpu.transformer import gates
 
     x = a.x.contiguous().view(-1, k)
-    m, routed_rows = len(x), len(x) * a.chosen
-    z, ids, weights, shared_logits = _routed_cuda(a, here)
+    m, routed_rows = len(x), len(x) * a.top_k
+    z, ids, weights, shared_logits = _route_on_gpu(a, here)
     out, inner = output(torch.empty_like(x)), output(x.new_empty(routed_rows, a.inner))
     with on(x):
         if (config := choice.taken.config) is not None:
@@ -294,14 +304,14 @@ def _add_experts_cuda(*args: *_Arguments) -> Tensor:
             gates.launch(here, a.product(z, ids, down=False).view(routed_rows, -1), inner)
         else:
             gates.launch_clamped(here, a.product(z, ids, down=False).view(routed_rows, -1), inner, *a.clamped)
-        y = a.product(inner.view(m, a.chosen, -1), ids, down=True)
+        y = a.product(inner.view(m, a.top_k, -1), ids, down=True)
         shared = None if a.shared_up is None else (shared_logits, a.of_shared(z))
         routing.launch_sum(here, y.view(routed_rows, k), weights, x, out, shared)
     return out.view(a.x.shape)
 
 
 def problem_of(half: Experts, rows: int, dtype: torch.dtype) -> ExpertsProblem:
-    """The mixture for so many rows, as `dispatch` is asked for it."""
+    """Return the problem of `half` for so many rows that `dispatch` chooses a kernel for."""
     up, down = half.gate_up.packed, half.down_proj.packed
     kinds = half.gate_up.compute, half.gate_up.activation
     sizes = rows, up.shape[0], half.top_k, half.k, down.shape[2]
@@ -310,7 +320,7 @@ def problem_of(half: Experts, rows: int, dtype: torch.dtype) -> ExpertsProblem:
 
 
 def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
-    """What computes `half` for so many rows, of which none is in torch's operations."""
+    """Say which kernels compute `half` for so many rows, where none of its steps is left to torch."""
     if half.clamped is None:
         taken = choose(problem_of(half, rows, dtype), here).taken
         within = taken is not None and taken.config is not None
@@ -318,7 +328,7 @@ def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
     else:
         gates = f"before a kernel of {CLAMPED}"
     shared = "" if half.shared_expert is None else ", what is shared"
-    return f"gate_up {gates}, then down, both of the chosen ones, then a kernel of their sum by weights{shared} and the residual"
+    return f"gate_up {gates}, then down, both of the routed experts, then a kernel of their sum by weights{shared} and the residual"
 
 
 def _fake(*args: *_Arguments) -> Tensor:
@@ -327,6 +337,6 @@ def _fake(*args: *_Arguments) -> Tensor:
     return a.x.new_empty(a.x.shape)
 
 
-_library.impl("add_experts", _add_experts, "CPU")
-_library.impl("add_experts", _add_experts_cuda, "CUDA")
+_library.impl("add_experts", _add_experts_in_torch, "CPU")
+_library.impl("add_experts", _add_experts_on_gpu, "CUDA")
 torch.library.register_fake("halfbyte::add_experts", _fake, lib=_library)

@@ -16,13 +16,13 @@ _unrounded: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
 def unrounded(x: Tensor) -> Tensor:
-    """x in float32, contiguous: what it was before it was rounded, if a layer returned it and it was not written to since."""
-    before = _unrounded.get(x) if x.dtype != torch.float32 else None
-    return x.float().contiguous() if before is None or not torch.equal(before.to(x.dtype), x) else before
+    """Return x in float32, contiguous: before it was rounded, if a layer returned it and it was not written to since."""
+    exact = _unrounded.get(x) if x.dtype != torch.float32 else None
+    return exact if exact is not None and torch.equal(exact.to(x.dtype), x) else x.float().contiguous()
 
 
 def rounded(outputs: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Round the outputs of layers, float32, to `dtype`; the last one, which the next layer reads, is known to `unrounded`."""
+    """Round the float32 outputs of consecutive layers to `dtype`; `unrounded` finds the last one again, which the next layer reads."""
     results = tuple(y.to(dtype) for y in outputs)
     if dtype != torch.float32:
         _unrounded[results[-1]] = outputs[-1]

@@ -20,7 +20,7 @@ from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.transformer import attend_whole, embed, encoder
 from halfbyte.ops.transformer.embed import NormedEmbeddings
 from halfbyte.ops.transformer.encoder import run_layers
-from halfbyte.ops.transformer.layers import LayerNorm, Weight
+from halfbyte.ops.transformer.weights import LayerNorm, Weight
 
 
 @pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)

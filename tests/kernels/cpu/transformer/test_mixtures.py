@@ -23,7 +23,7 @@ from halfbyte.kernels.cpu.transformer import experts, experts_plan
 from halfbyte.ops.grouped import grouped_linear
 from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Clamped, Experts, Mixture, SharedExpert
-from halfbyte.ops.transformer.layers import TensorAddresses, Weight
+from halfbyte.ops.transformer.weights import TensorAddresses, Weight
 
 ROUNDING = 2.0**-24
 Biases = tuple[Tensor | None, Tensor | None]
@@ -100,7 +100,7 @@ def run(half: Experts, h: Tensor, threads: int) -> Tensor:
     half.check()
     assert half.why_not() is None
     tensors.refresh()
-    plan: Any = half.inner(tensors).plan(len(h), threads, h.data_ptr())
+    plan: Any = half.native(tensors).plan(len(h), threads, h.data_ptr())
     plan.point(out.data_ptr())
     for _ in range(2):  # the second one finds the memory as the first one left it
         StepSequence(plan.blocks, threads).run()

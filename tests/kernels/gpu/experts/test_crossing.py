@@ -14,7 +14,7 @@ from halfbyte.kernels.crossing import DONE, FAILED, READY, WORDS
 from halfbyte.kernels.gpu.experts import crossing
 from halfbyte.machine import GPUS, Gpu
 from halfbyte.ops.transformer.experts import Mixture
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 Rows = tuple[Tensor, Tensor, Tensor]
 

@@ -21,7 +21,7 @@ from halfbyte.integrations.transformers.decoder.compiled_layers import Call, Run
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer
 from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, is_distributed
 from halfbyte.machine import Gpu, gpu
-from halfbyte.ops.library import in_mode, plain
+from halfbyte.ops.modes import in_mode, plain
 from halfbyte.ops.transformer.prefill_ops import why_not_many
 
 DEVICES = ("cuda",)

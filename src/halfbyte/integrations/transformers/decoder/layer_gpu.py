@@ -26,7 +26,7 @@ from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.parallel.parallelize import linear_added, part_of
 from halfbyte.ops.transformer.decoder import MLP, Attention
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part

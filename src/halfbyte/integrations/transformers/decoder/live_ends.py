@@ -20,8 +20,8 @@ from halfbyte.layouts.base import Packed
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear
 from halfbyte.nn.modules.scaled import Factor, factor_of
 from halfbyte.nn.parallel.parallelize import part_of
-from halfbyte.ops.transformer.layers import Weight
-from halfbyte.ops.transformer.whole_model_decode import Inputs
+from halfbyte.ops.transformer.weights import Weight
+from halfbyte.ops.transformer.whole_model_decode import PerLayerInputs
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
@@ -129,12 +129,12 @@ def embedding_of(stack: Part, family: Family, dtype: torch.dtype) -> tuple[Packe
     return table, factor if family.embedding_multiplier is None else factor * getattr(stack, family.embedding_multiplier)
 
 
-def per_layer_inputs_of(stack: Part, family: Family, dtype: torch.dtype) -> Inputs:
+def per_layer_inputs_of(stack: Part, family: Family, dtype: torch.dtype) -> PerLayerInputs:
     """What the per-layer inputs of a stack that has them are computed from."""
     embedding, projection, norm = _per_layer_parts(stack)
     assert isinstance(projection, QuantLinear)
     scales = stack.per_layer_model_projection_scale, stack.per_layer_input_scale
-    return Inputs(*_table(embedding, dtype), weight_of(projection), scales[0], norm_of(norm, family), scales[1])
+    return PerLayerInputs(*_table(embedding, dtype), weight_of(projection), scales[0], norm_of(norm, family), scales[1])
 
 
 def _table(embedding: Part, dtype: torch.dtype) -> tuple[Packed | Tensor, float]:

@@ -54,8 +54,8 @@ from halfbyte.integrations.transformers.optimize.hooked import is_capturing
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, original, replace_class
 from halfbyte.machine import gpu
 from halfbyte.nn.modules.quantized import has_global_hooks
-from halfbyte.ops.library import plain
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.modes import plain
+from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Config, Part

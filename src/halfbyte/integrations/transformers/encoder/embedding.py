@@ -22,9 +22,9 @@ from halfbyte.integrations.transformers.optimize.frozen import Frozen
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, name_in_transformers, original, replace_class
 from halfbyte.nn.modules.quantized import QuantEmbedding
-from halfbyte.ops.library import plain
+from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.embed import NormedEmbeddings, ids_fit
-from halfbyte.ops.transformer.layers import LayerNorm, why_not_packed
+from halfbyte.ops.transformer.weights import LayerNorm, why_not_packed
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part

@@ -27,7 +27,7 @@ from halfbyte.integrations.transformers.optimize.frozen import Frozen
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, name_in_transformers, original, replace_class
 from halfbyte.nn.modules.quantized import has_global_hooks
-from halfbyte.ops.library import plain
+from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.encoder import EncoderLayer, run_layers
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _through(compiled: Sequence[EncoderLayer | str], modules: nn.ModuleList, giv
     while index < len(compiled):
         layers = list[EncoderLayer]()
         for layer in compiled[index : index + most]:
-            if isinstance(layer, str) or not layer.fits(x, seen, bias) or layer.size != (layers or [layer])[0].size:
+            if isinstance(layer, str) or not layer.fits(x, seen, bias) or layer.kind != (layers or [layer])[0].kind:
                 break
             layers.append(layer)
         if layers:

@@ -31,7 +31,7 @@ from halfbyte.integrations.transformers.generate.steps import Choice, Step, Text
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, Arguments, cache_name, parameters_of
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, replace_class
 from halfbyte.nn.parallel.parallelize import is_parallel
-from halfbyte.ops.library import in_mode
+from halfbyte.ops.modes import in_mode
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList

@@ -24,7 +24,7 @@ from halfbyte.integrations.transformers.decoder.stack import CompiledStack
 from halfbyte.integrations.transformers.generate.steps import ARGUMENTS, Choice, Step, Text, compiled_decoder, lengths, stack_of
 from halfbyte.integrations.transformers.optimize.calls import Arguments, bind, cache_name
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
-from halfbyte.ops.library import plain
+from halfbyte.ops.modes import plain
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

@@ -158,8 +158,8 @@ def capturable(cache: StaticCache) -> StaticCache:
 
 def keeping(cache: Cache) -> list[Any]:
     """Layers of a cache but for those that keep nothing, of layers that read keys and values of others."""
-    nothing = getattr(cache_utils, "DummyLayer", None)  # transformers >= 5.18
-    return [layer for layer in cache.layers if type(layer) is not nothing]
+    placeholder = getattr(cache_utils, "DummyLayer", None)  # transformers >= 5.18
+    return [layer for layer in cache.layers if type(layer) is not placeholder]
 
 
 def _windows(cache: StaticCache) -> list[Window]:

@@ -32,8 +32,8 @@ from halfbyte.integrations.transformers.optimize.hooked import why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers, original
 from halfbyte.kernels.layer_kinds import logits_in_torch
 from halfbyte.nn.modules.quantized import has_global_hooks
-from halfbyte.ops.library import plain
-from halfbyte.ops.transformer.layers import Weight
+from halfbyte.ops.modes import plain
+from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList

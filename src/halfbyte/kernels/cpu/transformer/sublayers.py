@@ -87,11 +87,16 @@ def shared_memory(name: str, sizes: tuple[int, ...]) -> Memory:
     """
     memory = PLANS.shared.get((name, sizes))
     if memory is None:
-        starts = [0, *accumulate(round_up(size, _ALIGNED) for size in sizes)]
-        block = torch.empty(starts[-1] + _ALIGNED, dtype=torch.uint8, device="cpu")
-        base = round_up(block.data_ptr(), _ALIGNED)
-        memory = PLANS.shared[name, sizes] = Memory(block, tuple(base + start for start in starts[:-1]))
+        memory = PLANS.shared[name, sizes] = _allocated(sizes)
     return memory
+
+
+def _allocated(sizes: tuple[int, ...]) -> Memory:
+    """Return memory of these sizes in one block."""
+    starts = [0, *accumulate(round_up(size, _ALIGNED) for size in sizes)]
+    block = torch.empty(starts[-1] + _ALIGNED, dtype=torch.uint8, device="cpu")
+    base = round_up(block.data_ptr(), _ALIGNED)
+    return Memory(block, tuple(base + start for start in starts[:-1]))
 
 
 def memory_rows(m: int) -> int:

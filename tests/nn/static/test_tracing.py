@@ -8,14 +8,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from halfbyte.errors import UnsupportedError
-from halfbyte.nn.static.traced import IDENTITIES_IN_EVAL, IN_PLACE, TracedModules, Tracer, graph_of
+from halfbyte.nn.static.tracing import IDENTITIES_IN_EVAL, IN_PLACE_OPERATORS, TracedModules, Tracer, graph_of, writes_first_input
 
 
 def traced(model: nn.Module) -> fx.GraphModule:
     return fx.GraphModule(model, Tracer().trace(model))
-
-
-OPERATORS = [o for o in IN_PLACE if getattr(operator, o.__name__, None) is o]
 
 
 class _InPlace(nn.Module):
@@ -30,7 +27,7 @@ class _InPlace(nn.Module):
         return y, written
 
 
-@pytest.mark.parametrize("operation", OPERATORS, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("operation", IN_PLACE_OPERATORS, ids=lambda o: o.__name__)
 def test_in_place_operators_write_what_other_names_show(operation: Callable[[Tensor, int], Tensor]) -> None:
     x = torch.tensor([5, -3, 8], dtype=torch.float32 if operation is operator.itruediv else torch.int64)
     model = _InPlace(operation)
@@ -41,7 +38,7 @@ def test_in_place_operators_write_what_other_names_show(operation: Callable[[Ten
 def test_every_in_place_operator_of_tensors_is_traced_as_one() -> None:
     conversions = {"__index__", "__invert__"}
     of_tensors = {name for name in vars(operator) if name.startswith("__i") and name in dir(Tensor)} - conversions
-    assert {f"__{operation.__name__}__" for operation in OPERATORS} == of_tensors
+    assert {f"__{operation.__name__}__" for operation in IN_PLACE_OPERATORS} == of_tensors
 
 
 class _KeywordOnly(nn.Module):
@@ -76,6 +73,37 @@ def test_operands_by_keyword_become_positional() -> None:
     graph = Tracer().trace(Joins())
     assert [len(node.kwargs) for node in graph.nodes if node.op == "call_function"] == [0] * 4
     assert fx.GraphModule(Joins(), graph)(torch.tensor([-1.0])).tolist() == [-1, 0]
+
+
+def test_operations_that_write_to_their_first_input() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.act_in_place = nn.ReLU(), nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.clamp_(x, 0, 6)
+            nn.functional.hardtanh_(x)
+            nn.functional.relu(x, True)
+            x.neg_()
+            self.act_in_place(x)
+            torch.clamp(x, 0, 6)
+            x.neg()
+            return self.act(x) + (x & x)
+
+    model = Writes()
+    graph, modules = Tracer().trace(model), dict(model.named_modules())
+    calls = [node for node in graph.nodes if node.op.startswith("call_")]
+    assert [writes_first_input(node, modules) for node in calls] == [True] * 5 + [False] * 5
+
+
+def test_functions_whose_first_parameter_is_not_input_keep_their_meaning() -> None:
+    class Selects(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.where(condition=x > 0, input=x, other=0 * x), torch.searchsorted(sorted_sequence=x, input=x)
+
+    x = torch.tensor([-1.0, 2.0])
+    assert [y.tolist() for y in traced(Selects())(x)] == [[0, 2], [0, 1]]
 
 
 class _Fails(nn.Module):

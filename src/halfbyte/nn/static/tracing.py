@@ -1,4 +1,9 @@
-"""Tracing of convolutional networks by torch.fx, for all that rewrites them: tracer, classes of operations, changes of a graph."""
+"""Tracing of convolutional networks by torch.fx.
+
+Used by what rewrites their graphs: networks on int8 codes (codes.py, network.py), folding of batch norms (batchnorm.py), fused convolutions
+(nn/fused_convolutions.py), memory formats (memory_format.py). Here are the tracer, the operations that all of these look for, the check
+that the traced modules are still those that were traced, and small changes of a graph.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +25,16 @@ IDENTITIES_IN_EVAL = (
 )  # fmt: skip
 ADDS = (operator.add, operator.iadd, torch.add)
 RELUS = (torch.relu, nn.functional.relu, "relu", "relu_")  # functions, and names of methods
-IN_PLACE = (
+IN_PLACE_OPERATORS = (
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
-    operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, torch.relu_
+    operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift
 )  # fmt: skip
 _GLOBAL_HOOKS = tuple(getattr(torch_modules, f"_global{name}") for name in CALL_HOOKS)
-
-
-def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[fx.Proxy, object], fx.Proxy]:
-    def method(proxy: fx.Proxy, other: object) -> fx.Proxy:
-        return proxy.tracer.create_proxy("call_function", operation, (proxy, other), {})
-
-    return method
+# Functions of torch whose first parameter is not called `input`.
+_FIRST_PARAMETERS = (
+    *((torch.cat, "tensors"), (torch.stack, "tensors")),
+    *((torch.where, "condition"), (torch.searchsorted, "sorted_sequence")),
+)
 
 
 class _Proxy(fx.Proxy):
@@ -40,20 +43,23 @@ class _Proxy(fx.Proxy):
     torch.fx's own proxy traces it as `x = x + y`, which leaves other references to x unchanged.
     """
 
-    __iadd__, __isub__, __imul__ = _in_place(operator.iadd), _in_place(operator.isub), _in_place(operator.imul)
-    __itruediv__, __ifloordiv__ = _in_place(operator.itruediv), _in_place(operator.ifloordiv)
-    __imod__, __ipow__ = _in_place(operator.imod), _in_place(operator.ipow)
-    __iand__, __ior__, __ixor__ = _in_place(operator.iand), _in_place(operator.ior), _in_place(operator.ixor)
-    __ilshift__, __irshift__ = _in_place(operator.ilshift), _in_place(operator.irshift)
+
+def _traced_in_place(operation: Callable[[Any, Any], Any]) -> Callable[[fx.Proxy, object], fx.Proxy]:
+    return lambda proxy, other: proxy.tracer.create_proxy("call_function", operation, (proxy, other), {})
+
+
+for _operator in IN_PLACE_OPERATORS:
+    setattr(_Proxy, f"__{_operator.__name__}__", _traced_in_place(_operator))
 
 
 class Tracer(fx.Tracer):
     """torch.fx's tracer, whose nodes have the form that the rewriters of halfbyte look for.
 
-    They read a node's first operand in `args[0]`, so that one that was passed by keyword becomes positional, and in-place operations
-    are nodes of their own (operator.iadd).
+    They read a node's first operand in `args[0]`, so that one that was passed by keyword becomes positional, and in-place operators are
+    nodes of their own (operator.iadd).
 
-    defaults  whether inputs with a default are traced with that value, not as tensors
+    Args:
+        defaults: Trace inputs that have a default with that value, not as tensors.
     """
 
     def __init__(self, *, defaults: bool = False) -> None:
@@ -65,7 +71,7 @@ class Tracer(fx.Tracer):
         self, root_fn: Callable[..., object], is_module: bool, concrete_args: dict[str, object] | tuple[object, ...] | None = None
     ) -> tuple[object, list[object]]:
         forward, arguments = super().create_args_for_root(root_fn, is_module, concrete_args)
-        if self.defaults:  # which torch.fx keeps as the argument of the input's node
+        if self.defaults:  # torch.fx stores an input's default as the argument of its node
             arguments = [a.node.args[0] if isinstance(a, fx.Proxy) and a.node.args else a for a in arguments]
         return forward, arguments
 
@@ -78,7 +84,7 @@ class Tracer(fx.Tracer):
             raise
 
     def path_of(self, error: Exception) -> str:
-        """The path of the innermost module whose forward raised `error`; "" for the traced one."""
+        """Return the path of the innermost module whose forward raised `error`; "" for the traced one."""
         return self._failure[1] if self._failure is not None and self._failure[0] is error else ""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -99,9 +105,9 @@ class Tracer(fx.Tracer):
         return super().create_node(kind, target, args, kwargs, name, type_expr)
 
     def _first_parameter(self, kind: str, target: Target) -> str | None:
-        """The name of the first parameter of what a node calls; None where it can't be passed by position."""
+        """Return the name of the first parameter of what a node calls; None where it can't be passed by position."""
         if kind == "call_function":
-            return "tensors" if target in (torch.cat, torch.stack) else "input"
+            return next((name for function, name in _FIRST_PARAMETERS if function is target), "input")
         if kind != "call_module":
             return None
         first = next(iter(inspect.signature(self.root.get_submodule(str(target)).forward).parameters.values()), None)
@@ -109,11 +115,20 @@ class Tracer(fx.Tracer):
 
 
 def graph_of(model: nn.Module, purpose: str, *, defaults: bool) -> fx.Graph:
-    """The graph of `model`; UnsupportedError, which names the `purpose` of tracing it, where torch.fx cannot trace it."""
+    """Trace `model`.
+
+    Args:
+        model: Its forward is called with proxies.
+        purpose: What the graph is for, in the error: "cannot be traced by torch.fx to <purpose>".
+        defaults: As for Tracer.
+
+    Raises:
+        UnsupportedError: torch.fx cannot trace it.
+    """
     tracer = Tracer(defaults=defaults)
     try:
         return tracer.trace(model)
-    except Exception as error:  # whatever a forward raises that is given no tensors
+    except Exception as error:  # a forward without real tensors may raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         path = tracer.path_of(error)
         where = f", in {path} ({type(model.get_submodule(path)).__name__})" if path else ""
@@ -121,17 +136,21 @@ def graph_of(model: nn.Module, purpose: str, *, defaults: bool) -> fx.Graph:
         raise UnsupportedError(f"{type(model).__name__} cannot be traced by torch.fx to {purpose}{where} ({reason}): {remedy}") from error
 
 
-class _Children(NamedTuple):
-    """The children of a module: the dictionary in which torch keeps them, which changes with the module, and what it held when traced."""
+# What may change after tracing
 
-    now: dict[str, nn.Module | None]
+
+class _Children(NamedTuple):
+    """The children of a module: torch's own dictionary of them, which changes with the module, and what it held when traced."""
+
+    current: dict[str, nn.Module | None]
     traced: list[nn.Module | None]
 
 
 class TracedModules(NamedTuple):
     """What can make a module compute something else than the graph that was traced of it.
 
-    hooks     of all modules, and of each one inside of the traced one: torch's own dictionaries, which show hooks that come later
+    hooks     of all modules, and of each one inside of the traced one: torch's own dictionaries, which show hooks that come later. The
+              traced module's own hooks run around the graph
     children  of each module that has some
     dropouts  which the graph leaves out, as in evaluation
     """
@@ -150,20 +169,36 @@ class TracedModules(NamedTuple):
 
     def unchanged(self) -> bool:
         """Whether each module has the children that were traced."""
-        return all(list(child.now.values()) == child.traced for child in self.children)  # modules are equal to themselves alone
+        return all(list(child.current.values()) == child.traced for child in self.children)  # nn.Module compares by identity
 
     def in_training(self) -> bool:
         """Whether a dropout is active, though the traced module is in evaluation (Monte Carlo dropout)."""
         return any(dropout.training for dropout in self.dropouts)
 
 
+# Nodes and graphs
+
+
 def module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
-    """The module that a node calls, if it calls one."""
+    """Return the module that a node calls, if it calls one."""
     return modules[str(node.target)] if node.op == "call_module" else None
 
 
+def writes_first_input(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a node is an in-place operation: it writes to the memory of its first input, which it returns."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if (module := module_of(node, modules)) is not None:
+        return getattr(module, "inplace", False) is True
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        by_name = name.endswith("_") and getattr(operator, name, None) is not node.target  # torch.clamp_, but not operator.and_
+        return by_name or node.target in IN_PLACE_OPERATORS or node.kwargs.get("inplace") is True
+    return node.op == "call_method" and str(node.target).endswith("_")
+
+
 def why_overridden(module: nn.Module) -> str | None:
-    """Why a module of one of torch's classes does not compute what its class does; None if it does."""
+    """Return why a module of one of torch's classes does not compute what its class does; None if it does."""
     return "it has a forward of its own" if "forward" in vars(module) else why_not_hooks(module)
 
 
@@ -182,9 +217,14 @@ def replace_node(node: fx.Node, by: fx.Node) -> None:
 
 
 def copy_node(node: fx.Node, module: nn.Module, graph: fx.Graph, root: dict[str, object], copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """A copy of a node of `module`'s graph in another graph.
+    """Append a copy of a node to another graph.
 
-    `copy_of` gives its arguments there. What it calls or reads is added to `root`, from which the other graph's module is made.
+    Args:
+        node: A node of `module`'s graph.
+        module: The traced module.
+        graph: Where the copy goes.
+        root: By their paths, what nodes of `graph` call or read, for the GraphModule; gets what this node does.
+        copy_of: Returns the copy in `graph` of one of the node's arguments.
     """
     if node.op in ("call_module", "get_attr"):
         root[str(node.target)] = operator.attrgetter(str(node.target))(module)
