@@ -39,9 +39,12 @@ def table(name: str) -> str:
     if "measurements" in found:
         found = _milliseconds(found["measurements"])
     columns, left = found["columns"], found["left"]
-    lines = [[column["name"] for column in columns], ["---" if i < left else "---:" for i in range(len(columns))]]
-    lines += [[_cell(column["cell"], row) for column in columns] for row in found["rows"]]
-    return "".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|\n" for cells in lines)
+    aligned = "|".join("---" if i < left else "---:" for i in range(len(columns)))
+    rows = [[_cell(column["cell"], row) for column in columns] for row in found["rows"]]
+    names, *lines = (
+        f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|\n" for cells in ([column["name"] for column in columns], *rows)
+    )
+    return "".join((names, f"|{aligned}|\n", *lines))
 
 
 def _milliseconds(measurements: list[dict[str, Any]]) -> dict[str, Any]:
