@@ -80,7 +80,7 @@ class Step:
             (both, each thread for itself).
         gates: Function of a product's activation, one of GATES; "none": no activation.
         layer_norm: Norms are LayerNorms.
-        unit_offset: RMSNorms multiply by 1 + weight.
+        unit_offset: Norms multiply by 1 + weight.
         added: A norm's result has a residual added.
         ungated: The activation is f of all outputs of the product, which has no up half.
         external_up: The activation multiplies a tensor that is an argument.
@@ -97,7 +97,7 @@ class Step:
     scaled: bool = False
 
     def __post_init__(self) -> None:
-        assert not (self.layer_norm and (self.unit_offset or self.added or self.scaled)), "a LayerNorm is computed without these"
+        assert not (self.layer_norm and (self.added or self.scaled)), "the sum with a residual is that of an RMSNorm"
         assert self.added or not self.scaled, "the scale is that of a sum with a residual"
 
 
