@@ -44,6 +44,14 @@ def test_the_same_as_one_after_the_other(activated: bool, activation: str, compu
         torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("shape", [(2, 16), (3, 32), (2, 31)])
+def test_an_added_tensor_of_another_shape(shape: tuple[int, int]) -> None:
+    """The kernel would read beyond it."""
+    x, norm, packed, bias = parts()
+    with pytest.raises(RuntimeError, match="expand"):
+        normed_conv2d(x, norm, packed, bias, NUMBERS, activated=True, added=torch.randn(shape), compute="float", activation="block")
+
+
 def test_what_is_left_to_torch() -> None:
     x, norm, _, _ = parts()
     assert "channels" in (supports(x[:, :16], norm) or "")
