@@ -9,9 +9,9 @@
 
 A step is a block of arguments that begins with the address of its phase, as in `arguments.py`.
 
-Norms are RMSNorms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), or
-LayerNorms, (x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450); under `unit_offset` with
-1 + weight (Gemma; Nemotron).
+Norms are RMSNorms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), or LayerNorms,
+(x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450); under `unit_offset` with 1 + weight
+(Gemma, Nemotron).
 
 Before a product of one row every thread prepares the row for itself, without a barrier; more rows are shared by the threads in a separate
 step. Panels of weights are cut into groups that become smaller (`shares`): the first of each thread is a long run of memory, and at the end
