@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import halfbyte as hb
+from halfbyte.errors import ArgumentError
 from halfbyte.nn.static.equalization import equalize_
 
 SPREAD = torch.logspace(-1, 0.8, 12)  # ranges of channels that differ 60-fold
@@ -176,3 +177,8 @@ def test_a_network_on_codes_is_nearer_to_float() -> None:
         return error(hb.quantize_(copy.deepcopy(model), config, x.split(32)))
 
     assert on_codes(True) < on_codes(False) / 1.5
+
+
+def test_dynamic_activations_have_no_ranges_to_equalize() -> None:
+    with pytest.raises(ArgumentError, match="equalize goes with"):
+        hb.Config("int8_channel", equalize=True)
