@@ -46,7 +46,7 @@ def test_norms(layer_norm: bool, unit_offset: bool, isa: ISA) -> None:
     for rows, k, threads in ((1, 5, 1), (3, 64, 2), (5, 131, 2)):
         x, weight, shift = torch.randn(rows, k) + 0.5, torch.randn(k), torch.randn(k)
         out = torch.full_like(x, torch.nan)
-        vectors = {"weight": weight.data_ptr(), "shift": shift.data_ptr(), "eps": (1e-5, 0.0)}
+        vectors: dict[str, int | tuple[float, float]] = {"weight": weight.data_ptr(), "shift": shift.data_ptr(), "eps": (1e-5, 0.0)}
         sizes = {"x_stride": 4 * k, "out_stride": 4 * k, "rows": rows, "k": k}
         step = Step("norm", layer_norm=layer_norm, unit_offset=unit_offset)
         block = arguments(
