@@ -118,6 +118,57 @@ def test_diffusers_computes_what_is_watched(native: list[int]) -> None:
     assert not native
 
 
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("dropout", nn.Tanh()),  # not left out
+        ("nonlinearity", nn.GELU()),
+        ("norm1", nn.GroupNorm(8, 64)),  # of other channels: the kernel would read beyond the image
+        ("norm2", nn.GroupNorm(8, 64)),
+        ("norm2", nn.BatchNorm2d(48)),
+        ("conv2", nn.Conv2d(48, 48, 3, padding=1)),
+        ("time_emb_proj", nn.Linear(16, 32)),
+        ("time_emb_proj", nn.Linear(16, 1)),
+        ("conv_shortcut", nn.Conv2d(32, 1, 1)),
+    ],
+)
+def test_replaced_layers(name: str, layer: nn.Module) -> None:
+    """Of a fused block, whatever layer is replaced: diffusers' result, or an error where diffusers has one."""
+    small, (x, temb) = hb.quantize_(block(), FLOAT), inputs()
+    fused = hb.fuse_(copy.deepcopy(small))
+    for model in (small, fused):
+        setattr(model, name, layer.eval())
+    try:
+        wanted = run(small, x, temb)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            run(fused, x, temb)
+    else:
+        assert same(run(fused, x, temb), wanted)
+
+
+@pytest.mark.parametrize("name", ["dropout", "nonlinearity", "norm1", "conv2"])
+def test_a_layer_with_a_forward_of_its_own(name: str, native: list[int]) -> None:
+    small, (x, temb) = hb.quantize_(block(), FLOAT), inputs()
+    fused = hb.fuse_(copy.deepcopy(small))
+    for model in (small, fused):
+        layer = model.get_submodule(name)
+        layer.forward = lambda x, forward=layer.forward: forward(x) * 2
+    assert same(run(fused, x, temb), run(small, x, temb))
+    assert not native
+
+
+def test_embeddings_of_one_row_and_autocast(native: list[int]) -> None:
+    small, (x, temb) = hb.quantize_(block(), FLOAT), inputs()
+    fused = hb.fuse_(copy.deepcopy(small))
+    assert same(run(fused, x, temb[:1]), run(small, x, temb[:1]))
+    assert len(native) == 2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(run(fused, x, temb), run(small, x, temb))
+    assert torch.equal(run(fused.train(), x, temb), run(small.train(), x, temb))
+    assert len(native) == 2
+
+
 def test_other_blocks_stay(native: list[int]) -> None:
     others = [block(time_embedding_norm="scale_shift"), block(up=True), block(down=True)]
     x, temb = inputs()
@@ -145,6 +196,17 @@ def test_transformers_of_images(linear: bool, native: list[int]) -> None:
     assert len(native) == (0 if linear else 1)
     assert linear or found.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(run(copy.deepcopy(fused), x.to(memory_format=torch.channels_last), prompt, return_dict=False), found)
+
+
+@pytest.mark.parametrize("name", ["norm", "proj_in", "proj_out"])
+def test_hooks_within_transformers_of_images(name: str) -> None:
+    """A hook gets what the layer computes in diffusers, without the residual."""
+    torch.manual_seed(0)
+    small = hb.quantize_(Transformer2DModel(2, 20, in_channels=32, cross_attention_dim=16, norm_num_groups=8).eval(), FLOAT)
+    fused, x, prompt = hb.fuse_(copy.deepcopy(small)), inputs()[0], torch.randn(2, 5, 16)
+    for model in (small, fused):
+        model.get_submodule(name).register_forward_hook(lambda module, args, y: y * 2)
+    assert same(run(fused, x, prompt, return_dict=False), run(small, x, prompt, return_dict=False))
 
 
 @pytest.mark.parametrize("kind", ["self", "cross", "image", "masked"])

@@ -120,6 +120,8 @@ class Config:
             raise ArgumentError(f"activations is one of dynamic, static, got {self.activations!r}")
         if self.observer not in OBSERVERS:
             raise ArgumentError(f"observer is one of {', '.join(OBSERVERS)}, got {self.observer!r}")
+        if self.equalize and self.activations != "static":
+            raise ArgumentError(f'equalize goes with activations="static", got {self.activations!r}: write both, or leave equalize out')
         if type(self.low_rank) is not int or self.low_rank < 0:
             raise ArgumentError(f"low_rank is a whole number, got {self.low_rank!r}: write low_rank=32, or 0 for none")
         if self.low_rank and (self.method in CALIBRATED or self.activations == "static"):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Protocol, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from halfbyte.ops.transformer import attention
 
 _RESNET, _ATTENTION = "diffusers.models.resnet", "diffusers.models.attention_processor"
 _TRANSFORMER = "diffusers.models.transformers.transformer_2d"
+_Kind = TypeVar("_Kind", bound=nn.Module)
 
 
 def fuse_blocks_(model: nn.Module) -> None:
@@ -58,10 +59,15 @@ def _is_plain(block: nn.Module) -> bool:
 
 
 def _is_norm_of(norm: nn.Module, conv: nn.Module) -> bool:
-    """Whether both are of the classes that `normed_conv2d` computes, without hooks or another forward."""
-    if type(norm) is not nn.GroupNorm or type(conv) is not QuantConv2d or conv.padding_mode != "zeros":
+    """Whether both are what `normed_conv2d` computes, for the same channels, on a CPU."""
+    if not _is_exactly(norm, nn.GroupNorm) or not _is_exactly(conv, QuantConv2d) or conv.padding_mode != "zeros":
         return False
-    return not any(has_hooks(module) or "forward" in vars(module) for module in (norm, conv))
+    return norm.num_channels == conv.in_channels and conv.packed_data.is_cpu
+
+
+def _is_exactly(module: nn.Module, kind: type[_Kind]) -> TypeGuard[_Kind]:
+    """Whether a module computes as its class does: it is of no subclass, and has no hooks and no forward of its own."""
+    return type(module) is kind and not has_hooks(module) and "forward" not in vars(module)
 
 
 def _normed_conv(
@@ -69,7 +75,9 @@ def _normed_conv(
 ) -> Tensor:
     numbers = window_numbers(conv.packed.sizes.kernel, conv.stride, conv.padding, conv.dilation)
     settings = {"compute": conv.compute, "activation": conv.activation}
-    return normed_conv2d(x, norm, conv.packed, conv.bias, numbers, activated=activated, added=added, residual=residual, **settings)
+    within = residual if residual is not None and conv.is_residual(residual, x) else None
+    y = normed_conv2d(x, norm, conv.packed, conv.bias, numbers, activated=activated, added=added, residual=within, **settings)
+    return y if residual is None or within is not None else y + residual
 
 
 class _Block(nn.Module):
@@ -101,12 +109,12 @@ class _Block(nn.Module):
         return y if self.output_scale_factor == 1 else y / self.output_scale_factor
 
     def _computes(self, x: Tensor, temb: Tensor | None) -> bool:
-        if self.training or (temb is None) != (self.time_emb_proj is None) or type(self.nonlinearity) is not nn.SiLU:
+        if self.training or (temb is None) != (self.time_emb_proj is None) or has_global_hooks():
             return False
-        if self.dropout.training or any(has_hooks(module) for module in (self.nonlinearity, self.dropout)) or has_global_hooks():
+        if not _is_exactly(self.nonlinearity, nn.SiLU) or not _is_exactly(self.dropout, nn.Dropout) or self.dropout.training:
             return False
         pairs = (self.norm1, self.conv1), (self.norm2, self.conv2)
-        if not all(_is_norm_of(*pair) for pair in pairs):
+        if not all(_is_norm_of(*pair) for pair in pairs) or self.conv1.out_channels != self.norm2.num_channels:
             return False
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
             return False
@@ -121,16 +129,15 @@ class _Transformer(nn.Module):
     what the norm quantizes, and the last one adds the residual."""
 
     norm: nn.GroupNorm
-    proj_in: nn.Module
-    proj_out: nn.Module
+    proj_in: QuantConv2d
+    proj_out: QuantConv2d
     use_linear_projection: bool
 
     def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
         """hidden_states [B, C, H, W] -> [B, H * W, Ci] and Ci"""
         x, proj = hidden_states, self.proj_in
         if (
-            type(proj) is not QuantConv2d
-            or not _is_norm_of(self.norm, proj)
+            not _is_norm_of(self.norm, proj)
             or has_global_hooks()
             or (torch.is_grad_enabled() and proj.bias is not None and proj.bias.requires_grad)
             or supports(x, self.norm) is not None
@@ -143,7 +150,7 @@ class _Transformer(nn.Module):
         self, hidden_states: Tensor, residual: Tensor, batch_size: int, height: int, width: int, inner_dim: int
     ) -> Tensor:
         """hidden_states [B, H * W, C], residual [B, Co, H, W] -> [B, Co, H, W], channels_last"""
-        if self.use_linear_projection or type(self.proj_out) is not QuantConv2d:
+        if self.use_linear_projection or not _is_exactly(self.proj_out, QuantConv2d) or has_global_hooks():
             sizes = batch_size, height, width, inner_dim
             return cast(Tensor, super()._get_output_for_continuous_inputs(hidden_states, residual, *sizes))  # type: ignore[misc]
         image = hidden_states.reshape(batch_size, height, width, inner_dim).permute(0, 3, 1, 2)

@@ -76,9 +76,12 @@ def test_the_same_as_unfused(name: str, dtype: torch.dtype, how: str) -> None:
     found = run(fused, call, dtype)
     if name != "unet" or dtype == torch.float32:  # of a UNet in bfloat16, GEGLU is rounded once, not twice: its codes are others
         # The same products of the same codes: sums in another order in float32, each rounded once to the dtype; a few blocks pass that on.
-        # A UNet's norms also differ by 2^-20, so that one code in 2^12 is another, by up to 1/127 of the largest.
-        codes = 1e-3 if (name, how) == ("unet", "int8") else 1e-5
-        assert float((found - unfused).norm() / unfused.norm()) < (codes if dtype == torch.float32 else 2**-7)
+        bound = float(unfused.norm()) * (1e-5 if dtype == torch.float32 else 2**-7)
+        if (name, how) == ("unet", "int8"):
+            # Norms and GELU also differ by 2^-20. Where a code becomes its neighbour by that, layers behind it round other numbers: at most
+            # as if all errors of rounding were others, of the same size.
+            bound = 2 * float((unfused - floats).norm())
+        assert float((found - unfused).norm()) < bound
     # int8 rounds each activation by 2^-8 of the largest of its block.
     assert float((found - floats).norm() / floats.norm()) < (0.05 if how == "int8" else 1e-4 if dtype == torch.float32 else 0.03)
 
@@ -135,11 +138,14 @@ def test_offloaded_in_groups(kind: str) -> None:
     torch.manual_seed(0)
     model, _, call = unet()
     fused: Any = hb.optimize_(hb.quantize_(model, hb.Config("q8_0", compute="float")))
-    want, cpu = run(fused, call), torch.device("cpu")
+    resident, cpu = copy.deepcopy(fused), torch.device("cpu")
     blocks = {"num_blocks_per_group": 1} if kind == "block_level" else {}
     fused.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type=kind, **blocks)
-    # Diffusers' own forwards of blocks, whose leaves have hooks: norms and the residual add in another order.
-    torch.testing.assert_close(run(fused, call), want, rtol=1e-4, atol=1e-5)
+    for path, module in fused.named_modules():
+        if "forward" in vars(module):  # as diffusers hooks it: blocks leave such layers to diffusers' forwards, which add in another order
+            layer = resident.get_submodule(path)
+            layer.forward = layer.forward
+    assert torch.equal(run(fused, call), run(resident, call))
 
 
 def test_a_feed_forward_layer_with_geglu() -> None:

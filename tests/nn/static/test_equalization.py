@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import halfbyte as hb
+from halfbyte.errors import ArgumentError
 from halfbyte.nn.static.equalization import equalize_
 
 SPREAD = torch.logspace(-1, 0.8, 12)  # ranges of channels that differ 60-fold
@@ -99,6 +100,69 @@ def test_shared_layers_rows_and_images_without_numbers_change_nothing() -> None:
 
 
 @torch.no_grad()
+def test_a_channel_that_no_image_shows_stays_as_it_is() -> None:
+    torch.manual_seed(0)
+    model, x = _Residual().double().eval(), torch.randn(8, 3, 12, 10, dtype=torch.float64)
+    model.grouped.bias[3] = -1e3  # type: ignore[index]
+    traced = fx.symbolic_trace(copy.deepcopy(model))
+    equalize_(traced, [x])
+    torch.testing.assert_close(traced(x), model(x), rtol=1e-10, atol=1e-10)
+    changed = torch.ne(traced.get_parameter("grouped.bias"), model.grouped.bias)  # type: ignore[arg-type]
+    assert not changed[3]
+    assert changed.any()
+
+
+class _Mixing(nn.Module):
+    """Layers between which something mixes channels, or reads them by position."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.between = nn.Conv1d(3, 8, 3, padding=1), nn.Conv1d(8, 4, 1), between
+        self.first.weight.data *= torch.logspace(-1, 1, 8).view(-1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        nn.MaxPool2d(3, 1, 1),  # takes [B, C, L] for an image without a batch, and pools over channels
+        nn.AvgPool2d(3, 1, 1),
+        nn.ZeroPad2d((0, 0, 1, -1)),
+        nn.Softmax(1),
+        nn.PReLU(),
+        lambda x: torch.cat([x[:, :4], x[:, :4]], 1),
+        lambda x: torch.cat([x, x], 1)[:, 4:12],
+        lambda x: x.flip(1),
+        lambda x: x.unflatten(1, (2, 4)).transpose(1, 2).flatten(1, 2),
+        lambda x: F.relu(x) + 1,
+        lambda x: torch.add(x, F.relu(x), alpha=2),
+        lambda x: F.relu(x) * x,
+    ],
+)
+@torch.no_grad()
+def test_what_mixes_channels_keeps_them(between: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = _Mixing(between).double().eval(), torch.randn(5, 3, 9, dtype=torch.float64)
+    traced = fx.symbolic_trace(copy.deepcopy(model))
+    equalize_(traced, [x])
+    torch.testing.assert_close(traced(x), model(x), rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_hook_on_a_module_between_keeps_channels() -> None:
+    torch.manual_seed(0)
+    model, x = _Residual().double().eval(), torch.randn(8, 3, 12, 10, dtype=torch.float64)
+    for module in (model.flat, model.pool):
+        module.register_forward_hook(lambda module, args, y: y.exp())
+    traced = fx.symbolic_trace(model)
+    wanted = traced(x)
+    equalize_(traced, [x])
+    torch.testing.assert_close(traced(x), wanted, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
 def test_a_network_on_codes_is_nearer_to_float() -> None:
     """Against float64; the means of a network whose channels have one range are as near as without."""
     torch.manual_seed(0)
@@ -113,3 +177,8 @@ def test_a_network_on_codes_is_nearer_to_float() -> None:
         return error(hb.quantize_(copy.deepcopy(model), config, x.split(32)))
 
     assert on_codes(True) < on_codes(False) / 1.5
+
+
+def test_dynamic_activations_have_no_ranges_to_equalize() -> None:
+    with pytest.raises(ArgumentError, match="equalize goes with"):
+        hb.Config("int8_channel", equalize=True)

@@ -9,8 +9,9 @@
 
 A step is a block of arguments that begins with the address of its phase, as in `arguments.py`.
 
-Norms are RMSNorms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), with 1 + weight under `unit_offset` (Gemma), or
-LayerNorms, (x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450).
+Norms are RMSNorms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), or LayerNorms,
+(x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450); under `unit_offset` with 1 + weight
+(Gemma, Nemotron).
 
 Before a product of one row every thread prepares the row for itself, without a barrier; more rows are shared by the threads in a separate
 step. Panels of weights are cut into groups that become smaller (`shares`): the first of each thread is a long run of memory, and at the end
@@ -97,7 +98,7 @@ class Step:
     scaled: bool = False
 
     def __post_init__(self) -> None:
-        assert not (self.layer_norm and (self.added or self.scaled)), "the sum with a residual is that of an RMSNorm"
+        assert not (self.layer_norm and self.added), "a LayerNorm adds its bias where an RMSNorm adds the residual"
         assert self.added or not self.scaled, "the scale is that of a sum with a residual"
 
 

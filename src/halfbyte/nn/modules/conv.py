@@ -99,7 +99,7 @@ class QuantConv2d(QuantModule):
         shape, and then clamped; `channels_last`: in this memory format whatever x has, which saves a copy."""
         if self.padding_mode != "zeros":
             x = folded.pad_by_mode(x, self)
-        if added is None or self._is_residual(added, x):
+        if added is None or self.is_residual(added, x):
             return self._convolve(x, channels_last, residual=added, clamp=clamp)
         y = self._convolve(x, channels_last) + added
         return y if clamp is None else y.clamp(*clamp)
@@ -108,7 +108,7 @@ class QuantConv2d(QuantModule):
         how: _How = {"compute": self.compute, "activation": self.activation, "clamp": clamp, "channels_last": channels_last}
         return conv.conv2d(x, self.packed, self.bias, self.stride, self._zeros, self.dilation, residual=residual, **how)
 
-    def _is_residual(self, added: Tensor, x: Tensor) -> bool:
+    def is_residual(self, added: Tensor, x: Tensor) -> bool:
         """Whether it is as large as the result and of its type, so that the convolution itself adds it."""
         dims = len(self.kernel_size)
         if added.dtype != x.dtype or added.dim() != x.dim() or x.dim() <= dims:

@@ -25,8 +25,12 @@ from halfbyte.nn.static.tracing import ADDS, RELUS, module_of, why_overridden
 
 _SMALLEST = 1 / 16  # of the largest range: a channel that calibration images hardly show keeps room for others
 
-_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
-_HOMOGENEOUS = (nn.ReLU, nn.ZeroPad2d, *_POOLS)
+# Modules with f(x / s) = f(x) / s, and the dimensions of their batches: of an input with one less, channels are a size that they pool.
+_POOLS: dict[object, int] = {
+    **dict.fromkeys((nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d), 3),
+    **dict.fromkeys((nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d), 4),
+}
+_HOMOGENEOUS = {nn.ZeroPad2d: 4, **_POOLS}
 _RESHAPES = (torch.flatten, torch.reshape, "flatten", "view", "reshape", "squeeze")
 
 
@@ -100,7 +104,7 @@ def _scales(largest: list[Tensor]) -> Tensor | None:
     if not largest or not all(bool(r.isfinite().all()) and bool(r.any()) for r in largest):
         return None
     relative = torch.stack([r / r.amax() for r in largest]).amax(0)
-    return relative.clamp(min=_SMALLEST)
+    return torch.where(relative > 0, relative.clamp(min=_SMALLEST), 1.0)  # a channel that no image shows stays as it is
 
 
 def _of_inputs(layer: Layer, scale: Tensor) -> Tensor:
@@ -147,7 +151,7 @@ def _has_range(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     """Whether codes get a scale for the range of a node: a ReLU goes into the layer before it, and a pool has the scale of its input."""
     users = list(node.users)
     covered = len(users) == 1 and (isinstance(module_of(users[0], modules), nn.ReLU) or users[0].target in RELUS)
-    return not covered and not isinstance(module_of(node, modules), _POOLS)
+    return not covered and type(module_of(node, modules)) not in _POOLS
 
 
 def _is_plain(layer: Layer) -> bool:
@@ -159,10 +163,11 @@ def _keeps_channels(node: fx.Node, module: nn.Module | None, sources: list[fx.No
     """Whether a node gives f(x / s) = f(x) / s for any scales s of channels, as of its inputs so of its result."""
     if not sources or not all(source in shapes for source in (node, *sources)):
         return False
+    if module is not None and why_overridden(module) is not None:
+        return False
     shape, (size, *_) = shapes[node], [shapes[source] for source in sources]
-    if isinstance(module, nn.Flatten) or node.target in _RESHAPES:
+    if type(module) is nn.Flatten or node.target in _RESHAPES:
         return shape[:2] == size[:2] and size.numel() == size[0] * size[1]
     if node.target in ADDS:
         return not node.kwargs and len(node.args) == 2 and all(isinstance(a, fx.Node) and shapes[a] == shape for a in node.args)
-    plain = isinstance(module, _HOMOGENEOUS) and why_overridden(module) is None and len(shape) == len(size) > 2
-    return plain or (isinstance(module, nn.ReLU) and why_overridden(module) is None) or node.target in RELUS
+    return type(module) is nn.ReLU or node.target in RELUS or len(size) == _HOMOGENEOUS.get(type(module))

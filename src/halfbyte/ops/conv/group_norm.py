@@ -51,7 +51,7 @@ def normed_conv2d(
     compute: str,
     activation: str,
 ) -> Tensor:
-    """Compute conv2d(silu(norm(x + added))) + residual. The caller has checked `supports`.
+    """Compute conv2d(silu(norm(x + added))) + residual. The caller has checked `supports`, and that `packed` takes x's channels.
 
     The norm writes codes where the convolution quantizes images with one scale each.
 
@@ -59,12 +59,16 @@ def normed_conv2d(
         x: [B, C, H, W] in float32, bfloat16 or float16.
         norm: Its groups, weight, bias and eps.
         activated: Whether there is a SiLU.
-        added: [B or 1, C], or None: added to all pixels first.
+        added: [B or 1, C or 1], or None: added to all pixels first.
         packed, bias, residual, compute, activation: As for `conv2d`.
         window_numbers: `Window.numbers` of stride, padding and dilation.
 
     Returns:
         [B, Co, Ho, Wo] in x's dtype, channels_last.
+
+    Raises:
+        ArgumentError: `bias` or `residual` does not fit to the result.
+        RuntimeError: `added` has another shape.
     """
     weight, settings = packed.data, (packed.name, packed.numbers, window_numbers, compute, activation)
     codes = cpu.quantizes_images(x, *settings)
@@ -76,6 +80,6 @@ def _normed(x: Tensor, norm: nn.GroupNorm, added: Tensor | None, *, activated: b
     from halfbyte.kernels.cpu.quantize import group_norm as kernel
 
     if added is not None:
-        added = added.float().expand(len(x), -1).contiguous()
+        added = added.float().expand(x.shape[:2]).contiguous()
     weight, bias = (tensor.detach().float().contiguous() for tensor in (norm.weight, norm.bias))
     return kernel.group_norm(channels_last(x), norm.num_groups, weight, bias, norm.eps, added, activated=activated, codes=codes)

@@ -5,7 +5,7 @@
 
 (Y. Wu, K. He, arXiv:1803.08494.) `a` [B, C], what a residual block of a diffusion model adds for its time step, is optional, as SiLU is.
 Images are read twice, for sums and for y. max|y| needs no pass of its own: it follows from the least and the largest x of each channel, as
-SiLU falls from 0 to -0.2785 at -1.2785 and rises from there on. Where x is on both sides of that, 0.2785 counts as reached.
+SiLU falls from 0 to -0.2785 at -1.2785 and rises from there on. Where the least y before it is below that, 0.2785 counts as reached.
 
 Arithmetic: float32. Each channel is summed less the mean of 16 of its pixels, so that a mean far from 0 costs the variance no digits, in
 blocks of 64 pixels, whose sums are added. A group's variance is that within its channels plus that of their means. The scale of an image
