@@ -110,7 +110,7 @@ class LayerCache:
         return self.buffers[0].shape[2]
 
     def _slack_of(self, tokens: int) -> int:
-        """Return the tokens that a sliding window's buffer has beyond so many; until the window is full, no more than other buffers have."""
+        """Return the tokens that a sliding window's buffer has beyond so many; until it is full, as many as other buffers."""
         return min(self._slack, _STEP + max(tokens // self._share, self._step))
 
     def has_room(self, tokens: int) -> bool:
