@@ -9,8 +9,9 @@
 
 A step is a block of arguments that begins with the address of its phase, as in `arguments.py`.
 
-Norms are RMSNorms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), with 1 + weight under `unit_offset` (Gemma), or
-LayerNorms, (x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450).
+Norms are RMSNorms, x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich, 2019), or LayerNorms,
+(x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) * weight + shift (Ba and others, arXiv:1607.06450); under `unit_offset` with 1 + weight
+(RMSNorms of Gemma, LayerNorms of Nemotron).
 
 Before a product of one row every thread prepares the row for itself, without a barrier; more rows are shared by the threads in a separate
 step. Panels of weights are cut into groups that become smaller (`shares`): the first of each thread is a long run of memory, and at the end
@@ -80,7 +81,7 @@ class Step:
             (both, each thread for itself).
         gates: Function of a product's activation, one of GATES; "none": no activation.
         layer_norm: Norms are LayerNorms.
-        unit_offset: RMSNorms multiply by 1 + weight.
+        unit_offset: Norms multiply by 1 + weight.
         added: A norm's result has a residual added.
         ungated: The activation is f of all outputs of the product, which has no up half.
         external_up: The activation multiplies a tensor that is an argument.
@@ -97,7 +98,7 @@ class Step:
     scaled: bool = False
 
     def __post_init__(self) -> None:
-        assert not (self.layer_norm and (self.unit_offset or self.added or self.scaled)), "a LayerNorm is computed without these"
+        assert not (self.layer_norm and (self.added or self.scaled)), "a LayerNorm is computed without these"
         assert self.added or not self.scaled, "the scale is that of a sum with a residual"
 
 
