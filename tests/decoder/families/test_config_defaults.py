@@ -115,7 +115,7 @@ def ours(values: Mapping[str, Any]) -> dict[str, Any]:
     family = config.family
     _check_supported(family, config)
     types, places = config.layer_types, range(config.num_hidden_layers)
-    ropes, _ = _ropes(family, config, config.max_positions)
+    ropes, _ = _ropes(family, config)
     sources = _kv_sources(family, config)
     logits, moe = _logits(family, config), family.moe
     return {
