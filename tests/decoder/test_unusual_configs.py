@@ -58,6 +58,7 @@ def quantized(kind: str, folder: Path) -> Any:
         ("GptOssDecoderLayer", (ROPE, "truncate"), None),
         ("CwmDecoderLayer", (ROPE, "rope_theta"), MISSING),
         ("Ministral3DecoderLayer", (ROPE, "factor"), None),
+        ("Ministral3DecoderLayer", (ROPE, "long_factor"), None),
         ("Gemma4TextDecoderLayer", (ROPE,), None),
         (LONGROPE, (ROPE, "rope_type"), "su"),
         (LONGROPE, (ROPE, "rope_type"), "yarn"),
