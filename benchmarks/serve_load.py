@@ -213,6 +213,14 @@ class Mixed:
         """Begin. seconds: for which they ask; first: the number of the first client, which decides what it asks."""
         self.done: Counter[str] = Counter()
         self._server, self._end, self._first, self._said = server, time.monotonic() + seconds, first, answer(server.url)
+        path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        self._chats = httpx2.post(server.url + path, json=asked, timeout=7200).status_code == 200
+
+    def _asked(self, text: str) -> tuple[str, dict[str, Any]]:
+        """The path and the prompt of a chat; of a completion where the model has no chat template."""
+        if self._chats:
+            return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
+        return "/v1/completions", {"prompt": text}
 
     async def run(self, index: int) -> None:
         """Ask until the time is over."""
@@ -234,11 +242,11 @@ class Mixed:
         check(found.json()["choices"][0]["text"] == self._said, f"the answer to a fixed question is another one: {found.text}")
 
     async def stream(self, client: httpx2.AsyncClient, number: int) -> None:
-        messages = [{"role": "user", "content": f"Tell me about a {WORDS[number % len(WORDS)]}."}]
-        asked = {"messages": messages, "max_tokens": 48, "stream": True, "stream_options": {"include_usage": True}}
-        async with client.stream("POST", "/v1/chat/completions", json=asked) as response:
-            check(response.status_code == 200, f"stream: {response.status_code}")
+        path, asked = self._asked(f"Tell me about a {WORDS[number % len(WORDS)]}.")
+        asked |= {"max_tokens": 48, "stream": True, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", path, json=asked) as response:
             text = (await response.aread()).decode()
+        check(response.status_code == 200, f"stream: {response.status_code} {text[:200]}")
         check(text.endswith("data: [DONE]\n\n") and '"error"' not in text, f"a stream has ended with {text[-300:]}")
 
     async def vanish(self, client: httpx2.AsyncClient, number: int) -> None:
@@ -258,12 +266,13 @@ class Mixed:
 
     async def schema(self, client: httpx2.AsyncClient, number: int) -> None:
         format = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-        messages = [{"role": "user", "content": f"Name person {number}."}]
-        found = await client.post("/v1/chat/completions", json={"messages": messages, "response_format": format, "max_tokens": 64})
+        path, asked = self._asked(f"Name person {number}.")
+        found = await client.post(path, json={**asked, "response_format": format, "max_tokens": 64})
         check(found.status_code == 200, f"schema: {found.status_code} {found.text[:200]}")
         choice = found.json()["choices"][0]
         if choice["finish_reason"] == "stop":
-            check("name" in json.loads(choice["message"]["content"]), f"an answer does not follow its schema: {choice}")
+            text = choice["message"]["content"] if self._chats else choice["text"]
+            check("name" in json.loads(text), f"an answer does not follow its schema: {choice}")
 
     async def refused(self, client: httpx2.AsyncClient, number: int) -> None:
         wrong = (

@@ -58,6 +58,7 @@ def quantized(kind: str, folder: Path) -> Any:
         ("GptOssDecoderLayer", (ROPE, "truncate"), None),
         ("CwmDecoderLayer", (ROPE, "rope_theta"), MISSING),
         ("Ministral3DecoderLayer", (ROPE, "factor"), None),
+        ("Ministral3DecoderLayer", (ROPE, "long_factor"), None),
         ("Gemma4TextDecoderLayer", (ROPE,), None),
         (LONGROPE, (ROPE, "rope_type"), "su"),
         (LONGROPE, (ROPE, "rope_type"), "yarn"),
@@ -105,7 +106,7 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied_to_it(converted: boo
     if converted:
         hb.convert(source, path := tmp_path / "codes", config)
     values, tensors = open_checkpoint(path, None if converted else config)
-    assert values["tie_word_embeddings"] is True
+    assert values["tie_word_embeddings"] is not converted
     native = CpuModel(build_spec(values, tensors))
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([IDS])).logits[0, -1]
@@ -114,15 +115,16 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied_to_it(converted: boo
     assert difference.abs().max() <= 0.1 * expected.abs().max()
 
 
-def test_a_window_that_no_sequence_is_longer_than_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("positions", [4096, None])
+def test_a_window_that_no_sequence_is_longer_than_reserves_nothing(positions: int | None, tmp_path: Path) -> None:
     """Phi-4-mini has a window of 262144 and 131072 positions; its cache had memory for a window from the first token on."""
     model = quantized("MistralDecoderLayer", tmp_path)
     config, tensors = open_checkpoint(tmp_path)
-    model.config.sliding_window = 1 << 31
-    native = CpuModel(build_spec({**config, "sliding_window": 1 << 31}, tensors))
-    cache = Cache(native.spec)
+    model.config.sliding_window = 1 << 32
+    native = CpuModel(build_spec({**config, "sliding_window": 1 << 32, "max_position_embeddings": positions}, tensors))
+    cache = Cache(native.spec, most=native.spec.max_positions)
     with torch.no_grad():
-        expected = model(input_ids=torch.tensor([IDS])).logits[0, -1]
-    difference = native.prefill(IDS, cache).flatten() - expected
-    assert difference.abs().max() <= 3e-5 * expected.abs().max()
-    assert all(layer.sliding_window is None for layer in native.spec.layers)
+        expected = model(input_ids=torch.tensor([IDS])).logits[0, -2:]
+    found = [native.prefill(IDS[:-1], cache).flatten(), native.decode(IDS[-1:], cache).flatten()]
+    assert (torch.stack(found) - expected).abs().max() <= 3e-5 * expected.abs().max()
+    assert all(layer.size <= 2 * len(IDS) + 192 for layer in cache.layers)  # as many again, in steps of 64

@@ -18,7 +18,7 @@ from halfbyte.checkpoint.gguf import vocabulary as gguf_vocabulary
 from halfbyte.checkpoint.loading import open_model
 from halfbyte.checkpoint.native.folder import replacing, replacing_file, write_json
 from halfbyte.checkpoint.native.manifest import CONFIG, INDEX
-from halfbyte.checkpoint.native.saving import publish, stored_specs
+from halfbyte.checkpoint.native.saving import publish, stored_specs, with_separate_head
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError, UnsupportedError, model_path
 from halfbyte.formats.codes import Codes
@@ -107,7 +107,8 @@ def export(
             if len(writer.files) > 1:
                 size = sum(spec.nbytes for spec in specs.values())
                 write_json(staging.path / INDEX, {"metadata": {"total_size": size}, "weight_map": writer.file_of})
-            write_json(staging.path / CONFIG, {**model.config, "quantization_config": kind.settings()})
+            config = with_separate_head(model.config, {*model.weights, *model.plain})
+            write_json(staging.path / CONFIG, {**config, "quantization_config": kind.settings()})
             staging.commit_folder()
     return Report(tuple(item.row for item in items if item.row), (*model.report().notes, *notes))
 

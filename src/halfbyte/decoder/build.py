@@ -203,14 +203,7 @@ def _kv_sources(family: Family, config: TextConfig) -> list[int | None]:
 
 
 def _windows(family: Family, config: TextConfig, types: Sequence[str]) -> list[int | None]:
-    """Find the sliding window of each layer; None where it has none, or one that no sequence is longer than."""
-    most = config.max_positions
-    return [
-        None if window is None or (most is not None and window >= most) else window for window in _stated_windows(family, config, types)
-    ]
-
-
-def _stated_windows(family: Family, config: TextConfig, types: Sequence[str]) -> list[int | None]:
+    """Find the sliding window of each layer; None where it has none."""
     if family.sliding_window == "none" or (family.sliding_window == "all" and config.get("sliding_window") is None):
         return [None] * len(types)
     if family.sliding_window == "all":

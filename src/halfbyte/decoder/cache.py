@@ -109,6 +109,10 @@ class LayerCache:
         """T"""
         return self.buffers[0].shape[2]
 
+    def _slack_of(self, tokens: int) -> int:
+        """Return the tokens that a sliding window's buffer has beyond so many; until it is full, as many as other buffers."""
+        return min(self._slack, _STEP + max(tokens // self._share, self._step))
+
     def has_room(self, tokens: int) -> bool:
         """Whether there is room for so many more tokens. A window's buffer that a long prompt has enlarged becomes smaller again."""
         usable = self.size if self._window is None else min(self.size, self._window + tokens + self._slack)
@@ -123,8 +127,8 @@ class LayerCache:
         kept = self.length if window is None else min(self.length, window - 1)
         wanted = kept + tokens
         if window is not None:
-            grown = wanted + self._slack
-            fits = wanted + self._slack - _STEP <= size <= 2 * grown
+            grown = wanted + self._slack_of(wanted)
+            fits = grown - _STEP <= size <= 2 * grown
         else:  # at least so many more, so that tokens are seldom copied
             grown, fits = wanted + max(wanted // self._share, self._step), size >= wanted
         if not fits:
@@ -139,7 +143,7 @@ class LayerCache:
         """Renumber the tokens so that the sequence, to whose end they belong, has `length` of them."""
         kept = length if self._window is None else min(length, self._window - 1)
         start = max(0, self.length - kept)
-        size = round_up(kept + self._step, self._step) if self._window is None else round_up(kept + self._slack, _STEP)
+        size = round_up(kept + self._step, self._step) if self._window is None else round_up(kept + self._slack_of(kept + 1), _STEP)
         self._move(start, self.length, self.size if kept < self.size <= 2 * size else size, kept - (self.length - start))
         self.first, self.length = length - kept, kept
 

@@ -113,7 +113,7 @@ def make_rope(parameters: Mapping[str, object], head_dim: int, max_positions: in
         CheckpointError: A parameter is missing or no positive number.
     """
     kind = parameters.get("rope_type", "default")
-    if kind == "su" or (kind == "yarn" and "long_factor" in parameters):
+    if kind == "su" or (kind == "yarn" and parameters.get("long_factor") is not None):
         kind = "longrope"
     if not isinstance(kind, str) or kind not in _NAMES:
         raise UnsupportedError(f"rope_type is one of {', '.join(sorted(_NAMES))}, got {short(kind)}: use transformers, load(dir)")

@@ -188,7 +188,7 @@ class Engine:
         self._jobs: dict[Generation, Job] = {}  # the thread's
         self._unsent: dict[Job, None] = {}  # the thread's: with tokens that were not sent; the one that waits longest is the first
         self._stepped = 0.0  # time of the last step; the thread's
-        self._trimmed = time.monotonic()  # time of the last return of freed memory; the thread's
+        self._trimmed = 0.0  # time of the last return of freed memory; the thread's
         self._unfinished = 0  # the event loop's
         self._closing, self._ending = False, False
         self._idle, self._hurried = asyncio.Event(), asyncio.Event()
@@ -271,6 +271,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            self._trim()  # what the model was built from: later it would take as long as some steps, which streams would wait for
             while self._admit():
                 self._drop()
                 if self._batch.running:
@@ -300,6 +301,8 @@ class Engine:
                 self._trim()
                 is_released = True
                 continue
+            if is_released:
+                self._trimmed = time.monotonic()  # nothing has been freed since
             if job is None or self._ending:
                 if job is not None:
                     self._inbox.put(job)  # `_end_all` finds it

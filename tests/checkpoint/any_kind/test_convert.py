@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from halfbyte.checkpoint import convert, describe, export, load, load_tensors, save
+from halfbyte.checkpoint.native.saving import with_separate_head
 from halfbyte.cli import main
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.formats import Codes
@@ -93,6 +94,31 @@ def test_every_kind_holds_the_same_codes(source: str, kind: str, folders: Path, 
     export(place(tmp_path, kind), tmp_path / "back", "halfbyte")
     again = linears(load_tensors(tmp_path / "back"))
     assert all(same_codes(codes[name], again[name]) for name in codes)
+
+
+def test_config_ties_no_head_that_the_files_have(folders: Path, tmp_path: Path) -> None:
+    """vLLM ties by config.json alone, and by a family's default where that says nothing."""
+
+    def tied(folder: str) -> object:
+        return json.loads((tmp_path / folder / "config.json").read_text())["tie_word_embeddings"]
+
+    model = make()
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path / "float", state_dict=model.state_dict())
+    convert(tmp_path / "float", tmp_path / "codes", "q8_0")
+    save(load(tmp_path / "codes"), tmp_path / "saved")
+    assert tied("codes") is False
+    path = tmp_path / "codes" / "config.json"  # as earlier versions wrote it
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    export(tmp_path / "codes", tmp_path / "gptq", "gptq")
+    export(folders / "tied-q4_0", tmp_path / "tied", "gptq")
+    assert (tied("float"), tied("saved"), tied("gptq"), tied("tied")) == (True, False, False, True)
+    assert with_separate_head({"text_config": {"a": 1}}, {"lm_head.weight"}) == {
+        "text_config": {"a": 1, "tie_word_embeddings": False},
+        "tie_word_embeddings": False,
+    }
+    for config, names in (({"is_encoder_decoder": True}, {"lm_head.weight"}), ({}, {"lm_head.weight"}), ({"a": 1}, {"head"})):
+        assert with_separate_head(config, names) == config
 
 
 @pytest.mark.parametrize(

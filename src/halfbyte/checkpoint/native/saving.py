@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from os import PathLike
 
@@ -32,6 +32,8 @@ from halfbyte.nn.parallel.parallelize import PARTS_ONLY, is_parallel
 from halfbyte.nn.static.codes import calibrated
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 from halfbyte.quantizers.check import non_finite
+
+_HEAD, _UNTIED = "lm_head.weight", {"tie_word_embeddings": False}
 
 
 def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -142,6 +144,7 @@ def publish(
     Args:
         base_model: The model that was quantized, if it is known; for the model card.
     """
+    config = with_separate_head(config, writer.specs)
     for name in weights:
         writer.write(name, guard())
     writer.finish()
@@ -168,6 +171,21 @@ def publish(
     card = model_card(staging.folder.name, described, total_bytes=total, config=config, base_model=base_model)
     write_card(staging.path, card, published=staging.folder)
     staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied, static=static))
+
+
+def with_separate_head(config: Mapping[str, object], stored: Container[str]) -> Mapping[str, object]:
+    """Return a decoder's config.json that does not tie the output embedding where the files have it: vLLM would replace it by the input
+    embedding.
+
+    Args:
+        config: config.json.
+        stored: Names of the tensors in the files, in which tied ones are missing.
+    """
+    if _HEAD not in stored or not config or config.get("is_encoder_decoder"):
+        return config
+    text = config.get("text_config")
+    nested = {"text_config": {**text, **_UNTIED}} if isinstance(text, Mapping) else {}
+    return {**config, **nested, **_UNTIED}
 
 
 def _config_of(model: nn.Module) -> dict[str, object]:

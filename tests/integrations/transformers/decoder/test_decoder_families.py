@@ -271,8 +271,9 @@ def test_padding_and_several_sequences(kind: str, calls: list[bool]) -> None:
     plain, short = shared_pair(kind)
     widths, mask = (12, 1, 2, 9, 1), torch.ones(3, 25, dtype=torch.long)
     mask[0, :3] = mask[2, :5] = 0
-    assert close(*(logits(model, DynamicCache(config=model.config), widths, mask, 3) for model in (short, plain)))
-    assert calls == [True] * 10
+    for seen in (mask, mask.bool()):
+        assert close(*(logits(model, DynamicCache(config=model.config), widths, seen, 3) for model in (short, plain)))
+    assert calls == [True] * 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -432,7 +433,8 @@ def test_what_changes_is_seen(calls: list[bool]) -> None:
 
 
 def test_what_goes_the_long_way(calls: list[bool]) -> None:
-    """Masks that show what comes later, as those of images in Gemma 3 and 4, and masks that do more than hide."""
+    """Masks that show what comes later, as those of images in Gemma 3 and 4, and masks that do more than hide, as booleans that eager
+    attention adds to its scores."""
     ids = torch.arange(8).view(1, 8)
     both = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     earlier = both.tril()
@@ -445,7 +447,7 @@ def test_what_goes_the_long_way(calls: list[bool]) -> None:
             assert calls == [taken] * 2
         plain, short = pair("gemma2")
         hidden = torch.zeros(1, 1, 8, 8).masked_fill(~earlier, torch.finfo().min)
-        for added, taken in ((hidden, True), (hidden + 0.5, False), (hidden + torch.eye(8), False)):
+        for added, taken in ((hidden, True), (hidden + 0.5, False), (hidden + torch.eye(8), False), (earlier, False)):
             calls.clear()
             masks = {"full_attention": added, "sliding_attention": added}
             assert close(*(model.model(input_ids=ids, attention_mask=masks).last_hidden_state for model in (short, plain)))

@@ -262,11 +262,11 @@ class CpuRun(Run):
             call.shared[layer.shared.kind] = entry.all_states(cache, x, layer.whole.heads.head_dim)
 
     def _is_mask(self, layer: CompiledLayer, mask: Tensor | None, seen: Tensor | None) -> bool:
-        """Whether `mask`, of which `seen` was made, is one for the layer's formula. Eager attention adds its mask, without which it is not
-        causal."""
+        """Whether `mask`, of which `seen` was made, is one for the layer's formula. Eager attention adds its mask, one of
+        booleans, too, which then hides nothing, and is not causal without one."""
         if needs_eager(layer.spec) > self._eager or (self._eager and mask is None):
             return False
-        return seen is None or (seen.dtype == torch.bool and seen.dim() == 4 and seen.shape[1] == 1 and (self._eager or mask is seen))
+        return seen is None or (seen.dtype == torch.bool and seen.dim() == 4 and seen.shape[1] == 1 and (mask is seen) != self._eager)
 
     def _sees_later(self, mask: Tensor | None, tokens: int, length: int) -> bool:
         """Whether a mask shows tokens others behind them, as those of images see each other (Gemma 3), which native calls do not do."""

@@ -148,8 +148,8 @@ class GpuRun(Run):
             return not eager
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != tokens:
             return False
-        if not eager:
-            return mask.dtype == torch.bool
+        if not eager or mask.dtype == torch.bool:  # eager attention would add it
+            return not eager and mask.dtype == torch.bool
         if id(mask) not in self._visible and mask.is_cuda and torch.cuda.is_current_stream_capturing():
             return False  # to look at the mask waits for the GPU
         shown = self._shown(mask)
