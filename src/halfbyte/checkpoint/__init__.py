@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from halfbyte.checkpoint.native.saving import save as save
     from halfbyte.checkpoint.quantize_checkpoint import convert as convert
 
-# Imported when they are first used: `decoder/` reads files by other modules of this package, and needs none of these.
+# Imported when they are first used, so that one module of this package can be imported without the others.
 _HOME_OF = {
     "convert": "halfbyte.checkpoint.quantize_checkpoint",
     "export": "halfbyte.checkpoint.export_checkpoint",
