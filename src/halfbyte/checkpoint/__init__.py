@@ -5,7 +5,7 @@ loading.py          `load`; sharded_loading.py: for one of several processes
 quantize_checkpoint.py  `convert`, float models to checkpoints, tensor by tensor; materialize.py: of modules in memory for the moment
 export_checkpoint.py  `export`, from any kind of files to another; export_items.py: one weight
 files.py            which files a model has; sources.py: of which kind they are; entries.py: their tensors
-wrappers.py         the names that torch.compile and DataParallel give them
+wrappers.py         the names that torch.compile and DataParallel give tensors
 native/             halfbyte's own checkpoints
 mapping/            which tensor of the files is which of the model
 foreign/            other projects' folders
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from halfbyte.checkpoint.native.saving import save as save
     from halfbyte.checkpoint.quantize_checkpoint import convert as convert
 
-# Imported when they are first used: a language model needs none of them.
+# Imported when they are first used, so that one module of this package can be imported without the others.
 _HOME_OF = {
     "convert": "halfbyte.checkpoint.quantize_checkpoint",
     "export": "halfbyte.checkpoint.export_checkpoint",

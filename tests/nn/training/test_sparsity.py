@@ -184,6 +184,15 @@ def test_convolutions_are_pruned_by_magnitude_alone() -> None:
     assert torch.equal(codes.codes().values() == 0, taps == 0)
 
 
+def test_a_model_whose_only_layers_are_convolutions_is_refused_with_calibration() -> None:
+    model = llama()
+    model.conv = nn.Conv1d(8, 8, 4)
+    with pytest.raises(ArgumentError, match="has no Linear in floating point with a weight of its own for wanda to prune"):
+        hb.prune_(model, "2:4", "wanda", tokens(), skip=["*_proj", "lm_head"])
+    assert not (model.conv.weight == 0).any()
+    assert not hb.report(model).notes
+
+
 def test_what_cannot_be_pruned_is_refused_and_nothing_changes() -> None:
     for sparsity in ("4:2", "2:2", "0:4", "50%", 0.0, 1.0, 1, "2:4:1"):
         with pytest.raises(ArgumentError, match="a sparsity is"):
@@ -195,11 +204,12 @@ def test_what_cannot_be_pruned_is_refused_and_nothing_changes() -> None:
         ({"method": "wanda"}, "wanda needs calibration"),
         ({"calibration": tokens()}, "magnitude has no use for calibration, which wanda, sparsegpt learn from"),
         ({"skip": ["nothing"]}, "matches no module"),
+        ({"skip": ["*_proj", "lm_head"]}, "has no Linear or convolution in floating point with a weight of its own for magnitude to prune"),
         ({"method": "wanda", "calibration": tokens() + 50}, "use the model's own tokenizer"),
     ):
         with pytest.raises(ArgumentError, match=message):
             hb.prune_(model, "2:4", **settings)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="has no Linear or convolution in floating point to prune: prune the float model"):
+    with pytest.raises(ArgumentError, match="for magnitude to prune: prune the float model"):
         hb.prune_(hb.quantize_(copy.deepcopy(model), "q4_0"), "2:4")
     with pytest.raises(ArgumentError, match="to prune: pass a model that has some"):
         hb.prune_(nn.Sequential(nn.ReLU()), "2:4")

@@ -24,6 +24,9 @@ def page(title: str, about: Sequence[str], tiles: Mapping[str, str], cards: Iter
         tiles: The main figures, by what they are.
         cards: The rest, each from `card`.
         data: What the page shows, for programs: a script of JSON with the id "data".
+
+    Raises:
+        ValueError: `data` has NaN or an infinity, which JSON does not have.
     """
     # In a script "<" is the only character that could end it.
     embedded = Markup(json.dumps(data, allow_nan=False).replace("<", "\\u003c"))
@@ -67,7 +70,7 @@ def card(title: str, *content: Markup, note: str = "", wide: bool = False) -> Ma
 def rows(columns: Sequence[str], cells: Iterable[Sequence[str | Markup]], words: int = 1) -> Markup:
     """A table that scrolls by itself where it is wider than the page. Its first `words` columns are words, the others numbers.
 
-    A cell may be a `<td>` already.
+    A cell that is Markup must be a `<td>`.
     """
     aligned = ["word" if i < words else None for i in range(len(columns))]
     heading = element("tr", *(element("th", name, class_=name_class) for name, name_class in zip(columns, aligned, strict=True)))

@@ -51,17 +51,18 @@ class Source(Files, Protocol):
 
 @dataclass
 class Plan:
-    """Names are those in the checkpoint.
+    """What becomes of each tensor of the files. Names are those in the checkpoint, unless something else is said.
 
-    steps    how the tensors are made from those of the files
-    renamed  a step's target -> its name in the checkpoint, if it is tied to another
-    weights  the quantized tensors
-    plain    the others
-    about    for each of those: (the kind of its module, why it is not quantized)
-    tied     as in the manifest
-    unused   tensors of the files that the model does not have, and why
-    linears  the names in `weights` that belong to Linears
-    model    the model on the meta device; None where only the files are known
+    Attributes:
+        steps: How the tensors are computed from those of the files; their targets have the model's names.
+        renamed: A step's target -> its name in the checkpoint, for all targets.
+        weights: The quantized tensors.
+        plain: The others.
+        about: For each tensor of the model: (the kind of its module, why it is not quantized, if it is not).
+        tied: The name of a tensor -> the name under which its parameter is stored, as in the manifest.
+        unused: Names in the files of tensors that the model does not have -> why.
+        linears: The names in `weights` that belong to Linears.
+        model: The model on the meta device; None where only the files are known.
     """
 
     steps: list[Step]
@@ -75,7 +76,7 @@ class Plan:
     model: nn.Module | None = None
 
     def given(self) -> dict[str, TensorSpec]:
-        """The targets of all steps, in the dtypes of the files."""
+        """Return the targets of the steps that read files, in the dtypes of the files; the others are constants."""
         return {self.renamed.get(target, target): spec for step in self.steps for target, spec in step.targets.items() if step.sources}
 
     def is_parameter(self, name: str) -> bool:
@@ -91,7 +92,7 @@ class Plan:
 
 
 def plan_model(described: Mapping[str, object], source: Source, choose: Choose) -> Plan:
-    """The plan for an architecture of transformers, made from its modules on the meta device."""
+    """Plan for an architecture of transformers, by its modules on the meta device."""
     files = source.specs()
     floats = (spec.dtype for spec in files.values() if spec.dtype in FLOATS)
     dtype = dtype_named(described.get("dtype", described.get("torch_dtype"))) or next(floats, torch.float32)
@@ -99,7 +100,7 @@ def plan_model(described: Mapping[str, object], source: Source, choose: Choose) 
     steps, unused = steps_to(model, files)
     plan = Plan(steps, unused=left_out(model, steps, unused, source), model=model)
     _settle_ties(plan, model, source)
-    first: dict[int, str] = {}  # tensor of the model -> its first name, its name in the checkpoint
+    first: dict[int, str] = {}  # id of a tensor of the model -> its first name, which is its name in the checkpoint
     canonical = {name: first.setdefault(id(tensor), name) for name, _, tensor in named_tensors(model)}
     plan.renamed = {target: canonical.get(target, target) for step in steps for target in step.targets}
     plan.tied = {name: owner for name, owner in canonical.items() if name != owner}
@@ -110,23 +111,26 @@ def plan_model(described: Mapping[str, object], source: Source, choose: Choose) 
 
 
 def _decide(plan: Plan, model: nn.Module, canonical: Mapping[str, str], source: Source, choose: Choose) -> Mapping[str, Format | str]:
-    """What `choose` says of each module that holds a weight. Stacks that it quantizes become modules of the model, and names and shapes in
-    the plan follow. canonical: name of a tensor -> its first name."""
-    places = list(named_tensors(model))
+    """Return what `choose` decides for each module that holds a weight, and update `model` and `plan` to it.
+
+    Stacks of experts that it quantizes become modules of the model: their parameters have other names then, and transposed ones become
+    outputs first. canonical: name of a tensor -> its first name.
+    """
+    tensors_before = list(named_tensors(model))
     unchanged = {plan.renamed[target]: step.sources[0] for step in plan.steps if not step.converts for target in step.targets}
-    weights = {name: unchanged[owner] for name, owner in canonical.items() if owner in unchanged}
+    source_of = {name: unchanged[owner] for name, owner in canonical.items() if owner in unchanged}
     expanded = expand_(model)
-    found = candidates(model, without_data=True)
+    modules = candidates(model, without_data=True)
     # Experts that are stacked in the files have the name of the parameter.
-    sources: dict[str, Sequence[str]] = {c.name: (weights[n],) for c in found for n in (f"{c.name}.weight", c.name) if n in weights}
+    sources: dict[str, Sequence[str]] = {c.name: (source_of[n],) for c in modules for n in (f"{c.name}.weight", c.name) if n in source_of}
     sources |= {target: step.sources for step in plan.steps if step.stacks for target in step.targets}
-    decisions = choose(found, sources)
+    decisions = choose(modules, sources)
     views = originals(expanded)
     collapse_(model, expanded, lambda name: isinstance(decisions.get(name), Format))
-    names = {(name, id(tensor)) for name, _, tensor in named_tensors(model)}
-    moved = {old: f"{old}.weight" for old, _, t in places if (f"{old}.weight", id(views.get(id(t), t))) in names}
+    after = {(name, id(tensor)) for name, _, tensor in named_tensors(model)}
+    moved = {old: f"{old}.weight" for old, _, t in tensors_before if (f"{old}.weight", id(views.get(id(t), t))) in after}
     # For weights that the float model has inputs first: whether they become outputs first, which quantized ones are.
-    outputs_first = {old: (moved.get(old, old), id(views[id(t)])) in names for old, _, t in places if id(t) in views}
+    outputs_first = {old: (moved.get(old, old), id(views[id(t)])) in after for old, _, t in tensors_before if id(t) in views}
     plan.steps = [_transposed(step, plan, source, outputs_first) for step in plan.steps]
     plan.renamed = {target: moved.get(name, name) for target, name in plan.renamed.items()}
     plan.tied = {moved.get(name, name): moved.get(owner, owner) for name, owner in plan.tied.items()}
@@ -134,8 +138,11 @@ def _decide(plan: Plan, model: nn.Module, canonical: Mapping[str, str], source: 
 
 
 def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format | str]) -> None:
-    """Each tensor of the model becomes one of the plan's weights or plain tensors, where it is not tied to another. Raises CheckpointError
-    for one that is in no file, or has another shape there."""
+    """Make each tensor of the model that is not tied to another one of the plan's weights or plain tensors.
+
+    Raises:
+        CheckpointError: A tensor is in no file, or has another shape there.
+    """
     places, given = list(named_tensors(model)), plan.given()
     linears = {id(module.weight) for _, module, _ in places if isinstance(module, nn.Linear)}
     for name, module, tensor in places:
@@ -167,11 +174,14 @@ def _settle_tensors(plan: Plan, model: nn.Module, decisions: Mapping[str, Format
 
 
 def _transposed(step: Step, plan: Plan, source: Source, outputs_first: Mapping[str, bool]) -> Step:
-    """The step, with the last two dimensions swapped in targets that the model has transposed relative to the files."""
+    """Return the step, with the last two dimensions swapped in targets that the model has transposed relative to the files.
+
+    outputs_first: whether the model has a weight outputs first, for those whose order is known; elsewhere nothing is swapped.
+    """
     transposed = {}
     for target, spec in step.targets.items():
         if (now := outputs_first.get(plan.renamed[target])) is not None and len(spec.shape) > 1:
-            # Saved from a module that replaced the experts.
+            # Saved from a module that replaced the experts, whose weight is outputs first in any file.
             of_module = step.sources[0].endswith(".weight") and not target.endswith(".weight")
             if now != (of_module or source.outputs_first(step.sources[0])):
                 transposed[target] = TensorSpec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
@@ -189,22 +199,34 @@ def _constant(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> M
 
 
 def _settle_ties(plan: Plan, model: nn.Module, source: Source) -> None:
-    """For tied tensors that the files hold under two names: drops one if they are equal, and unties them if they are not."""
-    steps = {target: step for step in plan.steps for target in step.targets}
-    given: dict[int, str] = {}
+    """Drop the second of two tied tensors that the files hold under both names where they are equal; where they are not, untie them.
+
+    Raises:
+        CheckpointError: They are not equal, and the model has one module under both names, which cannot be untied.
+    """
+    step_of = {target: step for step in plan.steps for target in step.targets}
+    first_of: dict[int, tuple[str, nn.Module]] = {}
     for name, module, tensor in list(named_tensors(model)):
-        if name not in steps or (other := given.setdefault(id(tensor), name)) == name:
+        if name not in step_of:
             continue
-        first_sources, second_sources = steps[name].sources, steps[other].sources
-        if len(first_sources) == len(second_sources) == 1 and source.same(first_sources[0], second_sources[0]):
-            plan.steps.remove(steps[name])
-            plan.unused[first_sources[0]] = f"equal to {other}, to which it is tied"
+        first, first_module = first_of.setdefault(id(tensor), (name, module))
+        if first == name:
+            continue
+        step, first_step = step_of[name], step_of[first]
+        alone = all(len(one.sources) == len(one.targets) == 1 for one in (step, first_step))
+        if alone and step.converts == first_step.converts and source.same(step.sources[0], first_step.sources[0]):
+            plan.steps.remove(step)
+            plan.unused[step.sources[0]] = f"equal to {first}, to which it is tied"
+        elif module is first_module:
+            what = f"the files hold different values of {first} and {name}, which are one tensor of {type(model).__name__}"
+            raise CheckpointError(f"{what}: remove the wrong one from the files")
         else:
-            setattr(module, name.rpartition(".")[2], nn.Parameter(torch.empty_like(tensor)))
+            untied = torch.empty_like(tensor)
+            setattr(module, name.rpartition(".")[2], nn.Parameter(untied) if isinstance(tensor, nn.Parameter) else untied)
 
 
 def plan_by_rule(source: Source, choose: Choose) -> Plan:
-    """The plan for tensors without an architecture: each 2-D floating-point tensor called *.weight is taken as a Linear's."""
+    """Plan for tensors without an architecture: each 2-D floating-point tensor called *.weight is taken as a Linear's."""
     specs = source.specs()
     plan = Plan([rename(name, name, spec) for name, spec in specs.items()])
     fits = [name for name, spec in specs.items() if len(spec.shape) == 2 and spec.dtype in FLOATS and spec.nbytes > 0]
@@ -222,7 +244,7 @@ def plan_by_rule(source: Source, choose: Choose) -> Plan:
 
 
 def report(plan: Plan, source: Source, notes: Sequence[str]) -> Report:
-    """The report of a plan: what becomes of each tensor. It may be made before the plan is carried out."""
+    """Report what becomes of each tensor of a plan, which need not have been carried out."""
     given, rows = plan.given(), []
     for name, weight in plan.weights.items():
         before, module = given[name].nbytes, name.removesuffix(".weight")

@@ -20,10 +20,13 @@ from halfbyte.machine import machine
 from halfbyte.memory import in_huge_pages
 
 _ACCUMULATORS = 12  # independent accumulators: more than latency times units on the CPUs at hand
-_TILE_ACCUMULATORS = 4
-_AHEAD = 8192
-_PIECE = 1 << 20
-_LEAST_BUFFER, _MOST_BUFFER = 1 << 28, 1 << 30
+_TILE_ACCUMULATORS, _TILE_OPERANDS = 4, (6, 7)  # the first tile registers hold sums, the last two what is multiplied
+_AHEAD = 8192  # bytes from a load to what is prefetched with it
+_PIECE = 1 << 20  # bytes that a thread draws at a time
+_LEAST_BUFFER, _MOST_BUFFER = 1 << 28, 1 << 30  # bytes that are read
+_LEAST_SECONDS = 0.03  # of the last measurement of a rate, as far as it computes
+_LEAST_ROUNDS = 1 << 20  # some milliseconds
+_SATURATED = 1.5  # a rate that four times as many rounds raise by less is that of the arithmetic, not of starting the threads
 
 
 def build(isa: ISA) -> Module:
@@ -56,7 +59,7 @@ def _build_read(module: Module, isa: ISA) -> None:
 
 
 def _build_arithmetic(module: Module, isa: ISA, name: str) -> None:
-    """`size` rounds of _CHAINS integer dot products (of 4-bit weights) or fused multiply-adds."""
+    """`size` rounds of _ACCUMULATORS integer dot products (of 4-bit weights) or fused multiply-adds, each one vector wide."""
     f = module.function(name, ["ptr", "i64", "i64"])
     args, thread, _ = f.parameters
     buffer, out = PROBE.load(args, "buffer", "ptr"), PROBE.load(args, "out", "ptr") + thread * 64
@@ -82,7 +85,7 @@ def _build_tile_products(module: Module, isa: AMXTiles) -> None:
     isa.configure(f, [Register(COLUMN_BYTES, ROWS)] * 8)
     for _ in f.loop(PROBE.load(f.parameters[0], "size")):
         for total in range(_TILE_ACCUMULATORS):
-            isa.tile_product(f, total, 6, 7)
+            isa.tile_product(f, total, *_TILE_OPERANDS)
     isa.release(f)
 
 
@@ -97,11 +100,12 @@ def _buffer(size: int) -> torch.Tensor:
 
 
 def free_buffers() -> None:
-    """Free what is read, up to 1 GB."""
+    """Free the buffers, at most 1 GiB, which otherwise stay allocated for the next measurement."""
     _buffer.cache_clear()
 
 
 def _seconds(phase: str, buffer: torch.Tensor, size: int, threads: int) -> float:
+    """Seconds that `threads` threads take for `size` bytes of the buffer ("read") or `size` rounds each ("dots", "fmas")."""
     out = torch.zeros(threads * 16, dtype=torch.int32, device="cpu")
     block = PROBE.struct().pack(_phases()[phase], 0, runtime.openmp_address(), 0, buffer.data_ptr(), out.data_ptr(), size)
     start = time.perf_counter()
@@ -110,20 +114,35 @@ def _seconds(phase: str, buffer: torch.Tensor, size: int, threads: int) -> float
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes per second that `threads` threads read from memory (at most as many as the kernels use); takes about 0.1 s."""
-    threads = min(threads, runtime.threads())
+    """Bytes per second that `threads` threads read from memory; takes about 0.1 s, and longer where the buffer is not there yet.
+
+    threads  1 or more; the kernels' own number is used where it is smaller
+    """
+    threads = _available(threads)
     wanted = 4 * (machine().caches.l3 or 1 << 25)
     size = min(max(wanted, _LEAST_BUFFER), _MOST_BUFFER) // _PIECE * _PIECE
     buffer = _buffer(size)
     return size / min(_seconds("read", buffer, size, threads) for _ in range(3))
 
 
+def _available(threads: int) -> int:
+    return max(1, min(threads, runtime.threads()))
+
+
 def _rate(phase: str, threads: int, operations: int) -> float:
-    threads = min(threads, runtime.threads())
-    buffer, rounds = _buffer(4096), 1 << 12
-    while (seconds := _seconds(phase, buffer, rounds, threads)) < 0.03:
+    """Operations per second, where a round of a thread has `operations`: the best over numbers of rounds that grow until it is saturated.
+
+    The time of one measurement alone does not say that its rounds are enough: where other processes have the cores, a few rounds take as
+    long as many.
+    """
+    threads, buffer, rounds, best = _available(threads), _buffer(4096), _LEAST_ROUNDS, 0.0
+    while True:
+        work = operations * rounds * threads
+        rate = work / min(_seconds(phase, buffer, rounds, threads) for _ in range(2))
+        saturated, best = rate < _SATURATED * best, max(best, rate)
+        if saturated and work / best >= _LEAST_SECONDS:
+            return best
         rounds *= 4
-    return max(operations * rounds * threads / t for t in (seconds, _seconds(phase, buffer, rounds, threads)))
 
 
 def dot_peak(threads: int) -> float:

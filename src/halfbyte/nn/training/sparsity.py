@@ -77,12 +77,12 @@ def prune_(
 def drop_zeros_(model: nn.Module, sparse: bool = True) -> nn.Module:
     """Pack the 2:4 sparse weights of QuantLinear and QuantEmbedding modules again, without their zeros, in place. No code changes.
 
-    CPUs leave zeros out by themselves; Hopper GPUs are told to by this, as it makes many rows slower (docs/engineering/sparsity.md). What
-    is asked for counts on other devices, too, once the model is there; it is not saved. Call it before `fuse_`.
+    CPUs leave zeros out by themselves; Hopper GPUs are told to by this, as it makes many rows slower (docs/engineering/sparsity.md). The
+    setting stays with the model when it moves to another device; it is not saved. Call it before `fuse_`.
 
     Args:
         model: A quantized model.
-        sparse: False: with their zeros.
+        sparse: Whether zeros are left out; False packs them again.
 
     Returns:
         `model`.
@@ -119,17 +119,18 @@ def _prune_expanded_(
     config = Config("int8_channel", skip=skip)  # only for its choice of modules
     chosen = formats_of(choose(candidates(model), config))
     uses = Counter(id(m.weight) for m in model.modules() if isinstance(m, FLOAT_MODULES))
-    layers = {
-        name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | FloatConv) and uses[id(m.weight)] == 1 and name in chosen
-    }
+    prunable = nn.Linear | FloatConv if calibration is None else nn.Linear
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, prunable) and uses[id(m.weight)] == 1 and name in chosen}
     if not layers:
+        what = "Linear or convolution" if calibration is None else "Linear"
         quantized = any(isinstance(module, QuantModule) for module in model.modules())
         remedy = "prune the float model, and quantize it then" if quantized else "pass a model that has some, and do not skip all"
-        raise ArgumentError(f"a {type(model).__name__} has no Linear or convolution in floating point to prune: {remedy}")
+        raise ArgumentError(
+            f"a {type(model).__name__} has no {what} in floating point with a weight of its own for {method} to prune: {remedy}"
+        )
     if calibration is None:
         pruned = {name: _by_magnitude(layer, wanted, name) for name, layer in layers.items()}
     else:
-        layers = {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
         pruned = _by_inputs(model, list(layers), wanted, method, as_calibration(calibration), progress)
     with torch.no_grad():
         for name, weight in pruned.items():
@@ -152,8 +153,10 @@ def _by_magnitude(layer: nn.Linear | FloatConv, wanted: Sparsity, name: str) -> 
 def _by_inputs(
     model: nn.Module, names: Sequence[str], wanted: Sparsity, method: SparseMethod, calibration: Calibration, progress: Progress | None
 ) -> dict[str, Tensor]:
-    """The new weights of the Linears `names`, except those that no token reaches: each decoder layer is pruned for the outputs of the
-    pruned layers before it."""
+    """Return the pruned weights of the Linears `names`, except those that no token reaches.
+
+    Each decoder layer is a copy, pruned for the outputs of the pruned layers before it; the model itself does not change.
+    """
     runs = Runs(model, calibration.tokens, calibration.batch, calibration.device)
     pruned: dict[str, Tensor] = {}
 

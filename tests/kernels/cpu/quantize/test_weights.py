@@ -75,6 +75,17 @@ def test_one_rounding_where_there_is_no_offset() -> None:
             assert torch.equal(dequantize(pack(codes).data, geometry(codes.format, codes.shape), dtype), codes.dequantize(dtype))
 
 
+@isas
+def test_one_rounding_where_there_is_an_offset(isa: ISA, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 + 2^-24 + 2^-54 is nearest to 1 + 2^-23; float64 rounds it to the middle between that and 1 first."""
+    use(isa, monkeypatch)
+    fmt = as_format("int8_g32_offset_f32")
+    codes = Codes(fmt, (1, 32), torch.full((1, 32), 130, dtype=torch.uint8), torch.full((1, 1), 16519105 * 2.0**-55), torch.ones(1, 1))
+    assert (2**31 + 2) == 130 * 16519105
+    assert torch.equal(dequantize(pack(codes).data, geometry(fmt, (1, 32)), torch.float32), torch.full((1, 32), 1 + 2.0**-23))
+    assert torch.equal(codes.dequantize(torch.float32), torch.ones(1, 32))
+
+
 @st.composite
 def weights(draw: st.DrawFn) -> Tensor:
     """[..., N, K] of ordinary numbers, with blocks of zeros, of one number, of huge, tiny, subnormal and tied ones; perhaps strided."""

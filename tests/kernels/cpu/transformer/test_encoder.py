@@ -86,6 +86,25 @@ def test_layers_are_their_parts(number: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("computes", [("int8", "float"), ("float", "int8")])
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 7), (2, 64), (16, 9)])
+def test_layers_of_one_call_may_differ_in_compute_and_scale(before: bool, computes: tuple[str, str], batch: int, tokens: int) -> None:
+    """Rows of float activations take more memory than those of int8 ones, whichever layer comes first."""
+    torch.manual_seed(6)
+    k, width, inner = 264, 192, 400
+    layers = []
+    for compute, scale in zip(computes, (0.3, 0.05), strict=True):
+        codes = [ops.quantize(torch.randn(n, of) / 20, "q8_0") for n, of in ((3 * width, k), (k, width), (inner, k), (k, inner))]
+        weights = [Weight(ops.pack(c), torch.randn(c.shape[0]), compute, "block") for c in codes]
+        norms = [LayerNorm(torch.rand(k) + 0.5, torch.randn(k), 1e-5) for _ in range(2)]
+        layers.append(encoder_layer(weights, norms, before=before, scale=scale))
+    x = torch.randn(batch, tokens, k)
+    first, second = run_layers(layers, x, None)
+    assert torch.equal(first, layers[0](x))
+    assert torch.equal(second, layers[1](first))
+
+
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_against_float64(before: bool, masked: bool) -> None:
     check_layer(lambda _: nullcontext(), before=before, masked=masked)

@@ -1,7 +1,7 @@
 """y [P, N]: y[p] = x[p / share] · W[id[p]]ᵀ + bias[id[p]] on the CPU: rows sorted by expert, and one parallel region for all experts.
 
 Each expert that has rows is a linear layer as `linear.py` plans it, with a block of arguments of its own. Threads go through the blocks
-one after the other and draw work from each; there is one barrier in all, between the phases of `driver.py`.
+one after the other and draw work from each; there is one barrier, between the phases of `driver.py`, for each pass of ROWS_A_PASS rows.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _phases(isa: ISA) -> tuple[int, int]:
 def run(kernel: LinearKernel, x: Tensor, ids: Sequence[int], weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [P / share, K] contiguous, P ids of experts that there are, weight uint8 [E * bytes of a matrix], bias float32 [E, N] -> [P, N].
 
-    `kernel` is that of one expert, whose conditions hold.
+    `kernel` is that of one expert, whose conditions hold. P > 0; a row of x is that of `share` consecutive ids, as those of one token are.
     """
     routed_rows, share = len(ids), len(ids) // len(x)
     out = torch.empty(routed_rows, kernel.geometry.n, dtype=kernel.out_dtype, device="cpu")

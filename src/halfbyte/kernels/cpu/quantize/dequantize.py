@@ -2,8 +2,9 @@
 
 Reads the layout `cpu_tiles` row by row, so that one packed weight serves as an embedding and as a linear layer.
 Arithmetic: q - point is exact; one float32 multiplication, or one fused multiply-add where there is an offset; one rounding
-to the output's dtype. To float32 that equals `Codes.dequantize`, which computes in float64; to float16 and bfloat16 it does where
-the float32 is exact: without an offset and with scales of 16 bits.
+to the output's dtype. To float32 that equals `Codes.dequantize`, which computes in float64, but for sums that float64 rounds to the middle
+of two float32 (8 bits with an offset and float32 scales). To float16 and bfloat16 it does where the float32 is exact: without an offset and
+with scales of 16 bits.
 """
 
 from __future__ import annotations
@@ -33,8 +34,17 @@ _pack = DEQUANTIZE.struct().pack
 
 @dataclass(frozen=True, slots=True)
 class DequantizeSpec:
-    """The fields of TileSpec; `bits` are those stored; `out` is "f32", "bf16" or "f16"; `sparse`: as in Geometry; `packed_bits`: as
-    in Format."""
+    """What the code is compiled for.
+
+    Attributes:
+        bits: Of a code, 4 or 8; those of `packed_bits` are unpacked to 8.
+        scale: The element type of scales, and of offsets.
+        zero, packed_bits: As in Format.
+        unit: k of a unit, as in Geometry.
+        out: The element type of the result: "f32", "bf16" or "f16".
+        pair_sums, sparse: As in Geometry.
+        table: The family whose codebook the codes index; "" where they are numbers.
+    """
 
     bits: int
     scale: Kind
@@ -49,51 +59,51 @@ class DequantizeSpec:
 
 @phase
 def build(spec: DequantizeSpec, isa: ISA, f: Function) -> None:
+    """Emit the kernel; its arguments are a DEQUANTIZE block, its thread and the number of threads. Threads share the rows evenly."""
     args, thread, threads = f.parameters
     ids, out = DEQUANTIZE.load(args, "ids", "ptr"), DEQUANTIZE.load(args, "out", "ptr")
     has_ids = ids.is_null().equals(0)
     rows, stride = DEQUANTIZE.load(args, "rows"), DEQUANTIZE.load(args, "out_stride")
-    chosen = f.variable(f.value("i64", 0))
+    weight_row = f.variable(f.value("i64", 0))
     for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
-        chosen.value = r
+        weight_row.value = r
         with f.when(has_ids):
-            chosen.value = (ids + r * 8).load("i64", align=8)
-        row(f, spec, isa, args, chosen.value, out + r * stride)
+            weight_row.value = (ids + r * 8).load("i64", align=8)
+        emit_row(f, spec, isa, args, weight_row.value, out + r * stride)
 
 
-def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, out_row: Value, *, add: bool = False) -> None:
-    """One row of the weight that `args`, a block of DEQUANTIZE, describes; added to what is there, float32, if asked."""
+def emit_row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, out_row: Value, *, add: bool = False) -> None:
+    """Emit the dequantization of one row of a weight, eight k at a time.
+
+    Args:
+        f, spec, isa: As of `build`.
+        args: A DEQUANTIZE block, of which the fields of `weight_fields` are read.
+        row: The row of the weight, within 0 … N - 1.
+        out_row: The address of K results.
+        add: Whether they are added to what is there; `out` must be "f32" then.
+    """
+    assert not add or spec.out == "f32"
     weights, panel_bytes = DEQUANTIZE.load(args, "weights", "ptr"), DEQUANTIZE.load(args, "panel_bytes")
     blocks, block, last, units, last_units = (DEQUANTIZE.load(args, field) for field in ("blocks", "block", "last", "units", "last_units"))
-    lane, out_bytes, scale_bytes = row % PANEL, element_of(spec.out).size, element_of(spec.scale).size
+    lane, out_bytes, scale_bytes = row % PANEL, element_of(spec.out).size, element_of(spec.scale).size  # lane: the row in its panel
     unit_bytes = cpu_tiles.data_bytes(spec.packed_bits or spec.bits, spec.unit, sparse=spec.sparse)
     zero_bytes = zero_size(spec.zero, scale_bytes)
-    tail_bytes = cpu_tiles.tail_bytes(scale_bytes, zero_bytes, pair_sums=spec.pair_sums)
+    meta_bytes = cpu_tiles.tail_bytes(scale_bytes, zero_bytes, pair_sums=spec.pair_sums)
     record, out = f.variable(weights + row // PANEL * panel_bytes), f.variable(out_row)
     buffer = f.alloca("<8 x float>", 1, 32)
     for b in f.loop(blocks):
-        ends = (b + 1).equals(blocks)
-        real, n = ends.select(last, block), ends.select(last_units, units)
-        tail = record.value + n * unit_bytes
-        scale = _number(isa, tail + lane * scale_bytes, spec.scale)
-        point = (tail + lane).load("i8", PANEL * scale_bytes).to("i32", unsigned=True).splat(8) if spec.zero == "point" else None
-        for g in f.loop((real + 7) // 8):
-            if spec.sparse:
-                u = sparse.eight_codes(f, spec.bits, record.value + (g >> 2) * unit_bytes, g & 3, lane, point)
-            elif spec.packed_bits:
-                u = packed_planes.eight_codes(f, spec.packed_bits, spec.zero == "none", spec.unit, record.value, g, lane)
-            else:
-                u = _eight(f, spec.bits, record.value + lane * 4 + g * (PANEL * spec.bits))
-            if spec.table:
-                codes = isa.looked_up(u.bits("<32 x i8>"), codebook(spec.table)).bits(u.type)
-                w = (codes << 24).shift_signed(24).to("float")
-            else:
-                w = (u - (1 << (spec.bits - 1) if point is None and spec.zero == "none" else 0 if point is None else point)).to("float")
+        is_last = (b + 1).equals(blocks)
+        block_k, block_units = is_last.select(last, block), is_last.select(last_units, units)
+        weight_meta = record.value + block_units * unit_bytes
+        scale = _number(isa, weight_meta + lane * scale_bytes, spec.scale)
+        point = (weight_meta + lane).load("i8", PANEL * scale_bytes).to("i32", unsigned=True).splat(8) if spec.zero == "point" else None
+        for group in f.loop((block_k + 7) // 8):
+            w = _minus_zero(spec, isa, _stored_codes(f, spec, record.value, unit_bytes, group, lane, point), point)
             if spec.zero == "offset":
-                w = f.fma(w, scale.splat(8), _number(isa, tail + lane * scale_bytes + PANEL * scale_bytes, spec.scale).splat(8))
+                w = f.fma(w, scale.splat(8), _number(isa, weight_meta + lane * scale_bytes + PANEL * scale_bytes, spec.scale).splat(8))
             else:
                 w = w * scale.splat(8)
-            left, to = real - g * 8, out.value + g * (8 * out_bytes)
+            left, to = block_k - group * 8, out.value + group * (8 * out_bytes)
             whole = left > 7
             with f.when(whole):
                 to.store(isa.from_float(w + to.load(w.type, 0, 4) if add else w, spec.out))
@@ -103,8 +113,28 @@ def row(f: Function, spec: DequantizeSpec, isa: ISA, args: Value, row: Value, ou
                     at = i * out_bytes
                     value = (buffer + at).load(element_of(spec.out).stored)
                     (to + at).store(value + (to + at).load("float", 0, 4) if add else value)
-        record.value = tail + tail_bytes
+        record.value = weight_meta + meta_bytes
         out.value = out.value + block * out_bytes
+
+
+def _stored_codes(
+    f: Function, spec: DequantizeSpec, record: Value, unit_bytes: int, group: Value, lane: Value, point: Value | None
+) -> Value:
+    """Return eight codes of a block's row, unsigned as they are stored: k = 8 * group … 8 * group + 7, <8 x i32>."""
+    if spec.sparse:
+        return sparse.eight_codes(f, spec.bits, record + (group >> 2) * unit_bytes, group & 3, lane, point)
+    if spec.packed_bits:
+        return packed_planes.eight_codes(f, spec.packed_bits, spec.zero == "none", spec.unit, record, group, lane)
+    return _eight(f, spec.bits, record + lane * 4 + group * (PANEL * spec.bits))
+
+
+def _minus_zero(spec: DequantizeSpec, isa: ISA, stored: Value, point: Value | None) -> Value:
+    """Return what the scale multiplies, <8 x float>: an entry of the codebook, or q - point; q is stored as q + 2^(bits - 1) if signed."""
+    if spec.table:
+        entries = isa.looked_up(stored.bits("<32 x i8>"), codebook(spec.table)).bits(stored.type)
+        return (entries << 24).shift_signed(24).to("float")  # int8 in the low byte
+    signed_zero = 1 << (spec.bits - 1) if spec.zero == "none" else 0
+    return (stored - (signed_zero if point is None else point)).to("float")
 
 
 def _number(isa: ISA, address: Value, kind: Kind) -> Value:

@@ -65,7 +65,7 @@ def build(spec: EmbedSpec, isa: ISA, f: Function) -> None:
             in_range = token_id.below(n)
             with f.when(in_range.equals(0)):
                 f.raise_flag(args + EMBED.offset("failed"))
-            dequantize.row(f, table, isa, block, in_range.select(token_id, 0), y, add=i > 0)
+            dequantize.emit_row(f, table, isa, block, in_range.select(token_id, 0), y, add=i > 0)
         norm.emit(y, y)
 
 

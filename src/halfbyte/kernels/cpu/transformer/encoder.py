@@ -22,7 +22,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,20 +38,55 @@ from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, Product, Step, Ste
 from halfbyte.kernels.cpu.transformer import attend_whole
 from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, WholeSpec
 from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, rowwise_step
+from halfbyte.layouts.base import round_up
 
 _BYTES = 1 << 23  # of what lies between the steps at a time, of threads that share it
 _LANE_BYTES = 1 << 21  # and of one that does not: what is in its core's second-level cache
 _SEQUENCES_A_LANE = 4  # fewer are shared: a lane may have one sequence more than another
-_PLANS = 128
+_PLANS = 128  # of a first layer in each Python thread; one more drops the others
 _INFINITE = float("inf")
 _X, _OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("x", "out", "residual"))
 _NORMED, _MASK = PRODUCT.offset("normed"), WHOLE.offset("mask")
 _pack_one, _pack_two, _pack_seven = (struct.Struct(f"<{n}q").pack_into for n in (1, 2, 7))
-_Places = list[tuple[Buffer, int, int, int]]
+
+
+class _Place(NamedTuple):
+    """An argument that depends on an address that changes from call to call: sign * address + summand, at `offset` of a block."""
+
+    block: Buffer
+    offset: int
+    sign: int
+    summand: int
+
+
+class _Between(NamedTuple):
+    """The addresses of what lies between the steps, float32: q, k and v [M, 3 H D], a [M, H D], h [M, K], sums before a norm [M, K], and
+    g [M, N]."""
+
+    qkv: int
+    attended: int
+    hidden: int
+    sums: int
+    gates: int
+
+
+class _Normed(NamedTuple):
+    """Where a step writes normed rows: from an address on, with so many bytes between those of threads, or between rows."""
+
+    address: int
+    thread_bytes: int
+    row_bytes: int
 
 
 class _Size(NamedTuple):
-    """The sizes of a call. `lane`: the index of a parallel lane, each of which has its own memory."""
+    """The sizes of a call.
+
+    Attributes:
+        batch, tokens: Sequences, and tokens of each.
+        masked, biased: Whether scores have a mask, and a bias.
+        threads: That compute the call.
+        lane: The index of a parallel lane, each of which has its own memory.
+    """
 
     batch: int
     tokens: int
@@ -65,9 +100,12 @@ class _Size(NamedTuple):
 class Layer:
     """The weights of a layer by their addresses; the caller must keep them alive.
 
-    up      its kernel has GELU
-    norms   after attention and after `down`; where they come `before`, before qkv and before `up`
-    scale   of scores
+    Attributes:
+        qkv, o, up, down: The products; the kernel of `up` has GELU.
+        norms: Layer norms, after attention and after `down`; where they come `before`, before qkv and before `up`.
+        heads, dim: H, as many of keys as of queries, and D.
+        scale: What q · k is multiplied by.
+        plans: For this layer and those behind it in a call.
     """
 
     qkv: Product
@@ -79,35 +117,39 @@ class Layer:
     heads: int
     dim: int
     scale: float
-    plans: PlanCache[Any] = field(default_factory=lambda: PlanCache(_PLANS))  # of _Plan, for this layer and those behind it
+    plans: PlanCache[_Plan] = field(default_factory=lambda: PlanCache(_PLANS))
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token between the steps."""
+        """Bytes of a token between the steps, approximately: other layers may lay out larger rows."""
         laid_out = max(product.kernel.row_bytes for product in (self.qkv, self.o, self.up, self.down))
         return laid_out + 4 * (self.qkv.n + self.o.k + 2 * self.o.n + self.up.n)
 
 
 class _Plan:
-    """The steps of layers for so many tokens, with all arguments but those that change from call to call."""
+    """The steps of layers for calls of one size, with all arguments but those that change from call to call.
+
+    Layers have the same shapes, heads and places of norms (`EncoderLayer.kind`); their formats and scales may differ.
+    """
 
     def __init__(self, layers: tuple[Layer, ...], size: _Size) -> None:
         first = layers[0]
         self.layers, self._m, self._threads = layers, size.batch * size.tokens, size.threads
-        products = first.qkv, first.o, first.up, first.down
+        products = [product for layer in layers for product in (layer.qkv, layer.o, layer.up, layer.down)]
         padded, thread_bytes = attend_whole.sizes(size.tokens, size.tokens, first.dim, current())
         laid_out = self._m * max(product.kernel.taking(self._m).row_bytes for product in products)
-        widths = first.qkv.n, first.o.k, first.o.n, first.o.n, first.up.n
+        widths = first.qkv.n, first.o.k, first.o.n, first.o.n, first.up.n  # as in _Between
         sizes = laid_out, size.threads * thread_bytes, size.threads * 4 * first.o.n, *(4 * self._m * n for n in widths)
-        *starts, end = accumulate((n + 63 & ~63 for n in sizes), initial=0)
+        *starts, end = accumulate((round_up(n, 64) for n in sizes), initial=0)
         self.base = PLANS.lanes[size.lane].of(end)
         self._laid_out, scratch, rows, *between = (self.base + start for start in starts)
-        self._private, self._between = (rows, 4 * first.o.n, 0), tuple(between)
+        self._private, self._between = _Normed(rows, 4 * first.o.n, 0), _Between(*between)
         self._panels = driver.phases(current())["panels"]
-        self._attend = _attention(first, size, (between[0], between[1], scratch), padded, thread_bytes)
+        memory = self._between.qkv, self._between.attended, scratch
+        self._attend = {scale: _attention(first, scale, size, memory, padded, thread_bytes) for scale in {layer.scale for layer in layers}}
         self._blocks: list[Buffer] = []
-        # For x and what each layer gives: (block, offset, sign, summand) wherever sign * its address + summand is an argument.
-        self._places: list[_Places] = [[] for _ in range(len(layers) + 1)]
+        # Of x, and of what each layer gives.
+        self._places: list[list[_Place]] = [[] for _ in range(len(layers) + 1)]
         before: Layer | None = None
         for layer, x, y in zip(layers, self._places, self._places[1:], strict=False):
             if layer.before:
@@ -116,67 +158,85 @@ class _Plan:
                 self._norm_last(layer, before, x)
             before = layer
         if not layers[-1].before:
-            sums = between[3]
             norm, k = layers[-1].norms[1], first.o.n
-            last = rowwise_step(norm.step("norm"), self._m, k, 4 * k, {"x": sums, **norm.fields})
+            last = rowwise_step(norm.step("norm"), self._m, k, 4 * k, {"x": self._between.sums, **norm.fields})
             self._blocks.append(last)
-            self._places[-1].append((last, NORM.offset("out"), 1, 0))
+            self._places[-1].append(_Place(last, NORM.offset("out"), 1, 0))
         self._sequence = StepSequence(self._blocks, size.threads)
 
-    def _norm_last(self, layer: Layer, before: Layer | None, x: _Places) -> None:
-        """y = norm(sums), which the next step computes."""
-        qkv, attended, hidden, sums, gates = self._between
-        kept = 0, 0, 4 * layer.o.n
+    def _norm_last(self, layer: Layer, before: Layer | None, x: list[_Place]) -> None:
+        """Add the steps of a layer whose norms come last, up to the sums of y = norm(sums), which the next step norms.
+
+        Args:
+            layer: The layer.
+            before: The one before it, whose last norm gives x; None for the first layer, whose x is an argument of the call.
+            x: The places of the layer's input, which are added to.
+        """
+        at, row_bytes = self._between, 4 * layer.o.n
         if before is None:
-            _, linear = self._product(layer.qkv, 0, qkv)
-            x.append((linear, _X, 1, 0))
+            _, linear = self._product(layer.qkv, 0, at.qkv)
+            x.append(_Place(linear, _X, 1, 0))
         else:
-            rows, _ = self._product(layer.qkv, sums, qkv, before.norms[1], kept)
-            x.append((rows, _NORMED, 1, 0))
-        self._blocks.append(self._attend)
-        _, linear = self._product(layer.o, attended, sums)
-        x.append((linear, _RESIDUAL, 1, -sums))
-        self._product(layer.up, sums, gates, layer.norms[0], (hidden, *kept[1:]))
-        _, linear = self._product(layer.down, gates, sums)
-        _pack_one(linear, _RESIDUAL, hidden - sums)
+            rows, _ = self._product(layer.qkv, at.sums, at.qkv, (before.norms[1], _Normed(0, 0, row_bytes)))
+            x.append(_Place(rows, _NORMED, 1, 0))
+        self._blocks.append(self._attend[layer.scale])
+        _, linear = self._product(layer.o, at.attended, at.sums)
+        x.append(_Place(linear, _RESIDUAL, 1, -at.sums))
+        self._product(layer.up, at.sums, at.gates, (layer.norms[0], _Normed(at.hidden, 0, row_bytes)))
+        _, linear = self._product(layer.down, at.gates, at.sums)
+        _pack_one(linear, _RESIDUAL, at.hidden - at.sums)
 
-    def _norm_first(self, layer: Layer, x: _Places, y: _Places) -> None:
-        qkv, attended, hidden, _sums, gates = self._between
-        _, linear = self._product(layer.qkv, 0, qkv, layer.norms[0], self._private)
-        x.append((linear, _X, 1, 0))
-        self._blocks.append(self._attend)
-        _, linear = self._product(layer.o, attended, hidden)
-        x.append((linear, _RESIDUAL, 1, -hidden))
-        self._product(layer.up, hidden, gates, layer.norms[1], self._private)
-        _, linear = self._product(layer.down, gates, 0)
-        y += [(linear, _OUT, 1, 0), (linear, _RESIDUAL, -1, hidden)]
+    def _norm_first(self, layer: Layer, x: list[_Place], y: list[_Place]) -> None:
+        """Add the steps of a layer whose norms come first, and the places of its input x and output y."""
+        at = self._between
+        _, linear = self._product(layer.qkv, 0, at.qkv, (layer.norms[0], self._private))
+        x.append(_Place(linear, _X, 1, 0))
+        self._blocks.append(self._attend[layer.scale])
+        _, linear = self._product(layer.o, at.attended, at.hidden)
+        x.append(_Place(linear, _RESIDUAL, 1, -at.hidden))
+        self._product(layer.up, at.hidden, at.gates, (layer.norms[1], self._private))
+        _, linear = self._product(layer.down, at.gates, 0)
+        y += [_Place(linear, _OUT, 1, 0), _Place(linear, _RESIDUAL, -1, at.hidden)]
 
-    def _product(
-        self, product: Product, x: int, out: int, norm: Norm | None = None, normed: tuple[int, int, int] = (0, 0, 0)
-    ) -> tuple[Buffer, Buffer]:
-        """Two steps: the one that lays out rows, normed rows first, and the one that multiplies them."""
+    def _product(self, product: Product, x: int, out: int, norm_to: tuple[Norm, _Normed] | None = None) -> tuple[Buffer, Buffer]:
+        """Add two steps and return them: the first norms rows, if asked, and lays them out; the second multiplies them."""
         linear, _ = product.kernel.arguments(self._m, self._threads)
         pack_call(linear, CALL, 0, x, 4 * product.k, self._laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
         _pack_two(linear, 0, self._panels, 0)
         fields: Fields = {"linear": ctypes.addressof(linear)}
-        if norm is not None:
+        if norm_to is not None:
+            norm, normed = norm_to
             fields |= {"norm": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
-            fields |= dict(zip(("normed", "normed_thread", "normed_row"), normed, strict=True))
+            fields |= {"normed": normed.address, "normed_thread": normed.thread_bytes, "normed_row": normed.row_bytes}
         rows = arguments(PRODUCT, phase(Step("rows", layer_norm=True)), fields)
         self._blocks += [rows, linear]
         return rows, linear
 
     def ready(self, addresses: Sequence[int], mask: tuple[int, ...], bias: tuple[int, ...]) -> StepSequence:
-        """addresses: of x and of what each layer gives; mask, bias: as `attend_whole` gives their fields."""
+        """Fill in the arguments of a call, and return the steps.
+
+        Args:
+            addresses: Of x and of what each layer gives.
+            mask, bias: As `attend_whole` gives their fields.
+        """
         for address, places in zip(addresses, self._places, strict=True):
             for block, offset, sign, summand in places:
                 _pack_one(block, offset, sign * address + summand)
-        _pack_seven(self._attend, _MASK, *mask, *bias)
+        for attend in self._attend.values():
+            _pack_seven(attend, _MASK, *mask, *bias)
         return self._sequence
 
 
-def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: int, thread_bytes: int) -> Buffer:
-    """memory: queries, keys and values; what is attended; memory of the threads."""
+def _attention(layer: Layer, scale: float, size: _Size, memory: tuple[int, int, int], padded: int, thread_bytes: int) -> Buffer:
+    """Return the step of attention of layers with the sizes of `layer`.
+
+    Args:
+        layer: Any of them.
+        scale: Of their scores.
+        size: Of the calls.
+        memory: Addresses of qkv, of a, and of the threads' scratch memory.
+        padded, thread_bytes: As `attend_whole.sizes` gives them.
+    """
     qkv, attended, scratch = memory
     head, row = 4 * layer.dim, 4 * layer.qkv.n
     fields: Fields = {
@@ -189,7 +249,7 @@ def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: 
         "parts": attend_whole.parts(size.batch * layer.heads, size.tokens, size.threads),
         "scratch": scratch,
         "thread_bytes": thread_bytes,
-        "scale": (layer.scale, 0.0),
+        "scale": (scale, 0.0),
     }
     for i, name in enumerate(("q", "k", "v")):
         fields |= {name: qkv + i * layer.heads * head, f"{name}_batch": size.tokens * row, f"{name}_head": head, f"{name}_token": row}
@@ -198,18 +258,22 @@ def _attention(layer: Layer, size: _Size, memory: tuple[int, int, int], padded: 
 
 
 def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> list[Tensor]:
-    """x [B, T, K], contiguous float32 -> what each of the layers gives, one after the other, each [B, T, K].
+    """Compute consecutive layers.
 
-    The layers have the same sizes, and their norms the same places.
+    Args:
+        layers: One or more, of the same shapes and heads and with norms at the same places.
+        x: [B, T, K], contiguous float32, not empty.
+        mask: bool [B or 1, 1, T or 1, T] with contiguous last dimension: which tokens each may see; None: all.
+        bias: float32 [B or 1, H or 1, T or 1, T] with contiguous last dimension: what is added to scores.
 
-    mask    bool [B or 1, 1, T or 1, T] with contiguous last dimension: which tokens each may see; None: all
-    bias    float32 [B or 1, H or 1, T or 1, T] with contiguous last dimension: what is added to scores
+    Returns:
+        What each of the layers gives, [B, T, K].
     """
     batch, tokens, width = x.shape
     key, first = tuple(layers), layers[0]
     outputs = [torch.empty_like(x) for _ in layers]
     mask, bias = (None if scores is None else attend_whole.readable(scores) for scores in (mask, bias))
-    seen, added = attend_whole.mask_fields(mask), attend_whole.bias_fields(bias)
+    mask_fields, bias_fields = attend_whole.mask_fields(mask), attend_whole.bias_fields(bias)
     threads = max(1, min(runtime.threads(), batch * tokens * first.up.n * first.up.k // WORK_A_THREAD))
     lanes = threads if batch >= _SEQUENCES_A_LANE * threads else 1
     at_once = max(1, (_LANE_BYTES if lanes > 1 else _BYTES) // (tokens * first.row_bytes))
@@ -217,17 +281,18 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | 
     for i in range(rounds):
         sequences = list[StepSequence]()
         for lane in range(lanes):
-            first_one, last = lane * batch // lanes, (lane + 1) * batch // lanes
-            start, stop = (first_one + j * (last - first_one) // rounds for j in (i, i + 1))
+            lane_start, lane_stop = lane * batch // lanes, (lane + 1) * batch // lanes
+            start, stop = (lane_start + j * (lane_stop - lane_start) // rounds for j in (i, i + 1))
             if start == stop:
                 continue
             size = _Size(stop - start, tokens, mask is not None, bias is not None, threads // lanes, lane)
-            plan: _Plan | None = first.plans.entries.get(size)
+            plan = first.plans.entries.get(size)
             if plan is None or plan.layers != key or plan.base != PLANS.lanes[lane].start:
                 plan = first.plans.entries[size] = _Plan(key, size)
-            at = 4 * start * tokens * width
-            scores = ((fields[0] + start * fields[1], *fields[1:]) for fields in (seen, added))
-            sequences.append(plan.ready([t.data_ptr() + at for t in (x, *outputs)], *scores))
+            offset = 4 * start * tokens * width
+            # (address, bytes between sequences, …)
+            mask_part, bias_part = ((fields[0] + start * fields[1], *fields[1:]) for fields in (mask_fields, bias_fields))
+            sequences.append(plan.ready([t.data_ptr() + offset for t in (x, *outputs)], mask_part, bias_part))
         if lanes > 1:
             run_lanes(sequences)
         else:
