@@ -339,8 +339,8 @@ class _StoredLayer:
 
     def _no_common_format(self, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"in layer {self._index} the weights of {what} are in floating point, or in formats that differ: "
-            "name a format for those in floating point, such as q4_0"
+            f"in layer {self._index} the weights of {what} are not quantized, or in formats that differ: "
+            "name a format, such as q4_0, for those in floating point"
         )
 
     def _expert_stack(self, name: str) -> Weight:
