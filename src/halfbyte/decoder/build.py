@@ -340,7 +340,7 @@ class _StoredLayer:
     def _no_common_format(self, what: str) -> UnsupportedError:
         return UnsupportedError(
             f"in layer {self._index} the weights of {what} are not quantized, or in formats that differ: "
-            "name a format, such as q4_0, for those in floating point"
+            "open a float model with a format, such as q4_0"
         )
 
     def _expert_stack(self, name: str) -> Weight:
