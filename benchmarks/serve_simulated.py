@@ -41,15 +41,15 @@ class SimulatedGpu:
         return self._random.choices(range(self.spec.vocabulary), k=count)
 
     def decode_tokens(
-        self, ids: Sequence[int], cache: Cache, *, choose: Callable[[Tensor], Tensor] | None = None, goes_on: bool = False
+        self, ids: Sequence[int], cache: Cache, *, choose: Callable[[Tensor], Tensor] | None = None, launch_ahead: bool = False
     ) -> list[int]:
-        """Choose random tokens at the time at which the step ends; with `goes_on` the next one is launched before."""
+        """Choose random tokens at the time at which the step ends; with `launch_ahead` the next one is launched before."""
         cache.reserve(1)
         cache.positions()
         ends = self._idle_at if self._ahead else self._launch(self._step)
         cache.append(1)
-        self._ahead = goes_on
-        if goes_on:
+        self._ahead = launch_ahead
+        if launch_ahead:
             self._launch(self._step)
         for _ in range(_LAUNCHES):
             time.sleep(0)

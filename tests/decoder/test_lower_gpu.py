@@ -1,4 +1,7 @@
-"""`GpuModel` computes what `CpuModel` computes: in torch's operations on a CPU, with imitated CUDA graphs (tests/kernels/gpu has a GPU)."""
+"""`GpuModel` computes what `CpuModel` computes: in torch's operations on a CPU, with imitated CUDA graphs.
+
+tests/language/test_gpu_model.py compares them on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -197,9 +200,9 @@ def test_steps_are_for_batches_of_few_sizes(models: Any, graphs: list[int]) -> N
             assert len(tokens) == count
             for text, token in zip(texts, tokens, strict=True):
                 text.append(token)
-    for text in (texts[0],):
-        for length in (4, 30, 60, len(text)):
-            assert text[length - 1] == int(cpu.decode([text[length - 2]], _read(cpu, text[: length - 2]))[0].argmax())
+    (text,) = texts
+    for length in (4, 30, 60, len(text)):
+        assert text[length - 1] == int(cpu.decode([text[length - 2]], _read(cpu, text[: length - 2]))[0].argmax())
     assert len(gpu._steps) <= 32
     assert len(graphs) <= 10, "1, 2, 4, 8, 16 and 21 sequences, before and after the buffers have grown"
 

@@ -289,7 +289,7 @@ class _StoredLayer:
             raise UnsupportedError(f"in layer {self._index} some of {joined(names)} have a bias, and some have none")
         found = self._tensors.weight(weights, biases)
         if found is None:
-            raise UnsupportedError(f"in layer {self._index} {joined(names)} are not quantized, or in formats that differ")
+            raise self._no_common_format(joined(names))
         return found
 
     def qkv(self, names: Sequence[str]) -> tuple[Weight, ...]:
@@ -330,11 +330,17 @@ class _StoredLayer:
         biases = self._biases(names)
         return [f"{self._prefix}.{name}.weight" for name in names], biases if all(map(self._tensors.has, biases)) else []
 
+    def _no_common_format(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"in layer {self._index} the weights of {what} are not quantized, or in formats that differ: "
+            "open a float model with a format, such as q4_0"
+        )
+
     def _expert_stack(self, name: str) -> Weight:
         bias = [f"{name}_bias"] if self._tensors.has(f"{name}_bias") else []
         found = self._tensors.weight([f"{name}.weight"], bias)
         if found is None:
-            raise UnsupportedError(f"in layer {self._index} the experts are not quantized, or in formats that differ")
+            raise self._no_common_format("the experts")
         return found
 
 
