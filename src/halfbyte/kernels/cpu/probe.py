@@ -114,7 +114,7 @@ def _seconds(phase: str, buffer: torch.Tensor, size: int, threads: int) -> float
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes per second that `threads` threads read from memory; takes about 0.1 s, and longer where the buffer is not there yet.
+    """Bytes per second that `threads` threads read from memory; takes about 0.1 s, and longer where the buffer is allocated first.
 
     threads  1 or more; the kernels' own number is used where it is smaller
     """

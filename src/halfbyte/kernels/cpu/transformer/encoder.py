@@ -148,7 +148,7 @@ class _Plan:
         memory = self._between.qkv, self._between.attended, scratch
         self._attend = {scale: _attention(first, scale, size, memory, padded, thread_bytes) for scale in {layer.scale for layer in layers}}
         self._blocks: list[Buffer] = []
-        # Of x, and of what each layer gives.
+        # x, and what each layer gives.
         self._places: list[list[_Place]] = [[] for _ in range(len(layers) + 1)]
         before: Layer | None = None
         for layer, x, y in zip(layers, self._places, self._places[1:], strict=False):
