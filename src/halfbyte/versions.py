@@ -1,9 +1,9 @@
 """The versions of other packages whose private interfaces halfbyte has been tested with.
 
 halfbyte uses what other projects document, with few exceptions: replaced forwards of transformers' models and its loop of `generate`,
-peft's construction of adapters, diffusers' tables of quantizers and its group offloading, Triton's launcher, and the layers, weight
-loaders and tables of kernels of vLLM. These may change in any minor version. Outside of the tested range these fast paths are off, one
-warning says so, and `halfbyte doctor` shows it. pyproject.toml caps the same versions; CONTRIBUTING.md says how a cap is raised.
+peft's construction of adapters, diffusers' tables of quantizers, its group offloading and its blocks, Triton's launcher, and the layers,
+weight loaders and tables of kernels of vLLM. These may change in any minor version. Outside of the tested range these fast paths are off,
+one warning says so, and `halfbyte doctor` shows it. pyproject.toml caps the same versions; CONTRIBUTING.md says how a cap is raised.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class VersionRange(NamedTuple):
 
 
 TESTED = {
-    "diffusers": VersionRange("0.41", "0.42", "it quantizes no models while they load, and opens no quantized ones"),
+    "diffusers": VersionRange("0.41", "0.42", "it quantizes no models while they load, opens no quantized ones, and fuses no blocks"),
     "peft": VersionRange("0.21", "0.21", "it attaches no adapters to quantized models"),
     "transformers": VersionRange("5.17", "5.24", "its models and `generate` run without halfbyte's fused decoder and encoder layers"),
     "triton": VersionRange("3.6", "3.9", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),

@@ -15,6 +15,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
 import halfbyte as hb
+from halfbyte import versions
 from halfbyte.nn import fused_blocks
 from halfbyte.nn.fused_blocks import fuse_blocks_
 from halfbyte.ops.conv.group_norm import normed_conv2d
@@ -177,6 +178,21 @@ def test_other_blocks_stay(native: list[int]) -> None:
         wanted = run(small, x, temb)
         assert torch.equal(run(hb.fuse_(small), x, temb), wanted)
         assert type(small) is ResnetBlock2D
+    assert not native
+
+
+def test_blocks_of_versions_that_were_not_tested_stay(native: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda *_: "0.99.0")
+    versions.why_untested.cache_clear()
+    small, (x, temb) = hb.quantize_(block(), FLOAT), inputs()
+    wanted = run(small, x, temb)
+    try:
+        with pytest.warns(RuntimeWarning, match="diffusers 0.99.0 is newer than .* and fuses no blocks"):
+            hb.fuse_(small)
+    finally:
+        versions.why_untested.cache_clear()
+    assert type(small) is ResnetBlock2D
+    assert torch.equal(run(small, x, temb), wanted)
     assert not native
 
 

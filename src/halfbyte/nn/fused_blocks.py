@@ -6,7 +6,8 @@ channels_last, as the images of the blocks behind it then are. A `Transformer2DM
 Attention processors call halfbyte's attention in place of torch's.
 
 Modules keep their classes' names, parameters and places. What these forwards do not compute is computed by diffusers': in training, for
-gradients, under torch.compile, on GPUs, with hooks within a block, or where one of its layers was replaced.
+gradients, under torch.compile, on GPUs, with hooks within a block, or where one of its layers was replaced. The names of its classes and of
+two methods of Transformer2DModel are private: with versions of diffusers that were not tested nothing is replaced, and a warning says so.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from halfbyte.ops.conv.functions import window_numbers
 from halfbyte.ops.conv.group_norm import normed_conv2d, supports
 from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer import attention
+from halfbyte.versions import why_untested
 
 _RESNET, _ATTENTION = "diffusers.models.resnet", "diffusers.models.attention_processor"
 _TRANSFORMER = "diffusers.models.transformers.transformer_2d"
@@ -35,6 +37,9 @@ _Kind = TypeVar("_Kind", bound=nn.Module)
 
 def fuse_blocks_(model: nn.Module) -> None:
     """Replace the forwards of residual blocks and the processors of attention in `model`, in place."""
+    homes = {type(module).__module__ for module in model.modules()}
+    if homes.isdisjoint((_RESNET, _ATTENTION, _TRANSFORMER)) or why_untested("diffusers") is not None:
+        return
     for module in list(model.modules()):
         kind = type(module)
         if kind.__module__ == _RESNET and kind.__name__ == "ResnetBlock2D" and not isinstance(module, _Block) and _is_plain(module):
