@@ -271,5 +271,3 @@ CASES: dict[str, Callable[[], Any]] = {
     "Starcoder2DecoderLayer": partial(from_kind, "starcoder2"),
     "VaultGemmaDecoderLayer": partial(from_kind, "vaultgemma"),
 }
-if not hasattr(transformers, "FlintConfig"):  # as of version 5.17
-    del CASES["FlintDecoderLayer"]
