@@ -335,7 +335,7 @@ class FusedLinear(DerivedLinear):
         return WeightView(self._whole, self.dtype, self.weight_shape, rows)
 
     def keep_layout_of(self, device: torch.device) -> None:
-        """Packs the weight for `device`, as QuantModule does, and leaves the group: the bytes of each layer are moved by themselves."""
+        """Pack the weight for `device`, as QuantModule does, and leave the group: the bytes of each layer are moved by themselves."""
         if self.count > 1:
             packed = ops.pack(self.codes(), self.packed.device, sparse=self._group.packed.sparse)
             self._group, self._index = _Group(packed, [packed.shape[0]], [self.bias]), 0

@@ -117,23 +117,23 @@ def launch_linear(
         file.launch(problem, config, x, views, out, epilogue)
 
 
-def grouped_job(arch: str, rope_interleaved: int, experts: int, n: int, k: int, format: str, dtype: str = "bfloat16") -> Job:
+def grouped_job(arch: str, rows: int, experts: int, n: int, k: int, format: str, dtype: str = "bfloat16") -> Job:
     """The best guess for linear layers of experts."""
     return Job(
         "aot:launch_grouped",
         arch,
-        {"rope_interleaved": rope_interleaved, "experts": experts, "n": n, "k": k, "format": format, "dtype": dtype},
+        {"rows": rows, "experts": experts, "n": n, "k": k, "format": format, "dtype": dtype},
         "product",
     )
 
 
-def launch_grouped(gpu: Gpu, rope_interleaved: int, experts: int, n: int, k: int, format: str, dtype: str) -> None:
+def launch_grouped(gpu: Gpu, rows: int, experts: int, n: int, k: int, format: str, dtype: str) -> None:
     from halfbyte.kernels.gpu.experts import grouped
 
-    problem = Problem("grouped_linear", rope_interleaved, n, k, as_format(format), getattr(torch, dtype), experts=experts)
+    problem = Problem("grouped_linear", rows, n, k, as_format(format), getattr(torch, dtype), experts=experts)
     nbytes = experts * gpu_tiles.geometry(problem.format, (n, k)).nbytes
-    weight, ids = torch.empty(nbytes, dtype=torch.uint8, device="meta"), torch.empty(rope_interleaved, dtype=torch.int64, device="meta")
-    x, out = (torch.empty(rope_interleaved, size, dtype=problem.dtype, device="meta") for size in (k, n))
+    weight, ids = torch.empty(nbytes, dtype=torch.uint8, device="meta"), torch.empty(rows, dtype=torch.int64, device="meta")
+    x, out = (torch.empty(rows, size, dtype=problem.dtype, device="meta") for size in (k, n))
     grouped.launch(problem, grouped.configs(problem, gpu)[0], x, weight, ids, out, torch.empty(experts, n, device="meta"))
 
 

@@ -42,14 +42,14 @@ def hopper(device: torch.device, gpu: Gpu) -> torch.device:
 @pytest.mark.parametrize("dtype", [H, B], ids=str)
 def test_formats_and_shares(name: str, dtype: torch.dtype, hopper: torch.device) -> None:
     """With each number of rows another config, and with each format and dtype others: to compile them takes the time."""
-    rope = FORMATS.index(name) + 2 * (dtype == H)
+    number = FORMATS.index(name) + 2 * (dtype == H)
     narrow = 640, 1000 if name in ("q4_0", "q8_0") else 1152
     for m, n, k in ((7, 333, 1024), (16, 512, 2048), (1, *narrow), (60, 333, 1024), (150, 333, 1024)):
         asked = problem(name, m, n, k, dtype)
         configs = skinny_hopper.configs(asked, GPUS["sm_90"])
-        rope += 1
+        number += 1
         for programs in (7, 132):
-            config = configs[rope % len(configs)]
+            config = configs[number % len(configs)]
             cut, paired = replace(config, programs=min(programs, config.programs)), programs == 7 and asked.format.bits == 8
             ways = {"interpreted": False, "weight_rounded": True, "epilogue": m in (7, 150)}
             check_linear(skinny_hopper, cut, replace(asked, paired=paired), hopper, **ways)

@@ -264,10 +264,10 @@ def _columns(HALF: tl.constexpr, G: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _words(c0, c1, GRANULES: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr):
-    """The codes int32 [GRANULES, G / 2] of both halves as bytes of words, four codes each, in the order of this module's text: int32
-    [GRANULES, G / 4].
+    """The codes of both halves, int32 [GRANULES, G / 2] each, in the order of this module's text: int32 words [GRANULES, G / 4] of four
+    codes, two consecutive ones of each half.
 
-    Of two consecutive elements of each half. (Triton 3.6 permutes bytes twice where it converts the layout of int8 tensors within a warp.)
+    Words, as Triton 3.6 permutes bytes twice where it converts the layout of an int8 tensor within a warp.
     """
     a0, b0 = tl.split(tl.reshape(c0 & 255, (GRANULES, G // 4, 2)))
     a1, b1 = tl.split(tl.reshape(c1 & 255, (GRANULES, G // 4, 2)))
