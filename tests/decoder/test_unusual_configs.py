@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from tiny_decoders import CASES, vary_
 
@@ -66,6 +66,8 @@ def quantized(kind: str, folder: Path) -> Any:
 )
 def test_a_value_is_that_of_transformers(kind: str, path: tuple[str, ...], value: object, tmp_path: Path) -> None:
     model = quantized(kind, tmp_path)
+    if path[0].startswith("swiglu") and not hasattr(model.config, path[0]):
+        pytest.skip(f"{path[0]} is not read by transformers {transformers.__version__}")
     config, tensors = open_checkpoint(tmp_path)
     raw = {key: each for key, each in json.loads((tmp_path / "config.json").read_text()).items() if key != "quantization_config"}
     reference = type(model)(type(model.config).from_dict(changed(raw, path, value))).eval()

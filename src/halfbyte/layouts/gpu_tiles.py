@@ -3,7 +3,8 @@
     data = codes | scales | zeros     each section begins at a multiple of 256 bytes
 
 Rows: N is padded to whole panels of 64. Along K each block is padded to 32 elements (blocks up to 32), to 64 (up to 64) or to a
-multiple of 128, and the whole row to whole records of 128. Element i of block j lies at padded k = j * padded + i.
+multiple of 128, and the whole row to whole records of 128; so is a block that is all of K, however short. Element i of block j lies at
+padded k = j * padded + i.
 
     scales  [block rows, N padded] in the format's scale dtype; a block row for every `padded` elements of the padded K
     zeros   the same shape: zero points (uint8) or offsets (the scale's dtype)
@@ -79,8 +80,10 @@ class Geometry:
 
     @functools.cached_property
     def padded(self) -> int:
-        """Elements of a block with its padding."""
-        return 32 if self.block <= 32 else 64 if self.block <= 64 else round_up(self.block, RECORD)
+        """Elements of a block with its padding. A block that is all of K has one row of scales, whose `block_rows` say so."""
+        if self.block >= self.k or self.block > 64:
+            return round_up(max(1, self.block), RECORD)
+        return 32 if self.block <= 32 else 64
 
     @functools.cached_property
     def blocks(self) -> int:

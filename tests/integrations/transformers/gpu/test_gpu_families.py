@@ -489,7 +489,10 @@ def test_a_token_by_one_call_for_a_layer(kind: str, device: torch.device, monkey
     found = [[logits(short, fixed(short, 64), (9, *[1] * 24), *case) for _ in range(2)] for case in cases]
     kinds = {index == 0 for index, by_kernels in enumerate(decoded(short, (1,))) if by_kernels}
     reasons = {str(key[0]): tape.why_not_replayed for key, tape in tapes.items() if isinstance(key, tuple)}
-    assert len(replayed_layers("token")) >= 2 * len(kinds), f"the first layer and the others, each with and without a mask: {reasons}"
+    if getattr(short.config, "attn_logit_softcapping", None) is not None:  # no kernel has a soft cap of scores: attention is torch's
+        assert not replayed_layers("token")
+    else:
+        assert len(replayed_layers("token")) >= 2 * len(kinds), f"the first layer and the others, each with and without a mask: {reasons}"
     monkeypatch.setattr(gpu_layer, "replay_layer", lambda _name, _layer, steps, *_, **__: steps())
     for (first, again), case in zip(found, cases, strict=True):
         assert torch.equal(first, again)

@@ -45,6 +45,8 @@ SHAPES = {
     "pixels of 24": (1, 3, 5, 24, 1, 70, (1, 1), Window()),
     "every second of 80": (1, 3, 5, 80, 1, 6, (1, 1), Window((2, 2))),
     "line": (1, 1, 40, 40, 1, 9, (1, 5), Window((1, 1), (0, 0, 2, 2))),
+    "patches of 16": (2, 8, 8, 4, 1, 64, (2, 2), Window((2, 2))),  # a row of the weight is shorter than a block is padded to
+    "patches of 64": (1, 6, 4, 16, 1, 20, (2, 2), Window((2, 2))),
 }
 FEW = {
     "3x3 of 32": (1, 5, 4, 32, 1, 20, (3, 3), Window((1, 1), (1, 1, 1, 1))),
@@ -214,6 +216,10 @@ def test_programs_that_share_k(format: str, split: int, gpu: Gpu, device: torch.
         ("int8_g20_zp", "odd channels, stride, dilation"),
         ("q4_1", "line"),
         ("int4_channel", "stem"),
+        ("int8_channel", "patches of 16"),
+        ("int8_channel", "patches of 64"),
+        ("int4_channel", "patches of 16"),
+        ("int8_channel_offset", "patches of 64"),
     ],
 )
 def test_dynamic(format: str, shape: str, activation: str, gpu: Gpu, device: torch.device) -> None:

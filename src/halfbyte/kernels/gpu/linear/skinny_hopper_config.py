@@ -223,7 +223,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
         bits=geo.format.bits,
         blocks_per_slab=blocks,
         slabs_per_block=1 if geo.block_rows == 1 else max(1, geo.padded // gpu_tiles.RECORD),
-        one_block=integers or geo.block_rows == 1,  # also a short block, after which there is padding
+        one_block=integers or geo.block_rows == 1,
         has_points=zero_of(geo.format) == "point",
         scale_bytes=geo.format.scale.itemsize,
         use_wgmma=use_wgmma,

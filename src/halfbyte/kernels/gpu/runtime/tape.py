@@ -234,6 +234,11 @@ class _Source:
         else:
             rest = (None, None, metadata, None, None, None, *arguments)
         before = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        for name, value in bound.arguments.items():
+            try:
+                self._value(value)
+            except NotReplayableError as reason:
+                raise NotReplayableError(f"{reason}: {name} of {compiled.name}") from None
         values = [*map(self._value, (*each.grid, 1, 1)[:3]), "stream", *map(self._value, (*before, *rest))]
         return f"{self.name(run.launch)}({', '.join(values)})"
 
