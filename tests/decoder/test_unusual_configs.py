@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+import transformers
 from tiny_decoders import CASES, vary_
 
 import halfbyte as hb

@@ -422,7 +422,7 @@ class GpuModel:
         """
         longest, before = max(map(len, prompts)), cache.length
         tokens, rows = longest, _rows_of_prompt(longest)
-        on_gpu = not self._first and (not self._host or self._host.streams(rows))
+        on_gpu = not self._first and (not self._host or self._host.streamed_share(rows) > 0)
         if on_gpu and (cache.most is None or before + rows <= cache.most):
             tokens = rows
         cache.reserve(tokens)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfbyte.decoder.offload import rates
-from halfbyte.decoder.offload.rates import Rates, link_bandwidth, rates_of, rows_worth_crossing
+from halfbyte.decoder.offload.rates import Rates, SecondsOfRows, link_bandwidth, rates_of, share_of_link
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.cpu import probe
 from halfbyte.machine import GPUS
@@ -73,8 +73,15 @@ def test_the_link_is_measured_by_copies() -> None:
     assert 1e8 < link_bandwidth(torch.device("cpu")) < 1e13
 
 
-def test_rows_that_are_worth_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A millisecond of reading and then 10 us a row: measured rows are 16, 32, …, and the number between two of them follows from both."""
+def test_a_link_and_a_cpu_end_at_the_same_time() -> None:
+    for cpu, link in ((1.0, 3.0), (2e-3, 1e-5), (1e-6, 1.0)):
+        share = share_of_link(cpu, link)
+        assert link * share == pytest.approx(cpu * (1 - share), rel=1e-9)
+    assert share_of_link(0.0, 0.0) == 0.0
+
+
+def test_seconds_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A millisecond of reading and then 10 us a row: 16, 32, … rows are measured, others follow from those."""
     asked: list[int] = []
     monkeypatch.setattr(rates, "_seconds", lambda run: run())
 
@@ -82,13 +89,14 @@ def test_rows_that_are_worth_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(rows)
         return 1e-3 + 1e-5 * rows
 
-    assert rows_worth_crossing(compute, 4e-3, 4096) == 300
+    seconds = SecondsOfRows.of(compute, 4e-3, 4096)
     assert sorted(set(asked)) == [16, 32, 64, 128, 256, 512]
     assert len(asked) == 12, "the first time kernels may have to be compiled"
-    assert rows_worth_crossing(compute, 1e-4, 4096) == rates.FEWEST_ROWS
-    assert rows_worth_crossing(compute, 1.0, 4096) == 4097
-    assert rows_worth_crossing(compute, 1e-3 + 3e-2 + 1e-6, 3000) == 3001
-    assert rows_worth_crossing(compute, 1e-3 + 2.9e-2, 3000) in (2900, 2901)
+    for rows in (16, 17, 100, 300, 512):
+        assert seconds(rows) == pytest.approx(1e-3 + 1e-5 * rows)
+    assert seconds(1024) == pytest.approx(2 * seconds(512))
+    assert SecondsOfRows.of(compute, 1.0, 100)(100) == pytest.approx(2e-3)
+    assert SecondsOfRows.of(compute, 0.0, 4096)(8) == pytest.approx(1e-3 + 16e-5), "fewer than were measured"
 
 
 def test_rates_are_a_document() -> None:

@@ -15,14 +15,15 @@ from test_host_experts import both, ids_of
 
 from halfbyte.decoder.cache import Cache, Slots
 from halfbyte.decoder.lower_gpu import GpuModel
-from halfbyte.decoder.offload import host_experts, streamed_experts
+from halfbyte.decoder.offload import streamed_experts
 from halfbyte.decoder.offload.host_experts import HostExperts
 from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
-from halfbyte.decoder.offload.streamed_experts import LEAST_ROWS, StreamedExperts
+from halfbyte.decoder.offload.rates import FEWEST_ROWS
+from halfbyte.decoder.offload.streamed_experts import StreamedExperts
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import UnsupportedError
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.routing import add_experts
+from halfbyte.ops.transformer.routing import Routed, add_experts, mixed, route
 
 Models = Callable[[str], DecoderSpec]
 
@@ -32,9 +33,9 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The layers whose experts were computed where they were copied to."""
     layers, add = list[int](), StreamedExperts.add
 
-    def counted(self: StreamedExperts, layer: int, x: Tensor) -> Tensor:
+    def counted(self: StreamedExperts, layer: int, x: Tensor, routed: Routed | None = None) -> Tensor:
         layers.append(layer)
-        return add(self, layer, x)
+        return add(self, layer, x, routed)
 
     monkeypatch.setattr(StreamedExperts, "add", counted)
     return layers
@@ -56,25 +57,45 @@ def test_more_layers_than_slots(piece: int, specs: Models, monkeypatch: pytest.M
             assert torch.equal(streamed.add(layer, x), add_experts(x, one))
 
 
+@pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
 @pytest.mark.parametrize("kind", ["Qwen3MoeDecoderLayer", "Qwen2MoeDecoderLayer", "GptOssDecoderLayer"])
-def test_prompts_are_streamed_from_a_number_of_tokens_on(kind: str, specs: Models, streamed: list[int]) -> None:
+def test_both_devices_compute_experts_of_prompts(
+    kind: str, share: float, specs: Models, streamed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first expert there, half of them, and all: the same logits."""
     spec = specs(kind)
     one, split = both(spec, len(spec.layers))
+    monkeypatch.setattr(HostExperts, "streamed_share", lambda _, rows: share if rows >= FEWEST_ROWS else 0.0)
     caches = [Cache(model.spec, where=model.where) for model in (one, split)]
     mixtures = [index for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, Experts)]
-    for count, expected in ((LEAST_ROWS + 1, mixtures), (5, []), (LEAST_ROWS + 7, mixtures)):
+    for count, expected in ((65, mixtures), (5, []), (71, mixtures)):
         streamed.clear()
         found = [model.prefill(ids_of(count), cache) for model, cache in zip((one, split), caches, strict=True)]
         assert torch.allclose(*found, atol=1e-5 * float(found[0].abs().max()), rtol=0)
         assert streamed == expected
 
 
+def test_experts_that_did_not_cross_are_not_read(specs: Models) -> None:
+    """What a slot has behind those that did may be anything: NaN of another layer, too."""
+    half = specs("Qwen3MoeDecoderLayer").layers[0].mlp
+    assert isinstance(half, Experts)
+    streamed = StreamedExperts({0: half}, torch.device("cpu"))
+    streamed.begin()
+    streamed._slots[0].data.fill_(255)
+    streamed.begin(0.5)
+    assert streamed.count(0) == len(half.router) // 2
+    x = torch.randn(40, half.k, generator=torch.Generator().manual_seed(2))
+    routed = route(x, half)
+    rest = mixed(routed.z, routed.ids, routed.weights, half, streamed.count(0))
+    assert torch.allclose(streamed.add(0, x, routed) + rest, add_experts(x, half), atol=1e-6 * float(x.abs().max()), rtol=1e-5)
+    assert mixed(routed.z, routed.ids, routed.weights, half, len(half.router)).count_nonzero() == 0
+
+
 def test_decode_steps_are_never_streamed(specs: Models, streamed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many sequences they have, also where they are not captured: only prompts copy experts."""
     spec = specs("Qwen3MoeDecoderLayer")
     one, split = both(spec, len(spec.layers))
-    monkeypatch.setattr(host_experts, "FEWEST_ROWS", 2)
-    split._host.__dict__["_least_rows"] = 2
+    monkeypatch.setattr(HostExperts, "streamed_share", lambda _, rows: 0.5)
     slots = [Slots(spec, 4, where=model.where) for model in (one, split)]
     for seed in range(4):
         for model, some in zip((one, split), slots, strict=True):

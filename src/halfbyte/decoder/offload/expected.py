@@ -2,16 +2,16 @@
 
     seconds of a part = max(bytes read / bandwidth, operations / operations per second)
 
-The GPU, the CPU and the link work one after the other, but for experts that are streamed: those of the next layer cross while the GPU
-multiplies. Attention between tokens is not counted, which is little of a prompt of some hundred tokens.
+The GPU, the CPU and the link work one after the other, but for experts of prompts that CPU and GPU share: while the CPU computes those of
+a layer, others cross to the GPU for the next one. Attention between tokens is not counted: it is little of a prompt of some hundred tokens.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from halfbyte.decoder.offload.placement import CHUNK, LayerSize, Plan
-from halfbyte.decoder.offload.rates import Rates
+from halfbyte.decoder.offload.placement import LayerSize, Plan
+from halfbyte.decoder.offload.rates import Rates, share_of_link
 from halfbyte.timing import time_text
 
 PROMPT = 512  # tokens, of which `expected` tells the time
@@ -27,8 +27,8 @@ class Expected(NamedTuple):
         gpu_seconds, cpu_seconds, crossing_seconds: Of a token of each sequence, which takes their sum.
         prompt_tokens: Tokens of a prompt that is read at once.
         prompt_seconds: Of this prompt with everything computed where its weights are.
-        streamed_seconds: Of this prompt where experts on the CPU cross to the GPU; None: there are none, or no memory for their buffers.
-        streams_from: Number of tokens from which that is expected to be faster; None: it never is.
+        streamed_seconds: Of this prompt where some experts cross to the GPU while the CPU computes the others; None: there are none, or no
+            memory for their buffers.
     """
 
     rates: Rates
@@ -39,7 +39,6 @@ class Expected(NamedTuple):
     prompt_tokens: int
     prompt_seconds: float
     streamed_seconds: float | None
-    streams_from: int | None
 
     @property
     def token_seconds(self) -> float:
@@ -55,9 +54,7 @@ class Expected(NamedTuple):
         parts = f" (GPU {gpu}, CPU {cpu}, crossings {crossing})" if self.cpu_seconds else ""
         prompt = f"a prompt of {self.prompt_tokens} tokens: {time_text(self.prompt_seconds)}"
         if self.streamed_seconds is not None:
-            least = self.streams_from
-            begins = "which is never faster" if least is None else f"which is faster from {least} token{'s' * (least > 1)} on"
-            prompt += f" with experts computed on the CPU, {time_text(self.streamed_seconds)} with experts streamed to the GPU, {begins}"
+            prompt += f" with experts computed on the CPU, {time_text(self.streamed_seconds)} where the GPU computes some of them"
         token = "a token" if self.sequences == 1 else f"a token of each of {self.sequences} sequences"
         return f"{self.rates}\nexpected of {token}: {time_text(self.token_seconds)}{parts}\nexpected of {prompt}"
 
@@ -67,7 +64,7 @@ def expected(plan: Plan, rates: Rates, sequences: int = 1, prompt_tokens: int = 
     gpu, cpu, crossing = token_seconds(plan, rates, sequences)
     streamed = prompt_seconds(plan, prompt_tokens, rates, streamed=True) if plan.streams else None
     in_place = prompt_seconds(plan, prompt_tokens, rates)
-    return Expected(rates, sequences, gpu, cpu, crossing, prompt_tokens, in_place, streamed, streams_from(plan, rates))
+    return Expected(rates, sequences, gpu, cpu, crossing, prompt_tokens, in_place, streamed)
 
 
 def token_seconds(plan: Plan, rates: Rates, sequences: int = 1) -> tuple[float, float, float]:
@@ -92,7 +89,7 @@ def prompt_seconds(plan: Plan, tokens: int, rates: Rates, *, streamed: bool = Fa
         plan: What is where.
         tokens: Of the prompt.
         rates: Of the machine.
-        streamed: Whether routed experts on the CPU, of layers on the GPU, cross the link, all of a layer, and are multiplied there.
+        streamed: Whether the GPU computes some of the routed experts on the CPU, of layers on the GPU, as many as cross the link meanwhile.
     """
     seconds, overlaps = plan.sizes.head / rates.gpu_bandwidth, False
     for index, layer in enumerate(plan.sizes.layers):
@@ -101,28 +98,12 @@ def prompt_seconds(plan: Plan, tokens: int, rates: Rates, *, streamed: bool = Fa
         if not (streamed and experts and not rest):
             seconds += here + _experts_seconds(layer, tokens, rates, cpu=experts) + (_CROSSING if experts and not rest else 0.0)
             continue
-        here, crossing = here + _experts_seconds(layer, tokens, rates), layer.experts / rates.link_bandwidth
-        seconds += max(here, crossing) if overlaps else here + crossing  # nothing is computed while the first ones cross
+        on_cpu, on_gpu = (_experts_seconds(layer, tokens, rates, cpu=cpu) for cpu in (True, False))
+        share = share_of_link(on_cpu, link := layer.experts / rates.link_bandwidth)
+        computed = here + max((1 - share) * on_cpu, share * on_gpu)
+        seconds += max(computed, share * link) if overlaps else computed + share * link  # nothing is computed while the first ones cross
         overlaps = True
     return seconds
-
-
-def streaming_pays(plan: Plan, tokens: int, rates: Rates) -> bool:
-    """Whether experts on the CPU are expected to be faster streamed to the GPU than computed there, for tokens that are read at once."""
-    return plan.streams and prompt_seconds(plan, tokens, rates, streamed=True) < prompt_seconds(plan, tokens, rates)
-
-
-def streams_from(plan: Plan, rates: Rates) -> int | None:
-    """Return the least number of tokens for which `streaming_pays`; None: there is none that is read at once."""
-    low, high = 0, 1
-    while not streaming_pays(plan, high, rates):
-        if high >= CHUNK:
-            return None
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if streaming_pays(plan, middle, rates) else (middle, high)
-    return high
 
 
 def _rest_seconds(layer: LayerSize, tokens: int, rates: Rates, *, cpu: bool = False) -> float:

@@ -3,8 +3,8 @@
     GPU   … attention, norm, router, top-k ─ z, ids, weights → pinned memory ─ shared expert ─ … ─ y → GPU, residual …
     CPU                                            routed experts: z → y, from the time that z is there
 
-Rows cross as `crossing.py` has it. The GPU computes experts of long prompts (`streamed_experts.py`). Called by `lower_gpu.py` for each
-layer. Without a GPU the same code runs on a CPU, as tests do.
+Rows cross as `crossing.py` has it. Of prompts the GPU computes the first experts of each layer (`streamed_experts.py`), as many as cross
+the link while the CPU computes the others. Called by `lower_gpu.py` for each layer. Without a GPU the same code runs on a CPU, as tests do.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from torch import Tensor
 
 from halfbyte.decoder.offload.crossing import AT_ONCE, Crossing, Host, Rows
 from halfbyte.decoder.offload.placement import CHUNK
-from halfbyte.decoder.offload.rates import FEWEST_ROWS, link_bandwidth, rows_worth_crossing
-from halfbyte.decoder.offload.streamed_experts import LEAST_ROWS, StreamedExperts
+from halfbyte.decoder.offload.rates import FEWEST_ROWS, SecondsOfRows, link_bandwidth, share_of_link
+from halfbyte.decoder.offload.streamed_experts import StreamedExperts
 from halfbyte.errors import UnsupportedError
 from halfbyte.ops.transformer.experts import Experts, Mixture, why_not
 from halfbyte.ops.transformer.routing import mixed, route, shared_output
+
+_LEAST_SHARE = 0.05  # of the experts: fewer are not worth another device
+_MOST_TIMES = 8  # the time of the link, up to which the CPU is measured: more rows take in proportion
+LEAST_ROWS, _UNMEASURED_SHARE = 64, 0.5  # where there is no link to measure: from so many rows on half of the experts cross
 
 
 class HostExperts:
@@ -67,18 +71,24 @@ class HostExperts:
         """Whether there is a copy of the experts from which they cross to the device."""
         return self._streamed is not None
 
-    def streams(self, rows: int) -> bool:
-        """Whether the GPU computes the experts of so many rows of a prompt."""
-        return self._streamed is not None and rows >= FEWEST_ROWS and rows >= self._least_rows
+    def streamed_share(self, rows: int) -> float:
+        """Return which part of the experts of each layer crosses to the GPU for so many rows of a prompt; the CPU computes the others."""
+        if self._streamed is None or rows < FEWEST_ROWS:
+            return 0.0
+        if self._device.type != "cuda":
+            return _UNMEASURED_SHARE if rows >= LEAST_ROWS else 0.0
+        share = share_of_link(self._cpu_seconds(rows), self._link_seconds)
+        return 0.0 if share < _LEAST_SHARE else 1.0 if share > 1 - _LEAST_SHARE else share
 
     @cached_property
-    def _least_rows(self) -> int:
-        """Rows of a prompt from which a layer's experts cross the link faster than the CPU computes them, measured where there is one."""
-        if self._streamed is None or self._device.type != "cuda":
-            return LEAST_ROWS
-        return self._measured_rows(self._streamed.layer_bytes / link_bandwidth(self._device))
+    def _link_seconds(self) -> float:
+        """Seconds that the experts of a layer take to cross the link."""
+        assert self._streamed is not None
+        return self._streamed.layer_bytes / link_bandwidth(self._device)
 
-    def _measured_rows(self, crossing: float) -> int:
+    @cached_property
+    def _cpu_seconds(self) -> SecondsOfRows:
+        """Seconds that the CPU takes for the experts of a layer, measured, by the number of rows."""
         layer, mixture = next(iter(self._mixtures.items()))
         experts, top_k = len(mixture.router), mixture.top_k
 
@@ -86,14 +96,34 @@ class HostExperts:
             ids = torch.arange(rows * top_k, device="cpu").view(rows, top_k) % experts
             return self._routed(layer, torch.ones(rows, mixture.k, dtype=torch.float32, device="cpu"), ids, ids.float())
 
-        return rows_worth_crossing(compute, crossing, CHUNK)
+        return SecondsOfRows.of(compute, _MOST_TIMES * self._link_seconds, CHUNK)
 
     def begin(self, rows: int) -> Callable[[int, Tensor], Tensor]:
         """Prepare for the layers of so many rows of a prompt; return the function that computes them, which is called in their order."""
-        if self._streamed is None or not self.streams(rows):
+        share = self.streamed_share(rows)
+        if self._streamed is None or not share:
             return partial(self.add, host=AT_ONCE)
-        self._streamed.begin()
-        return self._streamed.add
+        self._streamed.begin(share)
+        return partial(self._add_on_both, self._streamed)
+
+    def _add_on_both(self, streamed: StreamedExperts, layer: int, x: Tensor) -> Tensor:
+        """Compute x + experts(norm(x)) of a layer, x [..., K] on the device, by the first experts there and the others on the CPU."""
+        mixture, crossing, first = self._mixtures[layer], self._crossing, streamed.count(layer)
+        if first == len(mixture.router):
+            return streamed.add(layer, x)
+        routed = route(x, mixture)
+        rows = crossing.rows(routed, is_captured=False)
+        crossing.send(routed, rows)
+        y = streamed.add(layer, x, routed)
+        AT_ONCE.meanwhile(partial(self._compute_from, layer, rows, first), crossing.settle)
+        return crossing.receive(y, rows, None)
+
+    def _compute_from(self, layer: int, rows: Rows, first: int) -> None:
+        """Compute y of rows, without the experts before `first`, as soon as they are there."""
+        self._crossing.wait()
+        self._crossing.check()
+        rows.y.copy_(mixed(rows.z, rows.ids, rows.weights, self._mixtures[layer], first))
+        self._crossing.done()
 
     def add(self, layer: int, x: Tensor, host: Host) -> Tensor:
         """Compute x + experts(norm(x)) of a layer, x [..., K] on the device, with the routed experts on the CPU."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -100,23 +99,45 @@ def link_bandwidth(device: torch.device) -> float:
     return _COPIED / _copy_seconds(torch.empty_like(source, device=device), source)
 
 
-def rows_worth_crossing(compute: Callable[[int], object], crossing: float, most: int) -> int:
-    """Measure from how many rows on weights cross the link in less time than the CPU multiplies the rows by them.
+def share_of_link(cpu: float, link: float) -> float:
+    """Return which part of a work the link brings to a GPU while the CPU does the rest, so that both end at the same time.
+
+        link * share = cpu * (1 - share)
 
     Args:
-        compute: Multiplies so many rows on the CPU. It is called for few rows, and for twice as many until that takes longer.
-        crossing: Seconds that the weights take to cross.
-        most: Rows, at most.
-
-    Returns:
-        The number of rows, between two that were measured in proportion to their times; `most` + 1: the CPU is always faster.
+        cpu, link: Seconds of all of it.
     """
-    fewer, faster, rows = 0, 0.0, FEWEST_ROWS
-    while (slower := min(_seconds(partial(compute, rows)) for _ in range(2))) < crossing:
-        if rows >= most:
-            return most + 1
-        fewer, faster, rows = rows, slower, min(2 * rows, most)
-    return fewer + math.ceil((rows - fewer) * (crossing - faster) / (slower - faster)) if fewer else rows
+    return cpu / (cpu + link) if cpu else 0.0
+
+
+class SecondsOfRows:
+    """The seconds that something takes by its number of rows: between measured numbers on a line, beyond them in proportion."""
+
+    def __init__(self, measured: Sequence[tuple[int, float]]) -> None:
+        """Keep (rows, seconds), in the order of rows."""
+        self._measured = measured
+
+    @classmethod
+    def of(cls, compute: Callable[[int], object], enough: float, most: int) -> SecondsOfRows:
+        """Measure what computes so many rows.
+
+        Args:
+            compute: Is called for FEWEST_ROWS, and for twice as many until that takes long enough.
+            enough: Seconds.
+            most: Rows, at most.
+        """
+        rows, measured = FEWEST_ROWS, list[tuple[int, float]]()
+        while not measured or (measured[-1][1] < enough and measured[-1][0] < most):
+            measured.append((rows, min(_seconds(partial(compute, rows)) for _ in range(2))))
+            rows = min(2 * rows, most)
+        return cls(measured)
+
+    def __call__(self, rows: int) -> float:
+        for (fewer, faster), (more, slower) in pairwise(self._measured):
+            if fewer <= rows <= more:
+                return faster + (slower - faster) * (rows - fewer) / (more - fewer)
+        last, seconds = self._measured[-1]
+        return max(seconds, seconds * rows / last)
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -4,7 +4,8 @@
     GPU                      attention | experts, slot 0 | attention, experts, slot 1 | …
 
 A second copy of the experts, in the order of a GPU's kernels, lies in pinned memory, so that a layer crosses the link by two copies of
-many megabytes, on a stream of its own, while the layer before it computes. Without a GPU the same copies are made on a CPU, as tests do.
+many megabytes, on a stream of its own, while the layer before it computes. The first experts of each layer cross, or all of them;
+`host_experts.py` computes the others meanwhile. Without a GPU the same copies are made on a CPU, as tests do.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ from halfbyte.layouts.base import Packed, round_up
 from halfbyte.memory import available_memory, size_text
 from halfbyte.ops.functions import pack, unpack
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.routing import add_experts
+from halfbyte.ops.transformer.routing import Routed, add_experts, add_first
 from halfbyte.ops.transformer.weights import Weight
 
-LEAST_ROWS = 64  # from which experts cross where there is no link to measure
 _SLOTS = 2  # layers whose experts are on the GPU at the same time
 _ALIGNMENT = 256  # bytes, of stacks in `gpu_tiles`
 _PIECE = 32 << 20  # bytes of experts that are packed at a time
@@ -91,20 +91,37 @@ class StreamedExperts:
         stacks = [_stacks(mixture) for mixture in self._mixtures.values()]
         self._sizes = [max(round_up(both[i].nbytes, _ALIGNMENT) for both in stacks) for i in range(2)]
         self.layer_bytes, self._slots = sum(self._sizes), list[_Slot]()
+        self._share = 1.0
 
-    def begin(self) -> None:
-        """Start to copy the experts of the first layers."""
+    def begin(self, share: float = 1.0) -> None:
+        """Start to copy the experts of the first layers.
+
+        Args:
+            share: Which part of each layer's experts crosses, the first ones; at least one does.
+        """
+        self._share = share
         self._slots = self._slots or [_Slot(self.layer_bytes, self._device) for _ in range(min(_SLOTS, len(self._order)))]
         for index in range(len(self._slots)):
             self._copy(index)
 
-    def add(self, layer: int, x: Tensor) -> Tensor:
-        """Compute x + experts(norm(x)) of a layer, x [..., K] on the device, and start to copy the experts of a later one."""
+    def count(self, layer: int) -> int:
+        """Return how many experts of a layer cross since the last `begin`."""
+        return max(1, round(self._share * len(self._mixtures[layer].router)))
+
+    def add(self, layer: int, x: Tensor, routed: Routed | None = None) -> Tensor:
+        """Compute x + experts(norm(x)) of a layer, by the experts that cross, and start to copy those of a later one.
+
+        Args:
+            layer: In the order of layers.
+            x: [..., K] on the device.
+            routed: Rows and their experts; None: all experts cross.
+        """
         index = self._order.index(layer)
         slot = self._slots[index % _SLOTS]
         if slot.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(slot.copied)
-        y = add_experts(x, self._in_slot(layer, slot))
+        mixture = self._in_slot(layer, slot)
+        y = add_experts(x, mixture) if routed is None else add_first(x, routed, mixture, self.count(layer))
         if slot.consumed is not None:
             slot.consumed.record(torch.cuda.current_stream(self._device))
         if index + _SLOTS < len(self._order):
@@ -112,8 +129,9 @@ class StreamedExperts:
         return y
 
     def _copy(self, index: int) -> None:
-        """Copy the experts of the layer at an index of the order to its slot, after those that were there have been used."""
-        slot, parts = self._slots[index % _SLOTS], [stack.data for stack in _stacks(self._mixtures[self._order[index]])]
+        """Copy experts of the layer at an index of the order to its slot, after those that were there have been used."""
+        layer, slot = self._order[index], self._slots[index % _SLOTS]
+        parts = [_first(stack, self.count(layer)) for stack in _stacks(self._mixtures[layer])]
         targets = [data[: part.nbytes] for data, part in zip(slot.data.split(self._sizes), parts, strict=True)]
         if self._stream is None or slot.copied is None or slot.consumed is None:
             for target, part in zip(targets, parts, strict=True):
@@ -137,6 +155,11 @@ class StreamedExperts:
 
 def _stacks(mixture: Experts) -> list[Packed]:
     return [mixture.gate_up.packed, mixture.down_proj.packed]
+
+
+def _first(stack: Packed, count: int) -> Tensor:
+    """The packed bytes of the first matrices of a stack."""
+    return stack.data[: stack.data.nbytes // stack.shape[0] * count]
 
 
 def _with_stacks(mixture: Experts, stacks: Sequence[Packed]) -> Experts:

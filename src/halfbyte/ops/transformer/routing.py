@@ -3,13 +3,13 @@
     y = x + sum over t of w[t] * expert[id[t]](z) + shared_expert(z),  z = pre_norm(x),  ids and w by the router of z
 
 On an NVIDIA GPU five or six kernels compute it for decoding, some more for prompts, and those of the shared expert; elsewhere torch's
-operations with `halfbyte::grouped_linear`. `route`, `mixed` and `shared_output` are its parts, for experts that are on another device
+operations with `halfbyte::grouped_linear`. `route`, `mixed`, `add_first` and `shared_output` are its parts, for experts on another device
 (decoder/offload). What experts consist of is in experts.py, which also computes few rows on a CPU in one native call.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import CLAMPED, Experts, check_scores
 from halfbyte.ops.transformer.norms import norm_in_torch
 from halfbyte.ops.transformer.weights import Weight
+
+if TYPE_CHECKING:
+    from halfbyte.dispatch.candidate import Choice
+    from halfbyte.dispatch.layers import ExpertsCandidate
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
@@ -80,9 +84,44 @@ def route(x: Tensor, half: Experts) -> Routed:
     return _route_in_torch(a)
 
 
-def mixed(z: Tensor, ids: Tensor, weights: Tensor, half: Experts) -> Tensor:
-    """Return the sum of the routed experts of normed rows z by their weights, float32 [M, K]; all is on one device."""
-    return _arguments(z, half).mixed(z, ids, weights)
+def mixed(z: Tensor, ids: Tensor, weights: Tensor, half: Experts, first: int = 0) -> Tensor:
+    """Return the sum of the routed experts of normed rows by their weights, float32 [M, K].
+
+        y[m] = sum over t with ids[m, t] >= first of  weights[m, t] * expert[ids[m, t]](z[m])
+
+    Args:
+        z: [M, K]
+        ids, weights: [M, T]
+        half: The experts. All is on one device.
+        first: Experts before this one are left out.
+    """
+    a = _arguments(z, half)
+    if first == 0:
+        return a.mixed(z, ids, weights)
+    pairs = (ids.flatten() >= first).nonzero().squeeze(1)  # of a row and one of its experts, row after row
+    rows, chosen = pairs // ids.shape[1], ids.flatten()[pairs, None]
+    if not len(pairs):
+        return z.new_zeros(z.shape, dtype=torch.float32)
+    y = a.experts(z[rows], chosen).squeeze(1).float()
+    starts = torch.searchsorted(rows, torch.arange(len(z), device=z.device))
+    each = torch.arange(len(pairs), device=z.device)
+    return functional.embedding_bag(each, y, starts, mode="sum", per_sample_weights=weights.flatten()[pairs].float())
+
+
+def add_first(x: Tensor, routed: Routed, half: Experts, count: int) -> Tensor:
+    """Compute x + the first `count` experts of rows by their weights + the shared expert, for rows that were routed.
+
+    Args:
+        x: [..., K]
+        routed: `route(x, half)`.
+        half: The experts; those from `count` on may hold anything.
+        count: At least 1.
+    """
+    a, (z, ids, weights, shared_logits) = _arguments(x, half), routed
+    kept = Routed(z, ids % count, torch.where(ids < count, weights, 0.0), shared_logits)  # others are experts that are there, times 0
+    if x.is_cuda and x.numel() and (choice := choose(a.problem(), gpu(x.get_device()))).taken is not None:
+        return _add_routed_on_gpu(a, kept, choice)
+    return _add_routed_in_torch(a, kept)
 
 
 def shared_output(routed: Routed, half: Experts) -> Tensor | None:
@@ -218,10 +257,13 @@ class _Arguments(NamedTuple):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum may be 0
         return ids, weights * self.scaling_factor
 
+    def experts(self, z: Tensor, ids: Tensor) -> Tensor:
+        """Return the outputs of the experts of rows, [M, T, K]."""
+        return self.product(self.gated(self.product(z, ids, down=False)).to(z.dtype), ids, down=True)
+
     def mixed(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of the routed experts by their weights, float32 [M, K]."""
-        y = self.product(self.gated(self.product(z, ids, down=False)).to(z.dtype), ids, down=True)
-        return (y.float() * weights.unsqueeze(-1)).sum(1)
+        return (self.experts(z, ids).float() * weights.unsqueeze(-1)).sum(1)
 
     def of_shared(self, z: Tensor) -> Tensor:
         """Return the shared expert of z [M, K] -> [M, K], without its gate."""
@@ -242,7 +284,10 @@ def _add_experts_in_torch(*args: *_Arguments) -> Tensor:
     """Compute the op by torch's operations: the norm in float32, rounded once, and all between the products in float32."""
     a = _Arguments(*args)
     a.check()
-    routed = _route_in_torch(a)
+    return _add_routed_in_torch(a, _route_in_torch(a))
+
+
+def _add_routed_in_torch(a: _Arguments, routed: Routed) -> Tensor:
     total = a.mixed(routed.z, routed.ids, routed.weights)
     shared = _shared_in_torch(a, routed)
     return add_mixed(a.x, total if shared is None else total.add_(shared))
@@ -284,16 +329,22 @@ def _add_experts_on_gpu(*args: *_Arguments) -> Tensor:
     a = _Arguments(*args)
     a = a._replace(compute="float") if a.compute == "auto" else a
     a.check()
-    here, (experts, k) = gpu(a.x.get_device()), a.router.shape
+    here = gpu(a.x.get_device())
     choice = choose(a.problem(), here) if a.x.numel() else None
     if choice is None or choice.taken is None:
         return _add_experts_in_torch(*a)
+    return _add_routed_on_gpu(a, _route_on_gpu(a, here), choice)
+
+
+def _add_routed_on_gpu(a: _Arguments, routed: Routed, choice: Choice[ExpertsProblem, ExpertsCandidate]) -> Tensor:
+    """Compute the op from the rows' experts, by the kernels that were chosen."""
     from halfbyte.kernels.gpu.experts import grouped, routing
     from halfbyte.kernels.gpu.transformer import gates
 
+    assert choice.taken is not None
+    here, (experts, k), (z, ids, weights, shared_logits) = gpu(a.x.get_device()), a.router.shape, routed
     x = a.x.contiguous().view(-1, k)
     m, routed_rows = len(x), len(x) * a.top_k
-    z, ids, weights, shared_logits = _route_on_gpu(a, here)
     out, inner = output(torch.empty_like(x)), output(x.new_empty(routed_rows, a.inner))
     with on(x):
         if (config := choice.taken.config) is not None:
