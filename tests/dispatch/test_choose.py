@@ -338,6 +338,7 @@ def test_3d_convolutions_are_those_of_images(weight: tuple[int, ...], settings: 
         (hb.ExpertsShape(1, 2, 3, 64, 64), {"format": "q4_0"}, "at least top_k experts"),
         (hb.ExpertsShape(1, 4, 2, 64, 64), {"format": "q4_0", "compute": "guess"}, "'guess'"),
         (3, {}, "pass all four"),
+        (torch.nn.Linear(3, 3), {"format": "q8_0"}, r"got torch.Linear: for a model call hb.report"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_explained(shape: Any, settings: dict[str, Any], message: str) -> None:

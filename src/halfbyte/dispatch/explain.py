@@ -17,7 +17,7 @@ from halfbyte.dispatch.explain_gpu import EXPERTS_HAVE_ZEROS, GpuExplanation, ex
 from halfbyte.dispatch.explain_shapes import AttentionShape, ConvShape, ExpertsShape, Shape, ShapeExplanation, explain_shape
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.dispatch.roofline import Ceilings, Roofline, roofline
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu import probe
 from halfbyte.kernels.cpu.codegen import runtime
@@ -178,6 +178,7 @@ def explain(
         if n is not None or k is not None or experts is not None or sparse:
             raise ArgumentError(f"{type(m).__name__} has all sizes itself, got n, k, experts or sparse besides: leave them out")
         return explain_shape(m, None if format is None else as_format(format), dtype, compute, activation, device)
+    check_type(m, int, "explain takes a number of rows, or the shape of an op", "for a model call hb.report, or `halfbyte explain --model`")
     if n is None or k is None or format is None:
         raise ArgumentError(f"explain takes m, n, k and a format, got {m}, {n}, {k} and {format}: pass all four, or a ConvShape")
     fmt = as_format(format)
