@@ -13,7 +13,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
 
-# Kernels that benchmarks/gpu.py measured to be faster than Marlin and Machete, or as fast, by rows of activations: from decoding to prefill.
+# By rows of activations, in decoding and in prefill: kernels that were as fast as Marlin and Machete or faster in benchmarks/gpu.py.
 _MEASURED_KERNELS = {1: ("skinny", "skinny_hopper"), 1024: ("gemm_hopper",)}
 
 
