@@ -148,14 +148,12 @@ def make_gptq(size: str, target: Path) -> None:
             tensors |= quantized(f"{layer}.mlp.{name}", config.intermediate_size, hidden)
         tensors |= quantized(f"{layer}.mlp.down_proj", hidden, config.intermediate_size)
         save_file(tensors, target / f"model-{i}.safetensors", {"format": "pt"})
-    ends = {
-        name: torch.randn(config.vocab_size, hidden, generator=generator).mul_(WEIGHT_STD).half() for name in ("embed_tokens", "lm_head")
-    }
-    tensors = {
-        "model.embed_tokens.weight": ends["embed_tokens"],
-        "lm_head.weight": ends["lm_head"],
-        "model.norm.weight": torch.ones(hidden).half(),
-    }
+    rows = min(config.vocab_size, 8192)  # of which a larger vocabulary has repeats: random numbers take long
+    repeats = -(-config.vocab_size // rows)
+    tensors = {"model.norm.weight": torch.ones(hidden).half()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        drawn = torch.randn(rows, hidden, generator=generator).mul_(WEIGHT_STD).half()
+        tensors[name] = drawn.repeat(repeats, 1)[: config.vocab_size].contiguous()
     save_file(tensors, target / "model-ends.safetensors", {"format": "pt"})
     names = {}
     for path in sorted(target.glob("*.safetensors")):
