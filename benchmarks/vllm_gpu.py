@@ -155,7 +155,7 @@ def make_gptq(size: str, target: Path) -> None:
         drawn = torch.randn(rows, hidden, generator=generator).mul_(WEIGHT_STD).half()
         tensors[name] = drawn.repeat(repeats, 1)[: config.vocab_size].contiguous()
     save_file(tensors, target / "model-ends.safetensors", {"format": "pt"})
-    names = {}
+    names: dict[str, str] = {}
     for path in sorted(target.glob("*.safetensors")):
         names |= dict.fromkeys(tensor_names(path), path.name)
     (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
