@@ -56,7 +56,7 @@ def compare(args: argparse.Namespace, scratch: Path) -> int:
     for _ in range(args.rounds):
         for name, worker in workers.items():
             for count in args.sequences:
-                rates[name][count].append(ask(worker, count))
+                rates[name][count].append(float(ask(worker, count)))
     for worker in workers.values():
         worker.stdin.close()
         worker.wait()
@@ -114,26 +114,39 @@ def folder(source: Path, contender: str, scratch: Path) -> Path:
 
 def start(args: argparse.Namespace, name: str, model: Path) -> Any:
     """A contender's process, once its model is loaded."""
-    given = [sys.executable, __file__, "--worker", str(model), "--dtype", name if name in FLOATS else args.dtype, "--new", str(args.new)]
-    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **os.environ}
-    environment |= {"HALFBYTE_VLLM_KERNELS": "0"} if name == STOCK else {}
-    worker = subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    given = ["--worker", str(model), "--dtype", name if name in FLOATS else args.dtype, "--new", str(args.new)]
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    worker = start_worker(__file__, given, environment, {"HALFBYTE_VLLM_KERNELS": "0"} if name == STOCK else {})
     read(worker)
     return worker
 
 
-def read(worker: Any) -> str:
-    """The next word of a worker; other packages may print before."""
+def start_worker(script: str, options: list[str], defaults: dict[str, str], environment: dict[str, str]) -> Any:
+    """Starts a benchmark's script as a worker, with environment variables in addition to this process's, and `defaults` of others."""
+    return subprocess.Popen(
+        [sys.executable, script, *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=defaults | os.environ | environment,
+    )
+
+
+def read(worker: Any, log: list[str] | None = None) -> str:
+    """The next word of a worker; what other packages print before is added to `log`."""
     for text in worker.stdout:
         if text.startswith("> "):
             return str(text[2:].strip())
+        if log is not None:
+            log.append(text.rstrip())
     raise SystemExit(f"a contender ended with status {worker.wait()}")
 
 
-def ask(worker: Any, sequences: int) -> float:
+def ask(worker: Any, sequences: int, log: list[str] | None = None) -> str:
+    """A worker's answer, once it has written for so many sequences."""
     worker.stdin.write(f"{sequences}\n")
     worker.stdin.flush()
-    return float(read(worker))
+    return read(worker, log)
 
 
 def work(args: argparse.Namespace) -> int:

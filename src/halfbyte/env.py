@@ -57,7 +57,7 @@ VARIABLES = (
     Variable(
         "HALFBYTE_VLLM_KERNELS",
         "0: vLLM runs AWQ, GPTQ and compressed-tensors checkpoints on its own kernels only",
-        "they run on halfbyte's CPU kernels",
+        "they run on halfbyte's kernels",
     ),
 )
 SECRET = {"HALFBYTE_API_KEY"}  # variables whose values are not shown

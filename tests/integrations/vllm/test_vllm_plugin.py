@@ -28,9 +28,10 @@ from halfbyte.integrations.vllm.config import HalfbyteConfig
 from halfbyte.integrations.vllm.int8 import HalfbyteInt8Kernel
 from halfbyte.integrations.vllm.parameters import check_inputs, codes_parameters, fused_parameters, loaded_codes
 from halfbyte.integrations.vllm.wna16 import HalfbyteWNA16Kernel
+from halfbyte.machine import GPUS
 from halfbyte.versions import TESTED, VersionRange, why_untested
 
-CPU = api.PlatformEnum.CPU
+CPU, CUDA = api.PlatformEnum.CPU, api.PlatformEnum.CUDA
 
 
 @pytest.fixture
@@ -65,9 +66,11 @@ def test_kernels_come_first_and_once(tables: list[dict[Any, list[type]]]) -> Non
     before = copy.deepcopy(tables)
     register.register()
     register.register()
-    for table, kernel, old in zip(tables, (HalfbyteWNA16Kernel, HalfbyteInt8Kernel), before, strict=True):
-        assert table[CPU] == [kernel, *old.pop(CPU)]
-        assert {key: kernels for key, kernels in table.items() if key != CPU} == old, "GPUs keep vLLM's own"
+    expected = [dict(table) for table in before]
+    for platform in (CPU, CUDA):
+        expected[0][platform] = [HalfbyteWNA16Kernel, *before[0][platform]]
+    expected[1][CPU] = [HalfbyteInt8Kernel, *before[1][CPU]]
+    assert tables == expected
 
 
 def test_kernels_are_turned_off(tables: list[dict[Any, list[type]]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +225,8 @@ def wna16(weight_type: Any, *, zero_points: bool = False, group: int = 32) -> An
     return api.MPLinearLayerConfig((64, 32), (64, 32), weight_type, torch.bfloat16, group, zero_points)
 
 
-def test_layers_without_kernels_are_declined() -> None:
+def test_layers_without_kernels_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     types = api.scalar_types
     assert HalfbyteWNA16Kernel.can_implement(wna16(types.uint4b8)) == (True, None)
     assert HalfbyteWNA16Kernel.can_implement(wna16(types.uint8, zero_points=True, group=-1)) == (True, None)
@@ -232,6 +236,18 @@ def test_layers_without_kernels_are_declined() -> None:
         assert "no kernels for weights of type" in str(reason)
     static = api.Int8ScaledMMLinearLayerConfig(is_static_input_scheme=True, is_channelwise=True, input_symmetric=True)
     assert HalfbyteInt8Kernel.can_implement(static)[0] is False
+
+
+def test_a_gpu_decides_by_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    types, large = api.scalar_types, ((4096, 6144), (4096, 6144))
+    for arch, taken in (("sm_90", True), ("sm_80", False)):
+        monkeypatch.setattr("halfbyte.integrations.vllm.wna16.gpu", lambda _, arch=arch: GPUS[arch])
+        for weight_type, zero_points in ((types.uint4b8, False), (types.uint4, True), (types.uint8b128, False)):
+            given = api.MPLinearLayerConfig(*large, weight_type, torch.bfloat16, 128, zero_points)
+            possible, reason = HalfbyteWNA16Kernel.can_implement(given)
+            assert possible == taken == (reason is None)
 
 
 def test_only_one_file_imports_vllm() -> None:

@@ -95,19 +95,20 @@ __all__ = [
 log = init_logger("vllm.halfbyte")
 
 
-def prefer_kernel(kernel: type[MPLinearKernel | Int8ScaledMMLinearKernel]) -> None:
-    """Put a kernel first in vLLM's list of linear kernels for CPUs. Repeated calls have no effect.
+def prefer_kernel(kernel: type[MPLinearKernel | Int8ScaledMMLinearKernel], *platforms: PlatformEnum) -> None:
+    """Put a kernel first in vLLM's lists of linear kernels for some platforms. Repeated calls have no effect.
 
     vLLM takes the first kernel of the list whose `can_implement` accepts a layer: its own ones remain the fallback.
 
     Args:
         kernel: A weight-only kernel (W4A16 and the like: a subclass of MPLinearKernel) or one that multiplies int8 activations (W8A8).
+        platforms: CPU and the like.
     """
     weight_only = issubclass(kernel, MPLinearKernel)
     table = linear_kernels._POSSIBLE_KERNELS if weight_only else linear_kernels._POSSIBLE_INT8_KERNELS
-    kernels = table[PlatformEnum.CPU]
-    if kernel not in kernels:
-        kernels.insert(0, kernel)
+    for platform in platforms:
+        if kernel not in table[platform]:
+            table[platform].insert(0, kernel)
 
 
 def key_compiled_graphs(value: str) -> None:

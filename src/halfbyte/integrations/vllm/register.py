@@ -24,5 +24,5 @@ def register() -> None:
         from halfbyte.integrations.vllm.int8 import HalfbyteInt8Kernel
         from halfbyte.integrations.vllm.wna16 import HalfbyteWNA16Kernel
 
-        api.prefer_kernel(HalfbyteWNA16Kernel)
-        api.prefer_kernel(HalfbyteInt8Kernel)
+        api.prefer_kernel(HalfbyteWNA16Kernel, api.PlatformEnum.CPU, api.PlatformEnum.CUDA)
+        api.prefer_kernel(HalfbyteInt8Kernel, api.PlatformEnum.CPU)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from halfbyte.integrations.vllm import api
-from halfbyte.integrations.vllm.foreign import weight_only_codes, weight_only_format
+from halfbyte.integrations.vllm.foreign import half_scale, weight_only_codes, weight_only_format, why_not_on_gpu
 from halfbyte.integrations.vllm.packed import PackedLayer, Part
+from halfbyte.machine import gpu
 from halfbyte.nn.modules.quantized import guard
 
 _SYMMETRIC = {api.scalar_types.uint4b8: 4, api.scalar_types.uint8b128: 8}
@@ -28,7 +30,12 @@ class HalfbyteWNA16Kernel(api.MPLinearKernel):
             return False, f"halfbyte has no kernels for weights of type {c.weight_type}"
         if c.group_size == 0 or c.group_size < -1:
             return False, f"halfbyte takes groups of 1 and more inputs, got {c.group_size}"
-        return True, None
+        if api.current_platform.is_cpu():
+            return True, None
+        k, n = c.partition_weight_shape
+        fmt = weight_only_format(bits, c.group_size, zero_points=c.zero_points, scale=torch.float16)
+        reason = why_not_on_gpu(fmt, (n, k), c.act_type, gpu(torch.cuda.current_device()))
+        return reason is None, reason
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         c = self.config
@@ -38,6 +45,8 @@ class HalfbyteWNA16Kernel(api.MPLinearKernel):
         if c.zero_points and zero is not None:
             points = _rows_first(_unpacked(zero, c.weight_type), zero)
         scale_data = _rows_first(scale.data, scale)
+        if scale_data.is_cuda:
+            scale_data = half_scale(scale_data)
         bits = (_WITH_ZERO_POINTS if c.zero_points else _SYMMETRIC)[c.weight_type]
         fmt = weight_only_format(bits, c.group_size, zero_points=c.zero_points, scale=scale_data.dtype)
         layer.packed = PackedLayer([Part(weight_only_codes(fmt, stored, scale_data, points))])
