@@ -95,6 +95,9 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
     check_type(model, nn.Module, "fuse_ takes a model, a torch.nn.Module", "pass the model that quantize_ or load returned")
     if not any(isinstance(module, QuantModule) for module in model.modules()):
         raise ArgumentError(f"fuse_ takes a quantized model, got a {type(model).__name__} without quantized layers: call quantize_ first")
+    for module in model.modules():
+        if type(module) is QuantLinear and module.compute == "int8" and module.packed_for is None:
+            module._set_packed(ops.in_order(module.packed))
     for path, parent in list(model.named_modules()):
         parts_of_name = path.split(".")
         is_cross = not _CROSS.isdisjoint(parts_of_name) or vars(parent).get("is_cross_attention", "attn2" in parts_of_name)  # in diffusers
@@ -199,7 +202,9 @@ class _Group:
     @classmethod
     def of(cls, linears: Sequence[QuantLinear]) -> _Group:
         weights = [linear.packed for linear in linears]
-        group = cls(ops.join(weights), [weight.shape[0] for weight in weights], [linear.bias for linear in linears])
+        joined = ops.join(weights)
+        joined = ops.in_order(joined) if linears[0].compute == "int8" else joined
+        group = cls(joined, [weight.shape[0] for weight in weights], [linear.bias for linear in linears])
         group.join()
         return group
 
