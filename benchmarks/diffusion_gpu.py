@@ -168,7 +168,7 @@ def _replace_linears(model: nn.Module, replaced: Callable[[nn.Linear], nn.Module
 
 @dataclass(frozen=True)
 class Contender:
-    """make: of the bfloat16 model; compiled: whether its blocks are compiled; weights: bits of a linear weight, for the table."""
+    """make: of the bfloat16 model; compiled: whether its blocks are compiled."""
 
     make: Callable[[nn.Module], nn.Module]
     compiled: bool = True
@@ -177,10 +177,13 @@ class Contender:
 def contenders(part: str) -> Mapping[str, Contender]:
     """All contenders, by their names in the table. Convolutions have a scale for each image in W8A8, and stay in 16 bits elsewhere."""
     w8a8 = hb.Config("int8_channel", compute="int8", activation="image" if part == "sdxl" else "row")
+    linears = hb.Config("int8_channel", skip=["*conv*"], compute="int8", activation="row")
+    of_unets = {"halfbyte W8A8, convolutions bf16, compiled": Contender(partial(halfbyte, config=linears))} if part == "sdxl" else {}
     return {
         BASELINE: Contender(lambda model: model),
         "bf16, eager": Contender(lambda model: model, compiled=False),
         "halfbyte W8A8, compiled": Contender(partial(halfbyte, config=w8a8)),
+        **of_unets,
         "halfbyte W8A8": Contender(partial(halfbyte, config=w8a8), compiled=False),
         "halfbyte W4A16, compiled": Contender(partial(halfbyte, config=hb.Config("int4_g128", compute="float"))),
         "halfbyte W4A8 rank 32, compiled": Contender(
@@ -317,7 +320,9 @@ def measure(part: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
                 raise
             print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}", flush=True)
             continue
-        print(f"  {name}: error {prepared[name].error:.4f}, ready after {time.perf_counter() - start:.0f} s, {_graphs()} graphs", flush=True)
+        print(
+            f"  {name}: error {prepared[name].error:.4f}, ready after {time.perf_counter() - start:.0f} s, {_graphs()} graphs", flush=True
+        )
     steps = {name: one.run for name, one in prepared.items()}
     if args.device == "cuda":
         seconds = gpu_times(steps, args.rounds)
@@ -336,7 +341,7 @@ def measure(part: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
 
 
 def results(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """The rows as a file of benchmarks/results: a row for each contender, fields such as `flux_1_ms`; those of an earlier file stay."""
+    """Return the rows as a file of benchmarks/results: a row for each contender, with fields such as `flux_1_ms`, beside the earlier ones."""
     runs = dict.fromkeys((row["part"], row["batch"]) for row in rows)
     table: dict[str, dict[str, Any]] = {}
     if args.json.exists():
@@ -344,9 +349,10 @@ def results(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, A
         table = {row["contender"]: row for row in earlier["rows"]}
         runs = dict.fromkeys([*((part, int(batch)) for part, batch in earlier["runs"]), *runs])
     for row in rows:
-        merged = table.setdefault(row["contender"], {"id": row["contender"].replace(",", "").replace(" ", "-"), "contender": row["contender"]})
+        name = row["contender"]
+        merged = table.setdefault(name, {"id": name.replace(",", "").replace(" ", "-"), "contender": name})
         at = f"{row['part']}_{row['batch']}"
-        merged |= {f"{at}_{name}": value for name, value in row.items() if name not in ("part", "batch", "contender")}
+        merged |= {f"{at}_{field}": value for field, value in row.items() if field not in ("part", "batch", "contender")}
     cells = [{"name": f"{p}, batch {b}", "cell": f"{{{p}_{b}_ms}} ({{{p}_{b}_speedup}}×)"} for p, b in runs]
     commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     card = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
@@ -379,8 +385,8 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", default=["flux", "sdxl"], choices=("flux", "sdxl"))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--blocks", nargs=2, type=int, default=[2, 4], metavar=("DOUBLE", "SINGLE"), help="of Flux (default: 2 4)")
-    parser.add_argument("--only", nargs="+", help="contenders whose names have one of these words; the baseline always takes part")
-    parser.add_argument("--attention", help="diffusers' attention backend of all contenders: _native_cudnn, _native_flash (default: torch's choice)")
+    parser.add_argument("--only", nargs="+", help="contenders whose names have one of these words, and the baseline")
+    parser.add_argument("--attention", help="diffusers' attention backend of Flux, such as _native_cudnn (default: torch's choice)")
     parser.add_argument("--whole", action="store_true", help="compile the whole model, not its blocks")
     parser.add_argument("--backend", default="inductor", help="of torch.compile; aot_eager to try the script quickly")
     parser.add_argument("--rounds", type=int, default=20)
