@@ -1,4 +1,4 @@
-"""One step of Flux-dev-shaped blocks or of SDXL's UNet on a GPU: halfbyte beside torch.compile in bfloat16, torchao, bitsandbytes, quanto, GGUF.
+"""One step of Flux-dev-shaped blocks or of SDXL's UNet on a GPU: halfbyte beside bfloat16, torchao, bitsandbytes, quanto and GGUF.
 
     python benchmarks/diffusion_gpu.py --part flux --batch 1 --json flux.json
 
@@ -341,7 +341,7 @@ def measure(part: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
 
 
 def results(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the rows as a file of benchmarks/results: a row for each contender, with fields such as `flux_1_ms`, beside the earlier ones."""
+    """Return the rows as a file of benchmarks/results: a row for each contender, with fields such as `flux_1_ms`; earlier ones stay."""
     runs = dict.fromkeys((row["part"], row["batch"]) for row in rows)
     table: dict[str, dict[str, Any]] = {}
     if args.json.exists():

@@ -2,9 +2,9 @@
 
 A `ResnetBlock2D` becomes four native calls: GroupNorm with SiLU, which adds the time embedding, quantizes where the convolution behind it
 has a scale for each image, and writes channels_last; and convolutions, of which the second one adds the residual. Its result is
-channels_last, as the images of the blocks behind it then are. On GPUs torch norms, and torch.compile fuses that with the copy to
-channels_last. On CPUs a `Transformer2DModel` leaves its tokens as they lie, which is channels_last, and attention processors call halfbyte's
-attention in place of torch's.
+channels_last, as the images of the blocks behind it then are. On GPUs torch norms; torch.compile fuses that with the copy to channels_last.
+On CPUs a `Transformer2DModel` leaves its tokens as they lie, which is channels_last, and attention processors call halfbyte's attention in
+place of torch's.
 
 Modules keep their classes' names, parameters and places. What these forwards do not compute is computed by diffusers': in training, for
 gradients, on CPUs under torch.compile, with hooks within a block, or where one of its layers was replaced. The names of its classes and of
