@@ -15,7 +15,7 @@ from halfbyte.formats import as_format
 from halfbyte.kernels import reference
 from halfbyte.layouts import gpu_tiles
 from halfbyte.ops import functions, row_codes
-from halfbyte.ops.ends import ends
+from halfbyte.ops.registration import ends
 
 N, K = 70, 256
 
@@ -35,12 +35,12 @@ def test_codes_are_those_of_the_reference() -> None:
     assert torch.equal(scale.nan_to_num(-1.0), wanted.scale[:, 0].nan_to_num(-1.0))
     assert scale.isnan().nonzero().flatten().tolist() == [1, 2]
     good = ~scale.isnan()
-    apart = (codes.int() - wanted.q.int())[good].abs()
-    assert apart.max() <= 1
+    difference = (codes.int() - wanted.q.int())[good].abs()
+    assert difference.max() <= 1
     # They differ only where x * inverse, of at most 127, is within a rounding, 2^-18, of k + 1/2.
     exact = x[good].double() * (127.0 / x[good].abs().amax(1, keepdim=True)).double()
     to_tie = (exact.frac().abs() - 0.5).abs()
-    assert (to_tie[apart > 0] <= 2**-18).all()
+    assert (to_tie[difference > 0] <= 2**-18).all()
 
 
 @pytest.fixture

@@ -205,7 +205,8 @@ class _Group:
     @classmethod
     def of(cls, linears: Sequence[QuantLinear]) -> _Group:
         weights = [linear.packed for linear in linears]
-        sizes, biases = [weight.shape[0] for weight in weights], [linear.bias for linear in linears]
+        sizes = [weight.shape[0] for weight in weights]
+        biases: list[Tensor | None] = [linear.bias for linear in linears]
         group = cls(ops.join(weights), sizes, biases, linears[0].compute == "int8")
         group.join()
         return group

@@ -87,7 +87,7 @@ def _normed_conv(
         y = norm(x if added is None else x + added[:, :, None, None])
         y = (functional.silu(y) if activated else y).contiguous(memory_format=torch.channels_last)
         within = residual if residual is None or conv.is_residual(residual, y) else None
-        y = conv(y, within, channels_last=True)
+        y = cast(Tensor, conv(y, within, channels_last=True))
         return y if residual is None or within is not None else y + residual
     numbers = window_numbers(conv.packed.sizes.kernel, conv.stride, conv.padding, conv.dilation)
     settings = {"compute": conv.compute, "activation": conv.activation}

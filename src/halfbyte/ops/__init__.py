@@ -11,7 +11,6 @@ grouped.py    linear layers of experts, on all devices
 transformer/  layers of language models
 fake_quantize.py    quantized and dequantized, with gradients
 checks.py     validation of arguments, on every device; tensors.py: tensors where kernels want them
-ends.py       the ends of clamps
 """
 
 from halfbyte.ops import library as library

@@ -23,11 +23,10 @@ from halfbyte.machine import Gpu
 from halfbyte.memory import joined
 from halfbyte.ops import cpu
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_plain_tensor, check_requantization, code_range
-from halfbyte.ops.ends import optional
 from halfbyte.ops.library import gpu_ops, transformed_linear
 from halfbyte.ops.long_sums import starts
 from halfbyte.ops.modes import differentiated, plain, transformed
-from halfbyte.ops.registration import OPS
+from halfbyte.ops.registration import OPS, optional
 from halfbyte.ops.row_codes import fused_by_inductor, quantize_rows, takes_codes
 from halfbyte.ops.tensors import geglu
 from halfbyte.quantizers import CALIBRATED, METHODS

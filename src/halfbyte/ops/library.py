@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from halfbyte.errors import ArgumentError
 from halfbyte.ops import cpu
-from halfbyte.ops.ends import bounded
 from halfbyte.ops.modes import differentiated
-from halfbyte.ops.registration import OPS, Gradients, VmapInfo, casts, differentiable, loops, transformation
+from halfbyte.ops.registration import OPS, Gradients, VmapInfo, bounded, casts, differentiable, loops, transformation
 from halfbyte.ops.tensors import geglu
 
 _library = torch.library.Library("halfbyte", "DEF")
