@@ -293,7 +293,7 @@ def measure(part: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
         call = whole.inputs(batch, torch.bfloat16)
     model: nn.Module = whole.model.eval().bfloat16()
     model.requires_grad_(False)
-    if args.attention:
+    if args.attention and part == "flux":
         model.set_attention_backend(args.attention)  # type: ignore[operator]
     if part == "sdxl":
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -146,7 +146,8 @@ def linear_codes(
     geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
     problem = Problem("linear", scale.numel(), n, k, geo.format, dtype, "int8", "row", paired=geo.paired)
     rows = activations.quantized(activations.plan(problem), aligned(q).view(-1, k), scale)
-    ends = Epilogue(bias, None if residual is None else aligned(residual).view(-1, n), low, high)
+    bias, residual = None if bias is None else aligned(bias), None if residual is None else aligned(residual)
+    ends = Epilogue(bias, None if residual is None else residual.view(-1, n), low, high)
     here = gpu(q.get_device())
     with on(q):
         run_first(choose(problem, here), here, (rows, gpu_tiles.views(weight, geo), out.view(-1, n), ends))

@@ -180,7 +180,7 @@ def quantized(plan: Plan, q: Tensor, scale: Tensor) -> Quantized:
     """
     if not plan.whole or plan.summed or plan.with_offset or plan.order != "plain" or (plan.columns, plan.k_padded) != q.shape:
         raise KernelError(f"rows of codes are whole tiles with one scale each, in the order of K, got {list(q.shape)} for {plan}")
-    return Quantized(plan, q, scale.view(1, -1), None, None)
+    return Quantized(plan, q, scale.reshape(1, -1), None, None)
 
 
 def quantize_activation(
