@@ -342,18 +342,21 @@ def measure(part: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
 
 def results(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
     """Return the rows as a file of benchmarks/results: a row for each contender, with fields such as `flux_1_ms`; earlier ones stay."""
-    runs = dict.fromkeys((row["part"], row["batch"]) for row in rows)
     table: dict[str, dict[str, Any]] = {}
+    columns = [{"name": "", "cell": "{contender}"}]
     if args.json.exists():
         earlier = json.loads(args.json.read_text(encoding="utf-8"))
-        table = {row["contender"]: row for row in earlier["rows"]}
-        runs = dict.fromkeys([*((part, int(batch)) for part, batch in earlier["runs"]), *runs])
+        table, columns = {row["contender"]: row for row in earlier["rows"]}, earlier["columns"]
     for row in rows:
-        name = row["contender"]
+        name, at = row["contender"], f"{row['part']}_{row['batch']}"
         merged = table.setdefault(name, {"id": name.replace(",", "").replace(" ", "-"), "contender": name})
-        at = f"{row['part']}_{row['batch']}"
         merged |= {f"{at}_{field}": value for field, value in row.items() if field not in ("part", "batch", "contender")}
-    cells = [{"name": f"{p}, batch {b}", "cell": f"{{{p}_{b}_ms}} ({{{p}_{b}_speedup}}×)"} for p, b in runs]
+        merged[at] = f"{row['ms']:.2f} ({row['speedup']:.2f}×)"
+        if (column := {"name": f"{row['part']}, batch {row['batch']}", "cell": f"{{{at}}}"}) not in columns:
+            columns.append(column)
+    for column in columns[1:]:
+        for merged in table.values():
+            merged.setdefault(column["cell"][1:-1], "")
     commit = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     card = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     return {
@@ -364,8 +367,7 @@ def results(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, A
         "versions": _versions(),
         "command": "python benchmarks/diffusion_gpu.py --part flux sdxl --batch 1 4",
         "left": 1,
-        "columns": [{"name": "", "cell": "{contender}"}, *cells],
-        "runs": list(runs),
+        "columns": columns,
         "rows": list(table.values()),
     }
 
