@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfbyte import ops
 from halfbyte.checkpoint import load_tensors, save
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen.elementary import GELU_BOUND
-from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.dequantized import dequantize_
@@ -351,3 +352,13 @@ def test_a_layer_whose_bytes_move_by_themselves_leaves_its_group(compute: Litera
     assert torch.equal(together.to("cpu")(x), alone(x))
     assert torch.equal(copy.deepcopy(together)(x), alone(x))
     assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in together.state_dict().items())
+
+
+@pytest.mark.parametrize("compute", ["int8", "float"])
+def test_bytes_are_in_the_order_of_k_for_integers(compute: str) -> None:
+    """On Hopper bytes are in pairs, which float compute takes; torch.compile writes codes of activations in the order of K."""
+    codes = ops.quantize(torch.randn(8, 128), "int8_channel")
+    linear = QuantLinear(gpu_tiles.pack(codes, paired=True), compute=compute)
+    fuse_(nn.Sequential(linear))
+    assert linear.packed.layout == (gpu_tiles.NAME if compute == "int8" else gpu_tiles.PAIRED)
+    assert torch.equal(linear.codes().data, codes.data)

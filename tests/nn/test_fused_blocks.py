@@ -68,6 +68,30 @@ def native(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.parametrize("settings", [{}, {"out": 32}, {"output_scale_factor": 2.0}, OF_VAE])
+def test_residual_blocks_as_on_gpus(settings: dict[str, Any], native: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch norms, the second convolution adds the residual, and all is channels_last, in one graph of torch.compile, too."""
+    monkeypatch.setattr(fused_blocks, "_on_gpu", lambda x: True)
+    model, (x, temb) = hb.quantize_(block(**settings), FLOAT), inputs()
+    temb = None if settings == OF_VAE else temb
+    wanted, residuals = run(model, x, temb), list[bool]()
+    fused = hb.fuse_(model)
+    forward = hb.QuantConv2d.forward
+
+    def watched(conv: Any, image: Tensor, added: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        residuals.append(added is not None)
+        return forward(conv, image, added, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hb.QuantConv2d, "forward", watched)
+        found = run(fused, x, temb)
+    assert same(found, wanted)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert (sum(residuals), native) == (1, [])
+    torch.compiler.reset()
+    assert same(run(torch.compile(fused, fullgraph=True, backend="aot_eager"), x, temb), wanted)
+
+
 @pytest.mark.parametrize("settings", [{}, {"out": 32}, {"output_scale_factor": 2.0}, {"skip_time_act": True}, OF_VAE])
 def test_residual_blocks(settings: dict[str, Any], native: list[int]) -> None:
     model, (x, temb) = hb.quantize_(block(**settings), FLOAT), inputs()

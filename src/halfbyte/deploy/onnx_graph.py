@@ -31,7 +31,7 @@ from halfbyte.layouts import convolution, cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import Filter, PackedConv, channels_first
 from halfbyte.ops.conv.images import filter_from_numbers
-from halfbyte.ops.ends import ends
+from halfbyte.ops.registration import ends
 from halfbyte.ops.tensors import geglu
 
 _INT8 = 4  # the accuracy level of MatMulNBits that rounds activations to int8, as compute="int8" does

@@ -95,6 +95,9 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
     check_type(model, nn.Module, "fuse_ takes a model, a torch.nn.Module", "pass the model that quantize_ or load returned")
     if not any(isinstance(module, QuantModule) for module in model.modules()):
         raise ArgumentError(f"fuse_ takes a quantized model, got a {type(model).__name__} without quantized layers: call quantize_ first")
+    for module in model.modules():
+        if type(module) is QuantLinear and module.compute == "int8" and module.packed_for is None:
+            module._set_packed(ops.in_order(module.packed))
     for path, parent in list(model.named_modules()):
         parts_of_name = path.split(".")
         is_cross = not _CROSS.isdisjoint(parts_of_name) or vars(parent).get("is_cross_attention", "attn2" in parts_of_name)  # in diffusers
@@ -178,6 +181,7 @@ class _Group:
 
     sizes   rows of each
     biases  the layers' own
+    integers  whether compute is "int8", for which bytes are in the order that `ops.in_order` gives
     cached_outputs  (an input, the outputs for it); one tuple, so that threads do not mix them
     check   the packed_check of all layers, each of which has a view of it
     """
@@ -185,11 +189,13 @@ class _Group:
     packed: Packed
     sizes: list[int]
     biases: list[Tensor | None]
+    integers: bool = False
     cached_outputs: tuple[Tensor, tuple[Tensor, ...]] | None = None
     _bias: Tensor | None = None
     check: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        self.packed = self._as_packed(self.packed)
         self.check = digest(self.packed.data)
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -199,7 +205,9 @@ class _Group:
     @classmethod
     def of(cls, linears: Sequence[QuantLinear]) -> _Group:
         weights = [linear.packed for linear in linears]
-        group = cls(ops.join(weights), [weight.shape[0] for weight in weights], [linear.bias for linear in linears])
+        sizes = [weight.shape[0] for weight in weights]
+        biases: list[Tensor | None] = [linear.bias for linear in linears]
+        group = cls(ops.join(weights), sizes, biases, linears[0].compute == "int8")
         group.join()
         return group
 
@@ -258,8 +266,11 @@ class _Group:
 
     def move(self, device: torch.device) -> None:
         if self.packed.device != device:
-            self.packed = ops.pack(ops.unpack(self.packed), device, sparse=self.packed.sparse)
+            self.packed = self._as_packed(ops.pack(ops.unpack(self.packed), device, sparse=self.packed.sparse))
             self.check = digest(self.packed.data)
+
+    def _as_packed(self, packed: Packed) -> Packed:
+        return ops.in_order(packed) if self.integers else packed
 
     def put(self, index: int, codes: Codes) -> None:
         """Give one of the layers other codes, of the same format and shape. They are written over the old ones, of which each layer has a
@@ -270,7 +281,7 @@ class _Group:
         if all(torch.equal(tensor, old[name]) for name, tensor in parts[index].tensors().items()):
             return
         sparse = self.packed.layout in (cpu_tiles.SPARSE, gpu_tiles.SPARSE)
-        packed = ops.pack(Codes.joined(parts, torch.cat), self.packed.device, sparse=sparse)
+        packed = self._as_packed(ops.pack(Codes.joined(parts, torch.cat), self.packed.device, sparse=sparse))
         if (packed.layout, packed.data.shape) != (self.packed.layout, self.packed.data.shape):
             raise UnsupportedError(
                 f"the fused layers are {SPARSITY} sparse, and the weight to be loaded is not: load the model first, then fuse_ it"

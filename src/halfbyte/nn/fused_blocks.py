@@ -1,12 +1,13 @@
-"""Residual blocks and attention of diffusers' UNets and VAEs on CPUs, without copies between memory formats.
+"""Residual blocks and attention of diffusers' UNets and VAEs, without copies between memory formats.
 
 A `ResnetBlock2D` becomes four native calls: GroupNorm with SiLU, which adds the time embedding, quantizes where the convolution behind it
 has a scale for each image, and writes channels_last; and convolutions, of which the second one adds the residual. Its result is
-channels_last, as the images of the blocks behind it then are. A `Transformer2DModel` leaves its tokens as they lie, which is channels_last.
-Attention processors call halfbyte's attention in place of torch's.
+channels_last, as the images of the blocks behind it then are. On GPUs torch norms; torch.compile fuses that with the copy to channels_last.
+On CPUs a `Transformer2DModel` leaves its tokens as they lie, which is channels_last, and attention processors call halfbyte's attention in
+place of torch's.
 
 Modules keep their classes' names, parameters and places. What these forwards do not compute is computed by diffusers': in training, for
-gradients, under torch.compile, on GPUs, with hooks within a block, or where one of its layers was replaced. The names of its classes and of
+gradients, on CPUs under torch.compile, with hooks within a block, or where one of its layers was replaced. The names of its classes and of
 two methods of Transformer2DModel are private: with versions of diffusers that were not tested nothing is replaced, and a warning says so.
 """
 
@@ -63,11 +64,15 @@ def _is_plain(block: nn.Module) -> bool:
     return quantized and plain_norm and not resamples and "forward" not in vars(block)
 
 
-def _is_norm_of(norm: nn.Module, conv: nn.Module) -> bool:
-    """Whether both are what `normed_conv2d` computes, for the same channels, on a CPU."""
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _is_norm_of(norm: nn.Module, conv: nn.Module, x: Tensor) -> bool:
+    """Whether both are what `normed_conv2d` computes, for the same channels, on the device of x."""
     if not _is_exactly(norm, nn.GroupNorm) or not _is_exactly(conv, QuantConv2d) or conv.padding_mode != "zeros":
         return False
-    return norm.num_channels == conv.in_channels and conv.packed_data.is_cpu
+    return norm.num_channels == conv.in_channels and conv.packed_data.device == x.device
 
 
 def _is_exactly(module: nn.Module, kind: type[_Kind]) -> TypeGuard[_Kind]:
@@ -78,6 +83,12 @@ def _is_exactly(module: nn.Module, kind: type[_Kind]) -> TypeGuard[_Kind]:
 def _normed_conv(
     x: Tensor, norm: nn.GroupNorm, conv: QuantConv2d, *, activated: bool, added: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
+    if _on_gpu(x):
+        y = norm(x if added is None else x + added[:, :, None, None])
+        y = (functional.silu(y) if activated else y).contiguous(memory_format=torch.channels_last)
+        within = residual if residual is None or conv.is_residual(residual, y) else None
+        y = cast(Tensor, conv(y, within, channels_last=True))
+        return y if residual is None or within is not None else y + residual
     numbers = window_numbers(conv.packed.sizes.kernel, conv.stride, conv.padding, conv.dilation)
     settings = {"compute": conv.compute, "activation": conv.activation}
     within = residual if residual is not None and conv.is_residual(residual, x) else None
@@ -119,11 +130,11 @@ class _Block(nn.Module):
         if not _is_exactly(self.nonlinearity, nn.SiLU) or not _is_exactly(self.dropout, nn.Dropout) or self.dropout.training:
             return False
         pairs = (self.norm1, self.conv1), (self.norm2, self.conv2)
-        if not all(_is_norm_of(*pair) for pair in pairs) or self.conv1.out_channels != self.norm2.num_channels:
+        if not all(_is_norm_of(*pair, x) for pair in pairs) or self.conv1.out_channels != self.norm2.num_channels:
             return False
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
             return False
-        return supports(x, self.norm1, self.norm2, added=temb) is None
+        return _on_gpu(x) or supports(x, self.norm1, self.norm2, added=temb) is None
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return _blank, (_Block, type(self).__mro__[2]), self.__dict__
@@ -142,7 +153,7 @@ class _Transformer(nn.Module):
         """hidden_states [B, C, H, W] -> [B, H * W, Ci] and Ci"""
         x, proj = hidden_states, self.proj_in
         if (
-            not _is_norm_of(self.norm, proj)
+            not _is_norm_of(self.norm, proj, x)
             or has_global_hooks()
             or (torch.is_grad_enabled() and proj.bias is not None and proj.bias.requires_grad)
             or supports(x, self.norm) is not None

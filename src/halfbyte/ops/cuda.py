@@ -125,6 +125,35 @@ def _linear(
         return replayed(steps, (x, weight, bias, residual), "linear", *settings, weight=1)
 
 
+def linear_codes(
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    low: float,
+    high: float,
+) -> Tensor:
+    """`linear` with rows that are quantized already (`row_codes.py`): q int8 [..., K], scale float32 [...] -> [..., N] of `dtype`."""
+    check_packed(weight, format, n, k, q.device)
+    from halfbyte.kernels.gpu.quantize import activations
+
+    out, weight = q.new_empty((*q.shape[:-1], n), dtype=dtype), aligned(weight)
+    geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
+    problem = Problem("linear", scale.numel(), n, k, geo.format, dtype, "int8", "row", paired=geo.paired)
+    rows = activations.quantized(activations.plan(problem), aligned(q).view(-1, k), scale)
+    bias, residual = None if bias is None else aligned(bias), None if residual is None else aligned(residual)
+    ends = Epilogue(bias, None if residual is None else residual.view(-1, n), low, high)
+    here = gpu(q.get_device())
+    with on(q):
+        run_first(choose(problem, here), here, (rows, gpu_tiles.views(weight, geo), out.view(-1, n), ends))
+    return out
+
+
 def _run(problem: Problem, x: Tensor, weight: tuple[Tensor, gpu_tiles.Geometry], out: Tensor, epilogue: Epilogue) -> None:
     """Multiply."""
     here = gpu(x.get_device())
@@ -139,7 +168,7 @@ def _run(problem: Problem, x: Tensor, weight: tuple[Tensor, gpu_tiles.Geometry],
     plain.linear(problem, x, weight[0], out, epilogue)
 
 
-def run_first(choice: Choice[Problem, GpuCandidate], here: Gpu, arguments: tuple[Tensor, *tuple[object, ...]]) -> None:
+def run_first(choice: Choice[Problem, GpuCandidate], here: Gpu, arguments: tuple[object, ...]) -> None:
     """Run the first option of `choice` that runs on this GPU; those before it are not chosen again."""
     problem = choice.problem
     recording = current_recording()

@@ -23,11 +23,11 @@ from halfbyte.machine import Gpu
 from halfbyte.memory import joined
 from halfbyte.ops import cpu
 from halfbyte.ops.checks import TABLE_PANEL, check_bias, check_device, check_operands, check_plain_tensor, check_requantization, code_range
-from halfbyte.ops.ends import optional
 from halfbyte.ops.library import gpu_ops, transformed_linear
 from halfbyte.ops.long_sums import starts
 from halfbyte.ops.modes import differentiated, plain, transformed
-from halfbyte.ops.registration import OPS
+from halfbyte.ops.registration import OPS, optional
+from halfbyte.ops.row_codes import fused_by_inductor, quantize_rows, takes_codes
 from halfbyte.ops.tensors import geglu
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.check import check_scales, check_weight
@@ -173,6 +173,14 @@ def _all_codes(packed: Packed) -> Packed:
     return sparse.unpack(packed) if current().spreads and packed.nbytes == geo.nbytes else packed
 
 
+def in_order(packed: Packed) -> Packed:
+    """The weight with its bytes in the order of K, not in the pairs that float compute takes on Hopper: int8 compute takes either, and
+    torch.compile writes codes of activations in the order of K (`row_codes.py`)."""
+    if packed.layout != gpu_tiles.PAIRED:
+        return packed
+    return replace(gpu_tiles.pack(_unpack(packed)), sparse=packed.sparse, source_format=packed.source_format)
+
+
 def join(parts: Sequence[Packed]) -> Packed:
     """The rows of weights [N, K] of one format and K, one weight after the other, as one: in their own memory where they were packed one
     after the other."""
@@ -234,6 +242,9 @@ def linear(
             if x.is_cpu:
                 return cpu.linear(x, packed.data, bias, residual, packed.name, n, k, compute, activation, low, high)
             return gpu_ops().packed_linear(x, packed, bias, residual, compute, activation, low, high)  # type: ignore[no-any-return]
+        if takes_codes(x, packed, bias, residual, compute, activation):
+            arguments = packed.data, bias, residual, packed.name, n, k, x.dtype, *optional(low, high)
+            return OPS.linear_codes.default(*quantize_rows(x), *arguments)  # type: ignore[no-any-return]
         run = transformed_linear if transformed() else OPS.linear.default
         return run(x, packed.data, bias, residual, packed.name, n, k, compute, activation, *optional(low, high))
     except Exception:
@@ -255,7 +266,7 @@ def linear_gelu(
     On the CPU it is computed before the product is rounded and written, with an error of at most 2^-20 of its argument; elsewhere,
     and where gradients are needed, by torch after the product. Otherwise as `linear`.
     """
-    if transformed():
+    if transformed() or fused_by_inductor(x):
         return functional.gelu(linear(x, packed, bias, compute=compute, activation=activation), approximate=approximate)
     try:
         n, k = _matrix(packed)
@@ -279,7 +290,7 @@ def linear_geglu(x: Tensor, packed: Packed, bias: Tensor | None = None, *, compu
     n, k = _matrix(packed)
     if n % 2:
         raise ArgumentError(f"linear_geglu takes a weight with an even number of rows, the two halves, got [{n}, {k}]")
-    if transformed():
+    if transformed() or fused_by_inductor(x):
         return geglu(linear(x, packed, bias, compute=compute, activation=activation))
     try:
         arguments = x, packed.data, bias, packed.name, n, k, compute, activation

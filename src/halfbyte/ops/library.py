@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from halfbyte.errors import ArgumentError
 from halfbyte.ops import cpu
-from halfbyte.ops.ends import bounded
 from halfbyte.ops.modes import differentiated
-from halfbyte.ops.registration import OPS, Gradients, VmapInfo, casts, differentiable, loops, transformation
+from halfbyte.ops.registration import OPS, Gradients, VmapInfo, bounded, casts, differentiable, loops, transformation
 from halfbyte.ops.tensors import geglu
 
 _library = torch.library.Library("halfbyte", "DEF")
@@ -31,6 +30,10 @@ _library.define(
     "linear_gelu(Tensor x, Tensor weight, Tensor? bias, str format, int n, int k, str compute, str activation, str approximate) -> Tensor"
 )
 _library.define("linear_geglu(Tensor x, Tensor weight, Tensor? bias, str format, int n, int k, str compute, str activation) -> Tensor")
+_library.define(
+    "linear_codes(Tensor q, Tensor scale, Tensor weight, Tensor? bias, Tensor? residual, str format, int n, int k, ScalarType dtype, "
+    "float? low, float? high) -> Tensor"
+)
 _library.define("qlinear(Tensor x, Tensor weight, Tensor table, str format, int n, int k, int low, int high) -> Tensor")
 _library.define("embedding(Tensor ids, Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
 _library.define("dequantize(Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
@@ -127,12 +130,18 @@ for _device in ("CPU", "CUDA"):
     _library.impl("qlinear", _implementation(_device, "qlinear"), _device)
     _library.impl("embedding", _implementation(_device, "embedding"), _device)
     _library.impl("dequantize", _implementation(_device, "dequantize"), _device)
+_library.impl("linear_codes", bounded(_implementation("CUDA", "linear_codes")), "CUDA")
 casts(_library, "linear", 0, 3)
 loops(_library, "linear_gelu", "linear_geglu", "qlinear", "embedding")
 torch.library.register_fake("halfbyte::linear", _linear_fake, lib=_library)
 torch.library.register_vmap("halfbyte::linear", _linear_vmap, lib=_library)
 torch.library.register_fake(
     "halfbyte::linear_gelu", lambda x, weight, bias, *sizes: _linear_fake(x, weight, bias, None, *sizes[:-1]), lib=_library
+)
+torch.library.register_fake(
+    "halfbyte::linear_codes",
+    lambda q, scale, weight, bias, residual, format, n, k, dtype, *_: q.new_empty((*q.shape[:-1], n), dtype=dtype),
+    lib=_library,
 )
 torch.library.register_fake("halfbyte::linear_geglu", _linear_geglu_fake, lib=_library)
 torch.library.register_fake(

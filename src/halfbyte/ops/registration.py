@@ -1,4 +1,5 @@
-"""Rules of torch for ops: derivatives, autocast and vmap, which library.py and others register for the ops that they define."""
+"""Rules of torch for ops, which library.py and others register for the ops that they define: derivatives, autocast and vmap, and the ends
+of clamps, of which an infinite one is None, since AOTInductor's packages cannot store infinite numbers."""
 
 from __future__ import annotations
 
@@ -9,16 +10,36 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UnsupportedError
-from halfbyte.ops.ends import ends
 from halfbyte.ops.modes import differentiated, has_tangent, plain
 
 OPS = torch.ops.halfbyte
+_INFINITE = float("inf")
+
+
+def optional(low: float, high: float) -> tuple[float | None, float | None]:
+    """The ends for an op."""
+    return None if low == -_INFINITE else low, None if high == _INFINITE else high
+
+
+def ends(low: float | None, high: float | None) -> tuple[float, float]:
+    """The inverse of `optional`."""
+    return -_INFINITE if low is None else low, _INFINITE if high is None else high
+
+
+def bounded(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`run`, whose last two arguments are the ends of a clamp, with those of an op."""
+
+    def with_ends(*arguments: *tuple[*tuple[object, ...], float | None, float | None]) -> Tensor:
+        *others, low, high = arguments
+        return run(*others, *ends(low, high))
+
+    return with_ends
 
 
 class Gradients(NamedTuple):
     """An op and its gradients: op(x, weight, bias, residual, *settings) -> y = clamp(x · W + bias + residual).
 
-    It is a linear layer or a convolution. Its settings end with the clamp's low and high, None where it has none (`ends.py`).
+    It is a linear layer or a convolution. Its settings end with the clamp's low and high, None where it has none.
 
     op       on any device
     product  (x, packed weight, *settings) -> x · W, in torch's operations with the dequantized weight, whatever the op's compute

@@ -343,3 +343,20 @@ def test_forward_mode() -> None:
         tangent = torch.autograd.forward_ad.unpack_dual(hb.linear(torch.autograd.forward_ad.make_dual(x, x), weight)).tangent
     assert torch.allclose(tangent, x @ hb.dequantize(weight).T, rtol=1e-2, atol=1e-2)  # torch multiplies in TF32, if it is told to
     assert torch.allclose(torch.func.jvp(lambda x: hb.linear(x, weight), (x,), (x,))[1], tangent)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["int8_channel", "int8_tensor"])
+def test_compiled_rows_are_quantized_by_inductor(name: str, dtype: torch.dtype) -> None:
+    """Next to a norm, GELU and a residual; rows of whole tiles. Codes may differ where x * inverse is within a rounding of k + 1/2."""
+    torch.manual_seed(0)
+    up, down = (
+        QuantLinear(packed_weight(name, *shape), compute="int8", activation="row", dtype=dtype) for shape in ((512, 256), (256, 512))
+    )
+    model = hb.fuse_(nn.Sequential(nn.LayerNorm(256), up, nn.GELU(approximate="tanh"), down).cuda().to(dtype))
+    x = torch.randn(2, 256, 256, device="cuda", dtype=dtype)
+    assert up.packed.layout == gpu_tiles.NAME
+    torch.compiler.reset()
+    with torch.no_grad():
+        y, eager = torch.compile(model, fullgraph=True)(x), model(x)
+    assert float((y.double() - eager.double()).norm() / eager.double().norm()) < 0.02

@@ -11,9 +11,8 @@ from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.kernels.problem import Combination
 from halfbyte.ops import cuda
-from halfbyte.ops.ends import bounded, optional
 from halfbyte.ops.modes import plain
-from halfbyte.ops.registration import loops, refuses_derivatives
+from halfbyte.ops.registration import bounded, loops, optional, refuses_derivatives
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.steps import ProgramStep

@@ -28,10 +28,9 @@ from halfbyte.ops.conv import cpu as cpu_conv
 from halfbyte.ops.conv import cuda as cuda_conv
 from halfbyte.ops.conv import elementwise
 from halfbyte.ops.conv.images import filter_from_numbers, from_numbers, in_memory_format_of, out_shape
-from halfbyte.ops.ends import bounded, optional
 from halfbyte.ops.long_sums import starts
 from halfbyte.ops.modes import differentiated, plain, transformed
-from halfbyte.ops.registration import Gradients, casts, differentiable, loops, transformation
+from halfbyte.ops.registration import Gradients, bounded, casts, differentiable, loops, optional, transformation
 from halfbyte.quantizers.check import check_weight
 
 _INFINITE = float("inf")

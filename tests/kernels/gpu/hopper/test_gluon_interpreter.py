@@ -19,15 +19,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from halfbyte.errors import KernelError
 from halfbyte.formats import as_format
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.gpu.conv import hopper as conv_hopper
 from halfbyte.kernels.gpu.hopper.gluon_compat import LARGER_VIEWS, async_load
 from halfbyte.kernels.gpu.linear import gemm_hopper, gemm_int8_hopper, skinny_hopper, skinny_hopper_config, skinny_int8_hopper
+from halfbyte.kernels.gpu.quantize import activations
 from halfbyte.kernels.gpu.runtime import launch
 from halfbyte.kernels.problem import Activation, ConvProblem, Epilogue, Problem, Window
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import GPUS
+from halfbyte.ops.row_codes import quantize_rows
 
 GPU = GPUS["sm_90"]
 CPU = torch.device("cpu")
@@ -137,6 +140,23 @@ def test_gemm_int8_hopper(name: str, activation: Activation, config: skinny_hopp
         module.launch(problem, config, x, views, out, Epilogue(bias, None, -1.0, 6.0))
     expected = reference.linear(x, codes, bias, "int8", activation, (-1.0, 6.0))
     assert reference.agrees(out, expected, reference.error_bound(x, codes, bias, "int8", activation)).all()
+
+
+def test_gemm_int8_hopper_of_codes() -> None:
+    """Rows that were quantized before, one tile of 256."""
+    m, n, k = 256, 72, 256
+    codes, x, bias = random_codes(as_format("int8_channel"), (n, k)), torch.randn(m, k).to(torch.bfloat16), torch.randn(n)
+    problem = Problem("linear", m, n, k, codes.format, x.dtype, "int8", "row")
+    views = gpu_tiles.views(gpu_tiles.pack(codes).data, gpu_tiles.geometry(codes.format, codes.shape))
+    rows = activations.quantized(activations.plan(problem), *quantize_rows(x))
+    out = torch.full((m, n), torch.nan, dtype=x.dtype)
+    with interpreted(gemm_int8_hopper):
+        config = replace(gemm_int8_hopper.configs(problem, GPU)[0], programs=1)
+        gemm_int8_hopper.launch(problem, config, rows, views, out, Epilogue(bias))
+    expected = (rows.q.double() * rows.scale.view(m, 1)) @ codes.dequantize(torch.float64).T + bias.double()
+    assert reference.agrees(out, expected, reference.error_bound(x, codes, bias, "int8", "row")).all()
+    with pytest.raises(KernelError, match="whole tiles"):
+        activations.quantized(activations.plan(replace(problem, m=300)), rows.q, rows.scale)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu.arithmetic import fma, round_product, scale_of
 from halfbyte.kernels.gpu.runtime import launch
 from halfbyte.kernels.gpu.runtime.scratch import workspace
@@ -172,6 +173,16 @@ def views(plan: Plan, memory: Tensor) -> Quantized:
     return Quantized(plan, q, section(at_scale, plan.groups), sums, offset)
 
 
+def quantized(plan: Plan, q: Tensor, scale: Tensor) -> Quantized:
+    """Rows that something else has quantized, as `launch` of the products takes them in place of x: q int8 [m, k], scale float32 [m].
+
+    Raises KernelError where kernels would read beyond them, or another order than that of K.
+    """
+    if not plan.whole or plan.summed or plan.with_offset or plan.order != "plain" or (plan.columns, plan.k_padded) != q.shape:
+        raise KernelError(f"rows of codes are whole tiles with one scale each, in the order of K, got {list(q.shape)} for {plan}")
+    return Quantized(plan, q, scale.reshape(1, -1), None, None)
+
+
 def quantize_activation(
     x: Tensor, plan: Plan, memory: Tensor, *, order: Tensor | None = None, share: int = 1, early: bool = False
 ) -> Quantized:  # fmt: skip
@@ -232,8 +243,13 @@ def first(multiply: Callable[..., None], extra_bytes: Callable[..., int], *, ear
     """A kernel file's `launch`, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue, memory) with
     `extra_bytes(problem, config)` bytes of memory of its own; early as in `quantize_activation`."""
 
-    def launch_both(problem: Problem, config: Any, x: Tensor, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue) -> None:
-        """x [M, K], the weight's sections, out [M, N]."""
+    def launch_both(
+        problem: Problem, config: Any, x: Tensor | Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue
+    ) -> None:
+        """x [M, K] or its codes, the weight's sections, out [M, N]."""
+        if isinstance(x, Quantized):
+            multiply(problem, config, x, weight, out, epilogue, workspace(out.device, extra_bytes(problem, config)))
+            return
         x_plan = plan(problem)
         memory = workspace(out.device, x_plan.nbytes + extra_bytes(problem, config))
         quantized = quantize_activation(x, x_plan, memory, early=early)
