@@ -52,7 +52,7 @@ class MatrixTile(Tile):
         self.parts = [range(start, min(start + part_rows, self.rows)) for start in range(0, self.rows, part_rows)]
         # Sums of a block until they are scaled. Those of weights, where activations have an offset, are stored before the sums of the block
         # before are scaled: two blocks' memory then.
-        self.block_bytes = 64 * self._accumulators
+        self.block_bytes = 64 * self._accumulator_count
         self.sum_slots = 1 + spec.activation.has_offset
         self.sums = f.alloca("i8", self.sum_slots * self.block_bytes, 64)
         self.unpacked_bytes = self.row_unit_bytes * isa.lanes * self.vectors
@@ -80,7 +80,7 @@ class MatrixTile(Tile):
     def emit(self, row_offset: Value) -> None:
         isa, f = self.isa, self.f
         self._prefetch_outputs(row_offset)
-        self._begin(row_offset)
+        self._initialize_totals(row_offset)
         unpacker = _Unpacker(self, row_offset) if self.int8.stored_bits == 4 else None
         if unpacker is not None:
             for _ in f.loop(isa.tuning.units_ahead):
@@ -94,7 +94,7 @@ class MatrixTile(Tile):
             with f.when(b > 0):
                 for rows in self.parts:
                     self._scale_part(rows, b - 1, row_offset)
-        self._end(row_offset, self._record(self.blocks - 1, row_offset).act_meta + 4 * FIELDS * self.rows)
+        self._finish_outputs(row_offset, self._record(self.blocks - 1, row_offset).act_meta + 4 * FIELDS * self.rows)
 
     def _record(self, b: Value, row_offset: Value) -> Record:
         """Return the addresses of block b; `weights` is that of the whole panel's codes, whatever the row offset."""
@@ -117,7 +117,7 @@ class MatrixTile(Tile):
         """Multiply block b. The sums of the block before are stored between its first products, each before its register is used."""
         activation, four_bits, isa, f = self.spec.activation, self.spec.weight.bits == 4, self.isa, self.f
         product = isa.tile_bf16_product if not self.integer else isa.tile_product if four_bits else isa.tile_unsigned_product
-        weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(self._accumulators - self.count)]
+        weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(self._accumulator_count - self.count)]
         block = self._record(b, row_offset)
 
         def unit(u: Value, begins: bool) -> None:
@@ -156,13 +156,13 @@ class MatrixTile(Tile):
     def _scale_part(self, rows: range, b: Value, row_offset: Value) -> None:
         """Scale the sums of these rows in block b and add them to the totals, 16 x 16 outputs at a time."""
         block, slot = self._record(b, row_offset), self._slot(b)
-        weight_sums = [slot.load(self.isa.ints, n * 64, 64) for n in range(self.count, self._accumulators)]
+        weight_sums = [slot.load(self.isa.ints, n * 64, 64) for n in range(self.count, self._accumulator_count)]
         for v in range(self.vectors):
             self.scaled_rows, self.scaled_vectors = rows, range(v, v + 1)
-            self._scale(functools.partial(self._sum, slot, block), block, weight_sums)
+            self._add_scaled(functools.partial(self._sum, slot, block), block, weight_sums)
 
     def _sum(self, slot: Value, block: Record, n: int) -> Value:
-        """Return the n-th vector of a block's sums, with the correction or zero points that `Tile._start` begins with."""
+        """Return the n-th vector of a block's sums, with the correction or zero points that `Tile._initial_sums` begins with."""
         f, (row, v) = self.f, divmod(n, self.vectors)
         total = slot.load(self.sum_type, n * 64, 64)
         if self.integer:
@@ -179,7 +179,7 @@ class MatrixTile(Tile):
 
 
 class _RequantizingMatrixTile(MatrixTile, RequantizingTile):
-    def _total_sum(self, n: int, block_sum: Value) -> Value:
+    def _new_total(self, n: int, block_sum: Value) -> Value:
         return self._total(n).bits(self.isa.ints) + block_sum
 
 

@@ -62,21 +62,21 @@ class BracketingTile(Tile):
         super().__init__(spec, isa, f, (*pointers, columns, ahead, tile_index, tile_count))
         self.integers = f.variable(self.memory + _INTEGERS)
 
-    def _start(self, block: Record) -> list[Value]:
+    def _initial_sums(self, block: Record) -> list[Value]:
         return [self._field(block.act_meta, OFFSET, i, "i32") for i in range(self.rows) for _ in range(self.vectors)]
 
-    def _scale(self, total: Callable[[int], Value], record: Record, weight_sums: list[Value]) -> None:
+    def _add_scaled(self, sum_of: Callable[[int], Value], record: Record, weight_sums: list[Value]) -> None:
         isa, f, integers, size = self.isa, self.f, self.integers.value, 4 * self.isa.lanes
         self.integers.value = integers + _BLOCK_BYTES
         for i in self.scaled_rows:
             scale = None if self.spec.scaled_at_end else self._field(record.act_meta, SCALE, i, "float")
             for v in self.scaled_vectors:
                 n = i * self.vectors + v
-                bracket = isa.short_products(f, total(n) ^ SIGN_BIT, integers.load(isa.ints, v * size, size)).to("float")
+                bracket = isa.short_products(f, sum_of(n) ^ SIGN_BIT, integers.load(isa.ints, v * size, size)).to("float")
                 self._set_total(n, self._total(n) + bracket if scale is None else f.fma(bracket, scale, self._total(n)))
             f.fence()
 
-    def _end(self, row_offset: Value, act_end: Value) -> None:
+    def _finish_outputs(self, row_offset: Value, act_end: Value) -> None:
         isa, f, size = self.isa, self.f, 4 * self.isa.lanes
         least = f.value(isa.floats, 0.0)
         for n in range(self.count):
@@ -85,7 +85,7 @@ class BracketingTile(Tile):
             exponents = (self.memory + _EXPONENTS).load(isa.floats, n % self.vectors * size, size)
             self._set_total(n, isa.times_power(f, total, exponents))
         self.memory.store((least.bits(isa.ints) << 1).reduce("or").to("i64"))
-        super()._end(row_offset, act_end)
+        super()._finish_outputs(row_offset, act_end)
 
 
 @function(*["ptr"] * 5, *["i64"] * 3, "ptr")

@@ -123,34 +123,34 @@ class ExpandedTile(Tile):
         with f.when(ends):
             self._prefetch_outputs(row_offset)
         with f.when(begins):
-            self._begin(row_offset)
+            self._initialize_totals(row_offset)
         if self.in_registers:
             with f.when(begins.equals(0)):
                 for n, total in enumerate(self.totals):
                     total.value = self.sums.load(self.isa.floats, n * size, size)
-        part = PanelSlice(row_offset, row_offset, row_offset, row_offset)
-        act_end = self._blocks(lambda: iter([part]), self.count_blocks, self.last_units)
+        only = PanelSlice(row_offset, row_offset, row_offset, row_offset)
+        act_end = self._multiply_blocks(lambda: iter([only]), self.count_blocks, self.last_units)
         with f.when(ends):
-            self._end(row_offset, act_end)
+            self._finish_outputs(row_offset, act_end)
         if self.in_registers:
             with f.when(ends.equals(0)):
                 for n, total in enumerate(self.totals):
                     self.sums.store(total.value, n * size, size)
 
-    def _block(self, block: Record) -> None:
+    def _multiply_block(self, block: Record) -> None:
         if self.spec.activation.one_unit:
             self._prefetch_next_activations(block.activations, self.rows * (self.row_unit_bytes + 4 * FIELDS))
-        super()._block(block)
+        super()._multiply_block(block)
         self.prefetch_at.value = self.prefetch_at.value + self.packed_meta
 
-    def _unit(self, unit: Record, sums: list[Value]) -> list[Value]:
+    def _multiply_unit(self, unit: Record, sums: list[Value]) -> list[Value]:
         prefetch_at = self.prefetch_at.value
         for line in self.f.loop(self.prefetch_lines):
             self.f.prefetch(prefetch_at + line * _LINE)
         self.prefetch_at.value = prefetch_at + self.packed_unit
         if not self.spec.activation.one_unit and self.isa.tuning.prefetching.sharing_tiles:
             self._prefetch_next_activations(unit.activations, self.rows * self.row_unit_bytes)
-        return super()._unit(unit, sums)
+        return super()._multiply_unit(unit, sums)
 
     def _steps(self, records: Value) -> Iterator[tuple[Value, ...]]:
         return (tuple(self.isa.stored(records + k * self.width, self.vectors)) for k in range(0, self.spec.activation.unit, 4))
@@ -178,14 +178,14 @@ class ExpandingTile(ExpandedTile):
         super().__init__(spec, isa, f)
         self.packed_at, self.scale, self.scale_size = f.variable(self.packed), spec.weight.scale, element_of(spec.weight.scale).size
 
-    def _block(self, block: Record) -> None:
+    def _multiply_block(self, block: Record) -> None:
         meta = self.packed_at.value + block.units * self.packed_unit
         self._expand_weight_meta(meta, block.weight_meta)
         if self.spec.weight.sparse:
             points = meta + self.column + PANEL * self.scale_size if self.panel.weight.zero == "point" else None
             self.zeros = zero_codes(self.isa, self.f, self.spec.weight.bits, points, self.vectors)
         self.complements = self._point_complements(meta) if self.panel.subtracts_points else None
-        super()._block(block)
+        super()._multiply_block(block)
         self.packed_at.value = self.packed_at.value + self.packed_meta
 
     def _steps(self, records: Value) -> Iterator[tuple[Value, ...]]:
