@@ -102,8 +102,8 @@ LINEAR = Block(
         "n",
         "panel_bytes",
         "panel_groups",
-        "at_once",  # panels that a tile takes
-        "together",  # panels that all row tiles pass over before the next ones
+        "panels_per_tile",  # panels that one call of a tile takes; 0 stands for 1
+        "panels_per_pass",  # panels that all row tiles pass over before the next ones
         "prefetching_tiles",  # so many of the row tiles, the last ones, share the prefetch of the next panel
         "zeros",
         "out_stride",

@@ -98,7 +98,7 @@ class ISA:
         """Elements of K that a tile takes at a time."""
         return geo.unit
 
-    def taking(self, m: int, inner: Inner) -> ISA:
+    def for_rows(self, m: int, inner: Inner) -> ISA:
         """The instruction set whose tiles M rows go through: this one, or its unit for products of matrices."""
         # Sums of bfloat16 products depend on the unit that makes them: one does all, so that a row does not depend on the others.
         first = self.tuning.matrix_rows if inner == "int8" else 1

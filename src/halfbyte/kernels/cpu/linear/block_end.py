@@ -27,7 +27,7 @@ from halfbyte.kernels.cpu.linear.tile_spec import FIELDS, ROUND, ROUND_RANGE, Ti
 from halfbyte.layouts.cpu_tiles import PANEL
 
 HIGHEST_CODE = 15  # of 4 bits
-_LARGEST_ACT = 127  # int8 activations are -127 … 127
+LARGEST_ACT = 127  # int8 activations are -127 … 127
 SCALE, CORRECTION, SUM, OFFSET = range(FIELDS)  # the fields of activations behind each block
 
 
@@ -37,7 +37,7 @@ def biasable(fmt: Format, block: int) -> bool:
     It is if ROUND + a block's sum of products is a float, ROUND times a scale, too, and sums of activations that meet points are int16.
     """
     largest = 1 << (fmt.code_bits - 1) if fmt.signed else (1 << fmt.bits) - 1
-    sum_fits = block * largest * _LARGEST_ACT <= ROUND_RANGE and (fmt.zero != "point" or block * _LARGEST_ACT < 1 << 15)
+    sum_fits = block * largest * LARGEST_ACT <= ROUND_RANGE and (fmt.zero != "point" or block * LARGEST_ACT < 1 << 15)
     return fmt.scale == torch.float16 and sum_fits
 
 

@@ -137,7 +137,7 @@ class _Plan:
         self.layers, self._m, self._threads = layers, size.batch * size.tokens, size.threads
         products = [product for layer in layers for product in (layer.qkv, layer.o, layer.up, layer.down)]
         padded, thread_bytes = attend_whole.sizes(size.tokens, size.tokens, first.dim, current())
-        laid_out = self._m * max(product.kernel.taking(self._m).row_bytes for product in products)
+        laid_out = self._m * max(product.kernel.for_rows(self._m).row_bytes for product in products)
         widths = first.qkv.n, first.o.k, first.o.n, first.o.n, first.up.n  # as in _Between
         sizes = laid_out, size.threads * thread_bytes, size.threads * 4 * first.o.n, *(4 * self._m * n for n in widths)
         *starts, end = accumulate((round_up(n, 64) for n in sizes), initial=0)

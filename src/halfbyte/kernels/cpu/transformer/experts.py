@@ -329,16 +329,17 @@ class _Experts(Emitter):
                 weights, bias = self._of_expert(linear, place)
                 after = i + (last - first)
                 after = f.umin(after.below(stop).select(after, following), end - 1)  # at the end a panel that was read: harmless
-                then = self._of_expert(linear, self._place(after // gate))[0] + after % gate * panel_bytes * (2 if self.spec.clamped else 1)
+                next_expert, _ = self._of_expert(linear, self._place(after // gate))
+                next_weights = next_expert + after % gate * panel_bytes * (2 if self.spec.clamped else 1)
                 a = self._laid_out(linear, f.value("i64", 0) if self.spec.single_row else place // self.top_k)
                 out = LINEAR.load(linear, "out", "ptr") + place * LINEAR.load(linear, "out_stride")
                 if self.spec.clamped:
-                    driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias, then=then)
+                    driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias, next_weights=next_weights)
                     gated = self.pointer("gated") + place * self.get("gated_stride")
                     self._clamped(out + first * (8 * PANEL), gated + first * (4 * PANEL), (last - first) * PANEL)
                 else:
                     driver.multiply(f, linear, tile, (first, last), a, out, weights, bias, first + gate)
-                    driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias, then=then)
+                    driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias, next_weights=next_weights)
                     begin = out + first * (4 * PANEL)
                     through_gates(f, self.isa, begin, (last - first) * PANEL, begin + up_offset)
                 at.value = i + (last - first)
@@ -377,9 +378,11 @@ class _Experts(Emitter):
                 place, more = self._place(pair), (pair + 1).below(pairs)
                 weights, bias = self._of_expert(linear, place)
                 after, _ = self._of_expert(linear, self._place(more.select(pair + 1, 0)))
-                then = after + more.select(start, following) * panel_bytes
+                next_weights = after + more.select(start, following) * panel_bytes
                 out = LINEAR.load(linear, "out", "ptr") + place * stride
-                driver.multiply(f, linear, tile, (start, stop), self._laid_out(linear, place), out, weights, bias, then=then)
+                driver.multiply(
+                    f, linear, tile, (start, stop), self._laid_out(linear, place), out, weights, bias, next_weights=next_weights
+                )
             columns = start * PANEL, f.umin(n, stop * PANEL)
             for r in f.loop(self.rows):
                 self._add(linear, r, columns)
