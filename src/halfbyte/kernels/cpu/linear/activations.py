@@ -260,7 +260,7 @@ class _Int8Row(_Row):
             self.set_field(act_meta, OFFSET, offset)
 
     def _extent(self, x: Value, elements: Value, n: Value) -> Value:
-        """Return the bits of the largest magnitude of so many elements, in n units: as integers they are ordered, and NaN is the largest."""
+        """Return the bits of the largest magnitude of so many elements, in n units: as integers, where NaN is the largest."""
         extent = self.f.variable(self.f.value(self.ints, 0))
         for u, _, raw in self.units(x, elements, n):
             for line in range(0, bytes_of(self.raw_type), 64):
