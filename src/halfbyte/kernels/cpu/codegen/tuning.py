@@ -135,7 +135,7 @@ class Tuning:
     def locality(self, m: int, inner: Inner, geo: Geometry) -> int | None:
         """Return where tiles of M rows prefetch their own weights to, as `llvm.prefetch` has it.
 
-        3 is the first-level cache, 2 the second, 0 the first without the others (`prefetchnta`); None: the CPU's own prefetcher does better.
+        3 is the first-level cache, 2 the second, 0 the first alone (`prefetchnta`); None: the CPU's own prefetcher does better.
         """
         return 0 if m <= self.prefetching.streamed_rows else 3
 

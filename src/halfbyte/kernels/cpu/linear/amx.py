@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 
-from halfbyte.errors import unreachable
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR
 from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
@@ -133,13 +132,8 @@ class MatrixTile(Tile):
             unpacker: Of 4-bit weights; None: weights have 8 bits, and are unsigned bytes.
         """
         activation, four_bits, isa, f = self.spec.activation, self.spec.weight.bits == 4, self.isa, self.f
-        match activation.inner:
-            case "bf16":
-                product = isa.tile_bf16_product
-            case "int8":
-                product = isa.tile_product if four_bits else isa.tile_unsigned_product
-            case _:
-                raise unreachable(activation.inner, "the products of matrix units of")
+        assert activation.inner != "float", "matrix units multiply int8 and bfloat16"
+        product = isa.tile_bf16_product if not self.integer else isa.tile_product if four_bits else isa.tile_unsigned_product
         weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(self._accumulator_count - self.count)]
         block = self._record(b, row_offset)
 
