@@ -66,7 +66,7 @@ def build(spec: TileSpec, isa: ISA, f: Function) -> None:
     tile = (RequantizingTile if spec.out == "i8" else Tile)(spec, isa, f)
     width = isa.lanes * spec.schedule.vectors
     slices = PANEL // width
-    assert slices * width == PANEL and slices & (slices - 1) == 0, f"a panel of {PANEL} is not 2^n slices of {width} outputs"
+    assert PANEL % width == 0 == slices & (slices - 1), f"a panel of {PANEL} is not 2^n slices of {width} outputs"
     if spec.schedule.panels > 1 or (slices > 1 and not tile.in_registers):
         tile.emit_interleaved(slices)
     elif slices > 1:
