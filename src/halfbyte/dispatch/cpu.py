@@ -49,7 +49,7 @@ class CpuCandidate(Candidate[Problem, ISA]):
         """Return how the kernel cuts outputs into tiles: of experts, those of the first one, which has the most rows."""
         rows = max(1, -(-problem.m // problem.experts))
         geo = cpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse)
-        return (machine.taking(rows, self.inner).tuning.tile(rows, self.inner, geo, codes=problem.dtype == torch.int8),)
+        return (machine.for_rows(rows, self.inner).tuning.tile(rows, self.inner, geo, codes=problem.dtype == torch.int8),)
 
     def kernel(self, problem: Problem, *, gelu: Gelu = "") -> LinearKernel:
         """Return the compiled kernel, followed by GELU if `gelu`. It is one for all numbers of rows, and finds their tiles itself."""

@@ -21,7 +21,7 @@ from halfbyte.ops.transformer.unrounded import rounded, unrounded
 from halfbyte.ops.transformer.weights import TensorAddresses, Weight, why_not_packed
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.transformer import attention_half, feed_forward, per_layer, sublayers
+    from halfbyte.kernels.cpu.transformer import attention_sublayer, feed_forward, per_layer, sublayers
 
 MOST_SEQUENCES = 64
 _CACHE_DTYPES = (*FLOATS, torch.int8)
@@ -152,18 +152,18 @@ class Attention(NamedTuple):
         vectors = [*_norms(k, self.pre_norm, self.post_norm), *qk_norms, *sinks, *_biases(weights)]
         _check(fits, "attention", shapes, expected, vectors, self.o_proj.packed.device)
 
-    def native(self, tensors: TensorAddresses) -> attention_half.Attention:
+    def native(self, tensors: TensorAddresses) -> attention_sublayer.Attention:
         """Return the same by the addresses of its tensors, which `tensors` keeps alive."""
-        from halfbyte.kernels.cpu.transformer import attention_half
+        from halfbyte.kernels.cpu.transformer import attention_sublayer
 
         heads = self.heads
         qk_norm = None if heads.qk_norm is None else (native_norm(tensors, heads.qk_norm[0]), native_norm(tensors, heads.qk_norm[1]))
         sinks = 0 if heads.sinks is None else tensors.as_float32(heads.sinks)
         changed = {"qk_norm": qk_norm, "rotary_dim": heads.rotary_width, "sinks": sinks}  # the other fields are the same
-        native_heads = attention_half.Heads(**heads._asdict() | changed)
+        native_heads = attention_sublayer.Heads(**heads._asdict() | changed)
         pre_norm, post_norm = _native_norms(tensors, self.pre_norm, self.post_norm)
         qkv = tuple(map(tensors.product, self.qkv))
-        return attention_half.Attention(qkv, tensors.product(self.o_proj), pre_norm, post_norm, self.residual_multiplier, native_heads)
+        return attention_sublayer.Attention(qkv, tensors.product(self.o_proj), pre_norm, post_norm, self.residual_multiplier, native_heads)
 
 
 class FeedForward(Protocol):

@@ -41,8 +41,8 @@ def test_the_last_tiles_ask_in_turn(asking: int) -> None:
         "n": 32,
         "panel_groups": 1,
         "chunks": 1,
-        "at_once": 1,
-        "together": 1,
+        "panels_per_tile": 1,
+        "panels_per_pass": 1,
         "prefetching_tiles": asking,
     }
     block = LINEAR.buffer({"tile_function": tile, "out": said.data_ptr(), "out_stride": 16, **some})
@@ -80,7 +80,7 @@ def test_shares_of_a_panel_are_all_of_it(tiles: int) -> None:
 def test_who_asks_on_zen_5() -> None:
     def asking(name: str, k: int, m: int) -> int:
         kernel = LinearKernel(as_format(name), 4096, k, torch.float32, "int8", "block", isa=AVX512VNNI("zen5"))
-        return kernel.asking(m, -(-m // kernel.tiling(m).rows))
+        return kernel.sharing_tiles(m, -(-m // kernel.tiling(m).rows))
 
     assert [asking("q4_0", 4096, m) for m in (8, 16, 40, 64, 128)] == [0, 3, 7, 8, 0]
     assert [asking("int8_channel", 4096, m) for m in (8, 16, 96, 128, 512)] == [0, 2, 8, 8, 8]

@@ -27,7 +27,7 @@ CASES = [
     (8, "none", 32, F16, F32, "block"), (8, "offset", 40, F16, F16, "block"), (8, "none", 300, F32, BF16, "row_offset"),
 ]  # fmt: skip
 # (M, N, K): some of the rows whose sums wait, and more; parts of a panel; K in several chunks of blocks, and in one
-SHAPES = ((67, 81, 2900), (5 * expanded.WAITING_ROWS + 1, 47, 40))
+SHAPES = ((67, 81, 2900), (5 * expanded.PARTIAL_ROWS + 1, 47, 40))
 
 
 def plain(isa: ISA) -> ISA:

@@ -322,8 +322,8 @@ def test_huge_tiny_and_zero_activations(case: Case, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_epilogue_finishes_each_vector_with_and_without_a_residual_and_each_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    finished, finish = list[object](), Epilogue._finished
-    monkeypatch.setattr(Epilogue, "_finished", lambda *arguments: finished.append(1) or finish(*arguments))
+    finished, finish = list[object](), Epilogue._activated
+    monkeypatch.setattr(Epilogue, "_activated", lambda *arguments: finished.append(1) or finish(*arguments))
     rows, vectors = 3, 2
     tile.build(tile_spec("int8", 4, "none", (32, True), rows, vectors), RUNNABLE[0])
     assert len(finished) == 2 * rows * vectors + rows  # the last ones in a loop over the outputs of a row that the weight has

@@ -121,11 +121,11 @@ def test_what_is_not_supported() -> None:
     assert attention.supports(q, k, v, None)
     assert not attention.supports(q.requires_grad_(), k, v, None)
     q = q.detach()
-    others = (q.bfloat16(), q[:, :1], q[..., :6], q.mT.contiguous().mT, q[:, :, :0])
+    others = (q.bfloat16(), q[:, :1], q[..., :6], q.mT.contiguous().mT, q[:, :, :0], q[0], q.to("meta"))
     assert not any(attention.supports(other, k, v, None) for other in others)
     assert not attention.supports(q[..., :6], k[..., :6], v[..., :6], None)
     masks = (torch.zeros(2, 1, 6, 6), torch.ones(2, 2, 6, 6, dtype=torch.bool), torch.ones(2, 1, 6, 5, dtype=torch.bool))
-    assert not any(attention.supports(q, k, v, mask) for mask in masks)
+    assert not any(attention.supports(q, k, v, mask) for mask in (*masks, torch.ones(2, 1, 6, 6, dtype=torch.bool, device="meta")))
 
 
 def test_the_op() -> None:

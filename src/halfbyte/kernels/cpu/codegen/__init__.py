@@ -1,9 +1,9 @@
-"""What makes, compiles and starts kernels on CPUs.
+"""Generates, compiles and starts kernels on CPUs. To read it: kernel.py, ir.py, isa.py, then jit.py.
 
-ir.py            an emitter of LLVM IR; elements.py: element types in memory
-isa.py, isas.py  what kernels ask of an instruction set, and which one is taken: isa_x86.py, isa_amx.py, isa_arm.py, isa_riscv.py
+kernel.py        a kernel: a specification, and the function that emits its code
+ir.py            emits LLVM IR; elements.py: element types in memory; elementary.py: exp, GELU and others
+isa.py           what kernels ask of an instruction set; isa_x86.py, isa_amx.py, isa_arm.py, isa_riscv.py: each; isas.py: which is used
 tuning.py        numbers chosen by measurement for each microarchitecture: tile sizes, prefetch distances, thresholds
-kernel.py        a kernel: its specification, and the function that generates its code; jit.py compiles and caches
-arguments.py     the tables through which arguments get there; runtime.py: the threads that run it
-elementary.py    elementary functions of each lane
+jit.py           compiles, caches and links
+arguments.py     the blocks of memory that hold a call's arguments; runtime.py: the threads that run it
 """

@@ -1,7 +1,11 @@
-"""The blocks of memory through which Python hands arguments to generated code: one table a family of kernels.
+"""The blocks of memory through which Python passes arguments to generated code: a `Block` names the fields of a family of kernels.
 
-Python writes a block with one `struct` call; generated code reads a field at the offset that its name has here. Every field
-is 8 bytes but for the two halves of `clamp`. The header is the same for all: `runtime.py` reads it.
+Python writes a block with one `struct` call; generated code loads a field from the offset that its name has here. Fields are int64, or
+addresses, or pairs of float32. All begin with the same header, which `runtime.py` reads:
+
+    first_phase, second_phase   addresses of functions (arguments, thread, threads); 0: there is no second phase
+    openmp                      `runtime.openmp_address`
+    counter                     0 before the call; threads draw work from it
 """
 
 from __future__ import annotations
@@ -20,7 +24,12 @@ _HEADER = ("first_phase", "second_phase", "openmp", "counter")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The fields of one kind of call. Those in `floats` are pairs of float32 that share 8 bytes."""
+    """The fields of one kind of call, of 8 bytes each.
+
+    Attributes:
+        fields: Their names.
+        floats: Those which are pairs of float32.
+    """
 
     fields: tuple[str, ...]
     floats: frozenset[str] = frozenset()
@@ -30,13 +39,13 @@ class Block:
         object.__setattr__(self, "_offsets", {name: 8 * i for i, name in enumerate(self.fields)})
 
     def struct(self, first: str | None = None, last: str | None = None) -> struct.Struct:
-        """The layout of all fields, or of those from `first` to `last`."""
+        """Return the struct of all fields, or of those from `first` to `last`."""
         start = 0 if first is None else self.fields.index(first)
         stop = len(self.fields) if last is None else self.fields.index(last) + 1
         return struct.Struct("<" + "".join("2f" if f in self.floats else "q" for f in self.fields[start:stop]))
 
     def buffer(self, values: Mapping[str, int | tuple[float, float]]) -> Buffer:
-        """A block with these values, and 0 in all other fields."""
+        """Return a block with these values, and 0 in all other fields."""
         buffer = ctypes.create_string_buffer(8 * len(self.fields))
         for name, value in values.items():
             if isinstance(value, tuple):
@@ -46,26 +55,28 @@ class Block:
         return buffer
 
     def offset(self, field: str) -> int:
+        """Return the offset of a field in bytes."""
         return self._offsets[field]
 
     def load(self, args: Value, field: str, type_: str = "i64") -> Value:
+        """Emit the load of a field of the block at `args`: an integer, or an address with type "ptr"."""
         return args.load(type_, self.offset(field), 8)
 
     def load_floats(self, args: Value, field: str) -> tuple[Value, Value]:
-        """The two halves of a field."""
+        """Emit the loads of a field's two floats."""
         first, second = ((args + self.offset(field)).load("float", at, 4) for at in (0, 4))
         return first, second
 
     def known(self, values: Mapping[str, int]) -> dict[str, int]:
-        """Those that the block has fields for."""
+        """Return the values that the block has fields for."""
         return {field: value for field, value in values.items() if field in self.fields}
 
 
 LINEAR = Block(
     (
         *_HEADER,
-        # what changes from call to call, `counter` included: activations [M, K], where their tiles go, weights, bias, outputs;
-        # `residual`: bytes from an output to what is added to it, 0 for nothing
+        # what changes from call to call, `counter` included: activations [M, K], memory of their tiles, weights, bias, outputs;
+        # `residual`: bytes from an output to its residual, 0 for none
         "x",
         "x_stride",
         "scratch",
@@ -90,7 +101,7 @@ LINEAR = Block(
         "lesser_tiles",
         "tile_function",
         "lesser_tile_function",
-        # what passes all row tiles over a panel, the first of which expands its codes, so many blocks at a time; 0 where all are packed
+        # the function that loops over all row tiles of a panel, and its tiles (`expanded.py`, `bracketed.py`); 0: `driver.multiply` does
         "panel_function",
         "expanding_tile_function",
         "expanding_lesser_tile_function",
@@ -102,8 +113,8 @@ LINEAR = Block(
         "n",
         "panel_bytes",
         "panel_groups",
-        "at_once",  # panels that a tile takes
-        "together",  # panels that all row tiles pass over before the next ones
+        "panels_per_tile",  # panels that one call of a tile takes; 0 stands for 1
+        "panels_per_pass",  # panels that all row tiles pass over before the next ones
         "prefetching_tiles",  # so many of the row tiles, the last ones, share the prefetch of the next panel
         "zeros",
         "out_stride",

@@ -1,5 +1,4 @@
-"""Elementary functions of each lane, float: exp, SiLU(x) = x / (1 + exp(-x)), tanh(x) = 1 - 2 / (1 + exp(2 x)), GELU and its tanh
-approximation.
+"""Emits elementary functions of each lane of a float vector x: exp, SiLU, tanh, GELU and its tanh approximation.
 
     exp(x) = 2^n * exp(r),  n = round(x / ln 2),  |r| <= ln(2) / 2,  exp(r) by a polynomial of degree 7 (Cephes' expf)
 
@@ -23,11 +22,12 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND, ROUND_BITS
 
 EXP_BOUND, GELU_BOUND = 2.0**-22, 2.0**-20
-_LEAST, _MOST = -87.0, 88.0
-_LN2 = 0.693359375, -2.12194440e-4
+_LEAST, _MOST = -87.0, 88.0  # exp of less is 0, of more is exp(88)
+_LOG2_E = 1.4426950408889634
+_LN2 = 0.693359375, -2.12194440e-4  # the two parts of ln 2
 _ROOT = math.sqrt(2 / math.pi)
-_P = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_FAR = 5.6
+_EXP_P = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_FAR = 5.6  # beyond, Phi is 0 or 1
 _GELU_P = (
     0.398942232131958,
     0.0343761146068573,
@@ -40,15 +40,16 @@ _GELU_Q = (1.0, 0.25283384323120117, 0.028940092772245407, 0.0019129789434373379
 
 
 def exp(f: Function, x: Value) -> Value:
+    """exp of each lane of x, float"""
     ints = vector("i32", lanes_of(x.type))
     inside = x.max_keeping_nan(_LEAST).min_keeping_nan(_MOST)
-    shifted = f.fma(inside, f.value(x.type, 1.4426950408889634), f.value(x.type, ROUND))
+    shifted = f.fma(inside, f.value(x.type, _LOG2_E), f.value(x.type, ROUND))
     n = shifted - ROUND
     r = inside
     for part in _LN2:
         r = f.fma(n, f.value(x.type, -part), r)
-    total = f.value(x.type, _P[0])
-    for c in _P[1:]:
+    total = f.value(x.type, _EXP_P[0])
+    for c in _EXP_P[1:]:
         total = f.fma(total, r, f.value(x.type, c))
     total = f.fma(total, r * r, r) + 1.0
     power = ((shifted.bits(ints) - (ROUND_BITS - 127)) << 23).bits(x.type)
@@ -56,10 +57,12 @@ def exp(f: Function, x: Value) -> Value:
 
 
 def silu(f: Function, x: Value) -> Value:
+    """x / (1 + exp(-x))"""
     return x / (exp(f, f.value(x.type, -0.0) - x) + 1.0)
 
 
 def tanh(f: Function, x: Value) -> Value:
+    """1 - 2 / (1 + exp(2 x))"""
     return f.value(x.type, 1.0) - f.value(x.type, 2.0) / (exp(f, x + x) + 1.0)
 
 
@@ -76,7 +79,7 @@ def gelu_tanh(f: Function, x: Value) -> Value:
 
 
 def gelu(f: Function, x: Value) -> Value:
-    """GELU of each lane of x, float."""
+    """x * Phi(x)"""
     near = x.max_keeping_nan(-_FAR).min_keeping_nan(_FAR)
     square = near * near
     phi = near * _polynomial(f, _GELU_P, square) / _polynomial(f, _GELU_Q, square) + 0.5
@@ -84,6 +87,7 @@ def gelu(f: Function, x: Value) -> Value:
 
 
 def _polynomial(f: Function, coefficients: Sequence[float], x: Value) -> Value:
+    """Return the sum of coefficients[i] * x^i."""
     total = f.value(x.type, coefficients[-1])
     for c in coefficients[-2::-1]:
         total = f.fma(total, x, f.value(x.type, c))

@@ -1,7 +1,7 @@
-"""The types of elements in memory: what specifications call them, and what LLVM IR loads and stores.
+"""The types of elements in memory: their names in specifications, and what LLVM IR loads and stores.
 
-One more is a line of `ELEMENTS` and its conversions, `ISA.to_float` and `ISA.from_float`; what it is for (scales: `formats/spec.py`,
-activations: `ops/checks.py`) is decided elsewhere.
+A new type is a line of `ELEMENTS` and its conversions, `ISA.to_float` and `ISA.from_float`. Where it may be used is decided elsewhere: for
+scales in `formats/spec.py`, for activations in `ops/checks.py`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ KINDS: dict[torch.dtype, Kind] = {element.dtype: kind for kind, element in ELEME
 
 
 def element_of(kind: Kind) -> Element:
-    """Raises UnsupportedError for a kind that no kernel can read."""
+    """Return the element of a kind. Raise UnsupportedError for a kind that no kernel reads."""
     return lookup(ELEMENTS, kind, "the element type")
 
 
 def kind_of(dtype: torch.dtype) -> Kind:
-    """The name that specifications have for a dtype. Raises UnsupportedError for a dtype that no kernel can read."""
+    """Return the kind of a dtype. Raise UnsupportedError for a dtype that no kernel reads."""
     return lookup(KINDS, dtype, "the element type")

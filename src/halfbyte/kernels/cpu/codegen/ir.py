@@ -1,7 +1,13 @@
-"""A small emitter of LLVM IR: Python loops unroll, `for i in f.loop(n)` runs.
+"""A small emitter of LLVM IR: a Python loop unrolls its body, `for i in f.loop(n)` emits it once and runs it n times.
 
 A `Value` is one SSA value with Python's operators. A `Variable` is a stack slot that LLVM turns into a register.
 A `Function` collects the text of one function, a `Module` that of all its functions and the intrinsics they call.
+
+    module = Module()
+    f = module.function("add_one", ["ptr", "i64"])
+    x, n = f.parameters
+    for i in f.loop(n):
+        (x + i * 4).store((x + i * 4).load("float") + 1.0)
 
 Arithmetic means what it says: no fast-math flags, no contraction; where a fused multiply-add is meant, `Function.fma` says so.
 Offsets of pointers are bytes. Integers are signed unless a method's name says otherwise. Types are LLVM's own spelling
@@ -15,13 +21,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-# jit.py does not trust sources that were changed after this time: each generator imports this file before its own text runs.
+# jit.py does not key by sources that were changed after this time: each generator imports this file before its own text runs.
 IMPORTED = time.time_ns()
 _FLOATS = {"half", "bfloat", "float", "double"}
 _BITS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "half": 16, "bfloat": 16, "float": 32, "double": 64, "ptr": 64}
 
 
 def vector(element: str, lanes: int) -> str:
+    """Return the type of so many lanes: that of an element for one."""
     return f"<{lanes} x {element}>" if lanes > 1 else element
 
 
@@ -38,7 +45,7 @@ def bytes_of(type_: str) -> int:
 
 
 def alignment_of(type_: str) -> int:
-    """The alignment of a variable of this type: its size, up to the next power of two."""
+    """Return the alignment of a variable of this type: its size, up to the next power of two."""
     return 1 << (bytes_of(type_) - 1).bit_length()
 
 
@@ -47,14 +54,14 @@ def is_float(type_: str) -> bool:
 
 
 def mangled(type_: str) -> str:
-    """The suffix by which an intrinsic's overload for `type_` is known: "<8 x float>" -> "v8f32"."""
+    """Return the suffix of an intrinsic's overload for `type_`: "<8 x float>" -> "v8f32"."""
     element, lanes = element_of(type_), lanes_of(type_)
     name = "bf16" if element == "bfloat" else f"f{_BITS[element]}" if element in _FLOATS else element
     return f"v{lanes}{name}" if lanes > 1 else name
 
 
 def literal(type_: str, x: float) -> str:
-    """A constant in LLVM's spelling, rounded to the type if it is one of floats. Raises ValueError for an integer type and a fraction."""
+    """Return a constant in LLVM's spelling, rounded to a float type. Raise ValueError for an integer type and a fraction."""
     element = element_of(type_)
     if element not in _FLOATS:
         if x != int(x):
@@ -123,7 +130,7 @@ class Value:
         return self._binary("", "fdiv", other, swap=True)
 
     def __floordiv__(self, other: Value | float) -> Value:
-        """Unsigned division, as of sizes and indices; so is the remainder."""
+        """Divide unsigned numbers, as sizes and indices are; `%` is unsigned, too."""
         return self._binary("udiv", "", other)
 
     def __mod__(self, other: Value | float) -> Value:
@@ -142,7 +149,7 @@ class Value:
         return self._binary("shl", "", other)
 
     def __rshift__(self, other: Value | int) -> Value:
-        """Logical shift: zeros come in from the left."""
+        """Shift logically: zeros come in from the left."""
         return self._binary("lshr", "", other)
 
     def shift_signed(self, other: Value | int) -> Value:
@@ -156,7 +163,7 @@ class Value:
         return self.fn.emit(vector("i1", lanes_of(self.type)), f"{op} {kind} {self.type} {self.name}, {right.name}")
 
     def __lt__(self, other: Value | float) -> Value:
-        """Signed for integers; for floats false where either is NaN."""
+        """Compare signed integers, or floats: false where either is NaN."""
         return self._compare("slt", "olt", other)
 
     def __gt__(self, other: Value | float) -> Value:
@@ -172,14 +179,14 @@ class Value:
         return self._compare("ne", "", other)
 
     def below(self, other: Value | int) -> Value:
-        """Unsigned, so that what is negative is not below a size."""
+        """Compare unsigned: a negative number is not below a size."""
         return self._compare("ult", "", other)
 
     def is_nan(self) -> Value:
         return self._compare("", "uno", self)
 
     def distance(self, other: Value) -> Value:
-        """Bytes from this pointer to another."""
+        """Return the bytes from this pointer to another."""
         here, there = (self.fn.emit("i64", f"ptrtoint ptr {p.name} to i64") for p in (self, other))
         return there - here
 
@@ -187,17 +194,17 @@ class Value:
         return self.fn.emit("i1", f"icmp eq ptr {self.name}, null")
 
     def select(self, yes: Value, no: Value | float) -> Value:
-        """`yes` where this condition holds, else `no`."""
+        """Return `yes` where this condition holds, else `no`."""
         other = self.fn.value(yes.type, no)
         return self.fn.emit(yes.type, f"select {self.type} {self.name}, {yes.type} {yes.name}, {other.type} {other.name}")
 
     def max_keeping_nan(self, other: Value | float) -> Value:
-        """max(self, other), but self where either is NaN."""
+        """Return max(self, other), but self where either is NaN."""
         right = self.fn.value(self.type, other)
         return (self < right).select(right, self)
 
     def min_keeping_nan(self, other: Value | float) -> Value:
-        """min(self, other), but self where either is NaN."""
+        """Return min(self, other), but self where either is NaN."""
         right = self.fn.value(self.type, other)
         return (self > right).select(right, self)
 
@@ -220,7 +227,7 @@ class Value:
         return self.fn.emit(type_, f"{op} {self.type} {self.name} to {type_}")
 
     def bits(self, type_: str) -> Value:
-        """The same bits seen as another type of the same size."""
+        """Return the same bits as another type of the same size."""
         return self if type_ == self.type else self.fn.emit(type_, f"bitcast {self.type} {self.name} to {type_}")
 
     def splat(self, lanes: int) -> Value:
@@ -231,7 +238,7 @@ class Value:
         return self.fn.emit(type_, f"shufflevector {type_} {first.name}, {type_} poison, <{lanes} x i32> zeroinitializer")
 
     def shuffle(self, picks: Sequence[int], other: Value | None = None) -> Value:
-        """The lanes of these numbers, where those of `other` are counted after this value's; a negative number is an undefined lane."""
+        """Return the lanes of these numbers. Those of `other` are counted after this value's; a negative number is an undefined lane."""
         if len(picks) == 1:
             raise ValueError("one lane is no vector: use lane()")
         type_ = vector(element_of(self.type), len(picks))
@@ -243,7 +250,7 @@ class Value:
         return self.fn.emit(element_of(self.type), f"extractelement {self.type} {self.name}, i32 {i}")
 
     def fold(self, op: Callable[[Value, Value], Value]) -> Value:
-        """One number of all lanes, a power of two of them, by `op` on halves, quarters, …: a fixed order, for floats."""
+        """Return one number of all lanes, a power of two of them, by `op` on halves, quarters, …: a fixed order, for floats."""
         value, n = self, lanes_of(self.type)
         if n < 2 or n & (n - 1):
             raise ValueError(f"the lanes of {self.type} can't be halved until one is left")
@@ -253,14 +260,16 @@ class Value:
         return op(first, second)
 
     def reduce(self, op: str) -> Value:
-        """One number of all integer lanes: op is "add", "umax" … as in llvm.vector.reduce.<op>."""
+        """Return one number of all integer lanes: op is "add", "umax" … as in llvm.vector.reduce.<op>."""
         element = element_of(self.type)
         return self.fn.call(element, f"llvm.vector.reduce.{op}.{mangled(self.type)}", self)
 
     def load(self, type_: str, offset: Value | int = 0, align: int = 1) -> Value:
+        """Load from this address plus `offset` bytes, a multiple of `align`."""
         return self.fn.emit(type_, f"load {type_}, ptr {(self + offset).name}, align {align}")
 
     def store(self, value: Value, offset: Value | int = 0, align: int = 1) -> None:
+        """Store at this address plus `offset` bytes, a multiple of `align`."""
         self.fn.line(f"store {value.type} {value.name}, ptr {(self + offset).name}, align {align}")
 
 
@@ -281,7 +290,12 @@ class Variable:
 
 
 class Function:
-    """One function under construction; the parameters are `self.parameters`."""
+    """One function under construction.
+
+    Attributes:
+        module, name, returns: What it belongs to, its name, and the type of its result.
+        parameters: Its parameters.
+    """
 
     def __init__(self, module: Module, name: str, types: Sequence[str], returns: str = "void") -> None:
         self.module, self.name, self.returns = module, name, returns
@@ -295,34 +309,38 @@ class Function:
         return f"{prefix}{self._count}"
 
     def line(self, text: str) -> None:
+        """Append an instruction without a result."""
         self._body.append("  " + text)
 
     def _label(self, name: str) -> None:
         self._body.append(name + ":")
 
     def emit(self, type_: str, text: str) -> Value:
+        """Append an instruction with a result of this type, and return it."""
         name = self._fresh("%v")
         self.line(f"{name} = {text}")
         return Value(self, type_, name)
 
     def value(self, type_: str, x: Value | float) -> Value:
-        """A constant of `type_` (the same in all lanes); a Value passes through."""
+        """Return a constant of `type_`, the same in all lanes; a Value is returned as it is."""
         if isinstance(x, Value):
             return x
         return self.constant(type_, [x] * lanes_of(type_))
 
     def constant(self, type_: str, lanes: Sequence[float]) -> Value:
+        """Return a constant with these lanes."""
         element = element_of(type_)
         texts = [literal(element, x) for x in lanes]
         return Value(self, type_, texts[0] if len(texts) == 1 else "<" + ", ".join(f"{element} {t}" for t in texts) + ">")
 
     def alloca(self, type_: str, count: int, align: int) -> Value:
-        """Stack memory for `count` of `type_`, there from the function's entry on."""
+        """Return the address of stack memory for `count` of `type_`, which is allocated when the function is entered."""
         name = self._fresh("%s")
         self._entry.append(f"  {name} = alloca {type_}, i64 {count}, align {align}")
         return Value(self, "ptr", name)
 
     def variable(self, start: Value) -> Variable:
+        """Return a variable that has this value."""
         return Variable(self, start)
 
     def loop(self, stop: Value | int, start: Value | int = 0, step: int = 1) -> Iterator[Value]:
@@ -400,14 +418,14 @@ class Function:
         return Value(self, "void", "")
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a * b + c, rounded once."""
+        """Return a * b + c, rounded once."""
         return self.call(a.type, f"llvm.fma.{mangled(a.type)}", a, b, c)
 
     def umin(self, a: Value, b: Value) -> Value:
         return self.call(a.type, f"llvm.umin.{mangled(a.type)}", a, b)
 
     def prefetch(self, address: Value, locality: int = 3) -> None:
-        """Ask for the cache line at `address`; harmless where no memory is mapped."""
+        """Prefetch the cache line at `address`, which need not be mapped, to the cache that `locality` names (`Tuning.locality`)."""
         self.module.declare("void", "llvm.prefetch.p0", ["ptr", "i32", "i32", "i32"])
         self.line(f"call void @llvm.prefetch.p0(ptr {address.name}, i32 0, i32 {locality}, i32 1)")
 
@@ -420,12 +438,14 @@ class Function:
         self.line('call void asm sideeffect "", "~{memory}"()')
 
     def pinned(self, value: Value, register: str) -> Value:
-        """The same value, computed before this point and opaque to the optimizer. Costs nothing at run time.
-
-        `register` is LLVM's letter for the class of registers that holds it.
+        """Return the same value, computed before this point and opaque to the optimizer. Costs nothing at run time.
 
         LLVM's schedulers put off some of the chains of sums of an unrolled tile, and keep the operands of all their steps until then;
-        and it makes a tree of a chain of integer additions. Both take more registers than there are.
+        and LLVM reassociates a chain of integer additions to a tree. Both take more registers than there are.
+
+        Args:
+            value: Of a type that fits one register.
+            register: LLVM's letter for the class of registers that holds it.
         """
         return self.emit(value.type, f'call {value.type} asm sideeffect "", "={register},0"({value.type} {value.name})')
 
@@ -434,15 +454,15 @@ class Function:
         return self.emit("i64", f"atomicrmw add ptr {address.name}, i64 1 monotonic")
 
     def acquire(self, address: Value) -> Value:
-        """The i64 at `address`, before whatever is loaded after it: a thread or a device may store it by a release."""
+        """Load the i64 at `address`, before all later loads: a thread or a device may store it by a release."""
         return self.emit("i64", f"load atomic i64, ptr {address.name} acquire, align 8")
 
     def release(self, address: Value, value: Value) -> None:
-        """Store an i64 after all that was stored before."""
+        """Store an i64, after all earlier stores."""
         self.line(f"store atomic i64 {value.name}, ptr {address.name} release, align 8")
 
     def arrive(self, address: Value) -> Value:
-        """`fetch_add`, which orders what threads have stored before and load after it."""
+        """`fetch_add`, after all earlier stores of this thread, and before all its later loads."""
         return self.emit("i64", f"atomicrmw add ptr {address.name}, i64 1 acq_rel")
 
     def raise_flag(self, address: Value) -> None:
@@ -450,10 +470,11 @@ class Function:
         self.line(f"store atomic i64 1, ptr {address.name} monotonic, align 8")
 
     def set_result(self, value: Value) -> None:
-        """Return `value` at the function's end."""
+        """Make the function return `value` at its end."""
         self._result = value
 
     def text(self) -> str:
+        """Return the function's IR."""
         parameters = ", ".join(f"{p.type} {p.name}" for p in self.parameters)
         if (self._result is None) != (self.returns == "void"):
             raise ValueError(f"{self.name} returns {self.returns}, got {'no result' if self._result is None else 'a result'}")
@@ -474,9 +495,11 @@ class Module:
         return Function(self, name, types, returns)
 
     def declare(self, returns: str, name: str, types: Sequence[str]) -> None:
+        """Declare a function that is called; the first declaration of a name counts."""
         self._declarations.setdefault(name, f"declare {returns} @{name}({', '.join(types)})")
 
     def text(self) -> str:
+        """Return the module's IR."""
         defined = {f.name for f in self.functions}
         declarations = [text for name, text in self._declarations.items() if name not in defined]
         return "\n".join([*declarations, *(f.text() for f in self.functions), f"attributes #0 = {{ {self._attributes} }}", ""])

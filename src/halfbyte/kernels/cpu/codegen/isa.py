@@ -1,8 +1,12 @@
-"""What the kernels ask of an instruction set, and the plain vectors that any LLVM target runs.
+"""What the code generators ask of an instruction set, and its generic implementation: plain vectors that any LLVM target runs.
 
-An ISA says how many float lanes a register has, which optional operations there are, and how three things are done: a unit of products
-of bytes (`int8_unit`, which for most is a matter of `dot`), `float_codes` (stored bytes to float weights), and conversions to and from
-half-width floats. Which of that is fast says its `tuning`. Compiling for an ISA needs no such machine; `missing` guards running it.
+An `ISA` has the number of float lanes of a register, flags of which optional methods are implemented, and methods that emit: a unit of
+products of bytes (`int8_unit`, for most classes a matter of `dot`), float weights from stored bytes (`float_codes`), and conversions to and
+from 16-bit floats. Its `tuning` says what is fast. Compiling for an ISA needs no such machine; `missing` guards running it.
+
+Words of the methods: a vector of `stored` bytes has 4 bytes of each of `lanes` outputs, that is 4 codes of 8 bits or 8 of 4 bits. `unit
+weights` are these codes as products take them, one vector for each `step` of 32 bits of a row's activations. The three types of a register:
+`floats`, `ints` (an int32 in each lane), and `shorts` and `quads` (two int16 and four bytes in each of these).
 
 Bytes are little-endian throughout: a layout's four bytes are read as one integer. Big-endian machines are not supported.
 """
@@ -25,11 +29,14 @@ from halfbyte.machine import machine
 
 @dataclass(frozen=True, slots=True)
 class Int8Unit:
-    """A step of an int8 tile: `k` elements of `rows` rows of activations times `vectors` vectors of outputs in `bits`.
+    """A unit of an int8 tile: `k` elements of `rows` rows of activations times `vectors` vectors of outputs.
 
-    bits     of a code; stored ones that are indices in a `table` of such have 4
-    paired   products of sums (`ISA.multiplies_sums`) are made
-    steps    from the unit's address the unit weights of each step, where the layout's data are not unpacked for them
+    Attributes:
+        rows, vectors, k: Sizes.
+        bits: Bits of a code.
+        paired: Products of sums are taken (`ISA.multiplies_sums`).
+        table: Codebook of which stored codes are 4-bit indices; empty: they are codes.
+        steps: Yields the unit weights of each step from the unit's address, in place of `ISA.unit_steps`; None: that does.
     """
 
     rows: int
@@ -46,29 +53,49 @@ class Int8Unit:
 
 
 class ISA:
-    """The generic path: 128-bit vectors in LLVM's own operations, right on every little-endian target."""
+    """The generic instruction set: 128-bit vectors in LLVM's own operations, right on every little-endian target.
+
+    Attributes:
+        name: As HALFBYTE_ISA spells it.
+        arch: As in Machine; "" stands for this machine's.
+        needs: LLVM's names of what the CPU must have.
+        cpu, features, code_model: What LLVM compiles for.
+        attributes: Of each function.
+        lanes: Floats of a vector register.
+        register: Class of registers that accumulators are pinned to (`Function.pinned`); "": they are not pinned.
+        tuning: The numbers that it is fast with.
+        half_conversions: There are instructions for float <-> float16.
+        sums_shorts: `dot_shorts` is implemented.
+        narrows: `narrowed` is implemented.
+        mixed_dot: `dot` multiplies unsigned by signed bytes.
+        multiplies_sums: Tiles take products of sums where the layout has pair sums (`AVX2`): `pair_sum` is implemented.
+        bf16_dot: The `bf16_` methods are implemented.
+        lane_products: Products of bytes that one `product` sums into each lane.
+        matrix: The instruction set of a matrix unit, for products of bfloat16, and those of bytes from `Tuning.matrix_rows` rows on.
+        reads_packed_bits: Codes of 5 and 6 bits can be put together from their planes.
+        spreads: `spread_kept` is implemented, which the layout of 2:4 sparse weights needs.
+    """
 
     name = "generic"
-    arch = ""  # as in Machine; "" stands for the one at hand
-    needs: ClassVar[frozenset[str]] = frozenset()  # LLVM's names of what the CPU must have
+    arch = ""
+    needs: ClassVar[frozenset[str]] = frozenset()
     cpu = ""
     features = ""
-    attributes = ""  # of each function
+    attributes = ""
     code_model = "jitdefault"
     lanes = 4
-    register = ""  # as for Function.pinned, where accumulators are to be pinned
+    register = ""
     tuning = Tuning()
-    # What the CPU has, and with it which of the optional methods
-    half_conversions = False  # instructions for float <-> float16
-    sums_shorts = False  # `dot_shorts`
-    narrows = False  # `narrowed`
-    mixed_dot = False  # `dot` multiplies bytes, of which one is unsigned and the other signed
-    multiplies_sums = False  # products of sums where the layout has sums of pairs: see `AVX2`
-    bf16_dot = False  # sums of products of bfloat16 pairs in float32
-    lane_products = 4  # products of bytes that one `product` sums into each lane
-    matrix: ClassVar[ISA | None] = None  # the tiles of a matrix unit: products of bfloat16, and those of bytes from `matrix_rows` rows on
-    reads_packed_bits = True  # puts codes of 5 and 6 bits together from their planes
-    spreads = False  # `spread_kept`, which the layout of 2:4 sparse weights is for
+    half_conversions = False
+    sums_shorts = False
+    narrows = False
+    mixed_dot = False
+    multiplies_sums = False
+    bf16_dot = False
+    lane_products = 4
+    matrix: ClassVar[ISA | None] = None
+    reads_packed_bits = True
+    spreads = False
 
     @property
     def triple(self) -> str:
@@ -79,28 +106,28 @@ class ISA:
         return str(binding.get_process_triple())
 
     def missing(self) -> str | None:
-        """Why this machine can't run code for this ISA; None if it can."""
+        """Return why this machine can't run code for this ISA; None if it can."""
         if self.arch and self.arch != machine().arch:
             return f"it is for {self.arch}, and this machine is {machine().arch}"
         lacking = sorted(self.needs - machine().features)
         return f"the CPU lacks {', '.join(lacking)}" if lacking else None
 
     def _lacks(self, method: str) -> UnsupportedError:
-        """The error for a method that a class has to implement which says that it can do it."""
+        """Return the error for an optional method whose flag is set in a class that does not implement it."""
         return UnsupportedError(f"the instruction set {self.name} has no {method}, which kernels ask of it: this is a fault in halfbyte")
 
     def pause(self, f: Function) -> None:
-        """Leave the core to its other thread for a moment, in a loop that waits."""
+        """Emit a hint for a loop that waits: the core's other hardware thread goes first."""
         if (self.arch or machine().arch) == "x86_64":
             f.call("void", "llvm.x86.sse2.pause")
 
     def unit(self, geo: Geometry, inner: Inner) -> int:
-        """Elements of K that a tile takes at a time."""
+        """Return the elements of K that a tile takes at a time."""
         return geo.unit
 
-    def taking(self, m: int, inner: Inner) -> ISA:
-        """The instruction set whose tiles M rows go through: this one, or its unit for products of matrices."""
-        # Sums of bfloat16 products depend on the unit that makes them: one does all, so that a row does not depend on the others.
+    def for_rows(self, m: int, inner: Inner) -> ISA:
+        """Return the instruction set whose tiles compute M rows: this one, or that of its matrix unit."""
+        # Sums of bfloat16 products differ between the two: the matrix unit computes all, so that a row does not depend on the others.
         first = self.tuning.matrix_rows if inner == "int8" else 1
         return self.matrix if self.matrix is not None and inner != "float" and m >= first else self
 
@@ -123,43 +150,46 @@ class ISA:
         return vector("i8", 4 * self.lanes)
 
     def spread(self, a: Value, element: str, at: int) -> Value:
-        """The element at byte `at` of one of the tile's records of activations, in every lane."""
+        """Return the element `at` bytes behind the address `a` in laid-out activations, in every lane."""
         return a.load(element, at, bytes_of(element)).splat(self.lanes)
 
     def pinned(self, f: Function, acc: Value) -> Value:
+        """Return an accumulator, pinned to a register where the instruction set wants that (`Function.pinned`)."""
         return f.pinned(acc, self.register) if self.register and bytes_of(acc.type) == 4 * self.lanes else acc
 
     def settled(self, f: Function, total: Value) -> Value:
-        """A block's sum, computed before what follows: LLVM would put the last products off, and their operands on the stack."""
+        """Return a block's sum, computed before what follows: LLVM may put off the last products, and keep their operands on the stack."""
         return total
 
     def stored(self, rows: Value, vectors: int) -> Iterator[Value]:
-        """One row of the layout's data, 4 bytes of each output: a vector of quads each."""
+        """Yield vectors of one row of the layout's data at `rows`, 4 bytes of each output."""
         size = 4 * self.lanes
         return (rows.load(self.quads, v * size, size) for v in range(vectors))
 
-    # Integer products. A kernel multiplies "unit weights", which differ from the codes by a constant:
+    # Integer products. Unit weights differ from the codes by a constant:
     # sum(code * a) = sum(unit weight * a) + correction * sum(a), where code is q if signed, else u.
 
     def correction(self, bits: int, signed: bool) -> int:
+        """Return what a code is more than its unit weight."""
         return -(1 << (bits - 1)) if signed else 0
 
     def unit_weights(self, stored: Value, bits: int) -> list[Value]:
-        """Stored bytes (quads) -> unit weights for each step, which takes 32 bits of a row's activations."""
+        """Return the unit weights of a vector of stored codes, one vector for each step."""
         if bits == 8:
             return [stored]
         return [stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15]
 
     def table_weights(self, stored: Value, table: tuple[int, ...]) -> list[Value]:
-        """`unit_weights` of 8 bits for indices in a codebook."""
+        """Return the `unit_weights` of 8 bits of a vector of stored indices in a codebook."""
         codes = [code - self.correction(8, signed=True) for code in table]
         return [self.looked_up(nibbles, codes) for nibbles in self.unit_weights(stored, 4)]
 
     def weights_of(self, stored: Value, unit: Int8Unit) -> list[Value]:
+        """Return the unit weights of a vector of stored codes or indices."""
         return self.table_weights(stored, unit.table) if unit.table else self.unit_weights(stored, unit.bits)
 
     def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
-        """Bytes below 16 -> those of the table that they number."""
+        """Return the bytes of a table of 16 that bytes below 16 are the indices of."""
         found = [indices.fn.value(indices.type, code) for code in table]
         for bit in (1, 2, 4, 8):
             odd = (indices & bit).equals(bit)
@@ -167,19 +197,19 @@ class ISA:
         return found[0]
 
     def steps(self, row: Value, unit: Int8Unit) -> Iterator[tuple[Value, ...]]:
-        """The unit weights of one row of the layout's data, step by step: a vector each."""
+        """Yield the unit weights of one row of the layout's data, step by step, one vector of each vector of outputs."""
         by_vector = [self.weights_of(s, unit) for s in self.stored(row, unit.vectors)]
         return zip(*by_vector, strict=True)
 
     def unit_steps(self, weights: Value, unit: Int8Unit) -> Iterator[tuple[Value, ...]]:
-        """The unit weights of a unit, step by step: a vector each."""
+        """Yield the unit weights of a unit at the address `weights`, as `steps` does."""
         if unit.steps is not None:
             return unit.steps(weights)
         rows = (weights + t * PANEL * 4 for t in range(unit.k * unit.stored_bits // 32))
         return itertools.chain.from_iterable(self.steps(row, unit) for row in rows)
 
     def activation_bytes(self, inner: Inner, bits: int) -> int:
-        """Bytes of one activation as tiles read it, for weights of `bits`."""
+        """Return the bytes of one activation as tiles read it, for weights of `bits`."""
         match inner:
             case "int8":
                 return 1
@@ -191,35 +221,35 @@ class ISA:
                 raise unreachable(inner, "the size of activations for products of")
 
     def laid_out(self, codes: Value, bits: int) -> Value:
-        """Whole quads of int8 activations in the order that tiles read, given as integers of any width."""
+        """Return int8 activations, whole quads of them as integers of any width, in the type and order that tiles read."""
         return codes.to("i8")
 
     def code_sum(self, f: Function, total: Value, codes: Value, bits: int, paired: bool) -> Value:
-        """`total` and what a vector of laid-out activations adds to it, for `row_start`."""
+        """Return `total` plus what a vector of laid-out activations adds to it; `row_start` takes the sum of its lanes."""
         return self.widen(f, self.dot(f, self.start(f, total, 8), f.value(self.quads, 1), codes.bits(self.quads), 8), total, 8)
 
     def pair_sum(self, total: Value, codes: Value) -> Value:
-        """`total` and twice the products of neighbours among a unit of laid-out activations, for `multiplies_sums`."""
+        """Return `total` plus twice the products of neighbours among a unit of laid-out activations, for `multiplies_sums`."""
         raise self._lacks("pair_sum")
 
     def row_start(self, total: Value, bits: int, paired: bool) -> Value:
-        """What accumulators of a row begin at, for signed weights, from the lanes' sum of `code_sum`."""
+        """Return what accumulators of a row begin at, for signed weights. `total`: sum of the lanes of `code_sum`."""
         return total * self.correction(bits, signed=True)
 
     def ones(self, f: Function, bits: int) -> Value:
-        """A step's activations that are all 1."""
+        """Return the activations of a step that are all 1."""
         return f.value("i32", 0x01010101).splat(self.lanes)
 
     def narrow_accumulators(self, bits: int) -> bool:
-        """Whether a unit (at most 32 k) has accumulators of its own, which `widen` adds to the block's int32 totals."""
+        """Return whether a unit (at most 32 k) has accumulators of its own, which `widen` adds to the block's int32 totals."""
         return bits == 4  # eight steps of 4-bit weights fit an int16 (8 * 2 * 15 * 128 = 30720)
 
     def start(self, f: Function, total: Value, bits: int) -> Value:
-        """The accumulator of a unit at its beginning."""
+        """Return the accumulator before the first step of a unit. `total`: the block's int32 total."""
         return f.value(self.shorts, 0) if self.narrow_accumulators(bits) else total
 
     def dot(self, f: Function, acc: Value, weights: Value, a: Value, bits: int) -> Value:
-        """acc + products of the unit weights of a step with its activations `a`, 32 bits of `laid_out` codes in each lane."""
+        """Return acc + the products of the unit weights of a step with its activations, 32 bits of `laid_out` codes in each lane of a."""
         w, x = weights.bits(self.shorts), a.bits(self.shorts)
         even, odd = (w & 255) * (x << 8).shift_signed(8), (w >> 8) * x.shift_signed(8)  # each fits: 255 * 128 < 2^15
         return acc + even + odd if bits == 4 else acc + self._pair_sums(even) + self._pair_sums(odd)
@@ -229,11 +259,11 @@ class ISA:
         return (both << 16).shift_signed(16) + both.shift_signed(16)
 
     def product(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
-        """What most of the work with 4-bit weights is made of, for the measure of the machine's peak."""
+        """Return acc + the products that most of the work with 4-bit weights consists of: `probe.py` measures their rate."""
         return self.dot(f, acc, weights, a, 4)
 
     def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
-        """acc + the two products of int16 in each int32 lane."""
+        """Return acc + the two products of int16 in each int32 lane."""
         raise self._lacks("dot_shorts")
 
     def picked(self, f: Function, codes: Value, picks: Value) -> Value:
@@ -241,47 +271,56 @@ class ISA:
         raise self._lacks("picked")
 
     def kept_codes(self, stored: Value, bits: int) -> list[Value]:
-        """32 stored bytes of a 2:4 sparse weight -> the codes kept of each 4 k, a byte each."""
+        """Return the codes that 32 stored bytes of a 2:4 sparse weight keep of each 4 k, a byte each."""
         return [stored] if bits == 8 else [stored & 15, (stored.bits("<16 x i16>") >> 4).bits(stored.type) & 15]
 
-    def spread_kept(self, f: Function, kept: Value, places: Value, zeros: Value) -> Value:
-        """The 32 codes in those of 64 bytes whose bit of `places`, an i64, is 1; what `zeros` has in the others."""
+    def spread_kept(self, f: Function, kept: Value, mask: Value, zeros: Value) -> Value:
+        """Return 64 bytes: the 32 kept codes in their order where the bit of `mask`, an i64, is 1, and those of `zeros` elsewhere."""
         raise self._lacks("spread_kept")
 
     def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
-        """Four vectors of floats that are at most 127 as bytes, rounded to the nearest, ties to even; less than -128 becomes that."""
+        """Return four vectors of floats that are at most 127 as bytes, rounded to nearest, ties to even; less than -128 becomes -128."""
         raise self._lacks("narrowed")
 
     def bf16_order(self) -> tuple[tuple[int, int], ...]:
-        """Which two of eight k are a pair of bfloat16, for each of the vectors that `bf16_codes` gives; for `bf16_dot`."""
+        """Return which two of eight k are a pair of bfloat16, for each of the vectors of `bf16_codes`."""
         raise self._lacks("bf16_order")
 
     def bf16_codes(self, f: Function, stored: Value, signed: bool, table: tuple[int, ...] = ()) -> list[Value]:
-        """Stored 4-bit codes (quads), or indices in a table of them -> pairs of bfloat16 weights for each of `bf16_order`, exactly."""
+        """Return a vector of stored 4-bit codes, or indices in a table, as pairs of bfloat16 for each of `bf16_order`, exactly."""
         raise self._lacks("bf16_codes")
 
     def bf16_multiply(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
-        """acc + the two products of bfloat16 in each lane."""
+        """Return acc + the two products of bfloat16 in each lane."""
         raise self._lacks("bf16_multiply")
 
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
-        """Two products of bytes in each int16, summed; where the sum is none, the nearest."""
+        """Return sums of two products of bytes in each int16, saturated."""
         raise self._lacks("byte_products")
 
     def widen(self, f: Function, acc: Value, total: Value, bits: int) -> Value:
-        """The block's int32 total after a unit whose accumulator is `acc`."""
+        """Return the block's int32 total after a unit: `total` before it, and the unit's accumulator."""
         return total + self._pair_sums(acc) if self.narrow_accumulators(bits) else acc
 
     def transposed_accumulators(self, unit: Int8Unit, totals: list[Value]) -> list[Value]:
-        """A block's int32 totals (row by row, a vector each) to the form in which `int8_unit` keeps them, and back again."""
+        """Return a block's int32 totals (row by row, a vector each) in the order that `int8_unit` takes, or these in the plain one."""
         return totals
 
     def int8_unit(
         self, f: Function, unit: Int8Unit, weights: Value, a: Sequence[Value], totals: list[Value], weight_sums: list[Value]
     ) -> tuple[list[Value], list[Value]]:
-        """The totals after one unit; `weight_sums` (a vector each, or none) are those of one more row, which is all ones.
+        """Multiply one unit.
 
-        weights, a   address of the unit's data at the tile's first output, and of each row's activations
+        Args:
+            f: Emits the instructions.
+            unit: Its sizes.
+            weights: Address of the unit's data at the tile's first output.
+            a: Address of each row's activations.
+            totals: The block's int32 totals, in the order of `transposed_accumulators`.
+            weight_sums: Totals of one more row, whose activations are all 1, a vector each; or none.
+
+        Returns:
+            The new totals and weight sums.
         """
         accs = [self.start(f, t, unit.bits) for t in totals]
         sums = [self.start(f, t, unit.bits) for t in weight_sums]
@@ -300,7 +339,7 @@ class ISA:
     # Floating point
 
     def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
-        """Stored bytes (quads) -> (k within them, codes as floats in each lane), exactly; each made when it is asked for."""
+        """Yield (k, the k-th codes as floats, exactly) of a vector of stored codes; each is emitted when it is asked for."""
         words = stored.bits(self.ints)
         if signed:  # from excess to two's complement; the sign is extended below
             words = words ^ (0x88888888 if bits == 4 else 0x80808080)
@@ -313,16 +352,17 @@ class ISA:
             yield k, field.to("float")
 
     def float_weights(self, f: Function, stored: Value, unit: Int8Unit, signed: bool) -> Iterator[tuple[int, Value]]:
+        """Return the `float_codes` of stored codes or indices."""
         return self.float_table(f, stored, unit.table) if unit.table else self.float_codes(f, stored, unit.bits, signed)
 
     def float_table(self, f: Function, stored: Value, table: tuple[int, ...]) -> Iterator[tuple[int, Value]]:
-        """`float_codes` for indices in a codebook."""
+        """Yield the `float_codes` of stored indices in a codebook."""
         for first, indices in zip((0, 4), (stored & 15, (stored.bits(self.shorts) >> 4).bits(stored.type) & 15), strict=True):
             for k, code in self.float_codes(f, self.looked_up(indices, [code + 128 for code in table]), 8, signed=True):
                 yield first + k, code
 
     def to_float(self, raw: Value, kind: Kind) -> Value:
-        """Lanes of `kind`, as they are stored -> float, exactly."""
+        """Return lanes of `kind`, as they are stored, as floats, exactly."""
         match kind:
             case "f32":
                 return raw
@@ -346,7 +386,7 @@ class ISA:
         return (out | (bits & 0x8000) << 16).bits(magnitude.type)
 
     def from_float(self, value: Value, kind: Kind) -> Value:
-        """float -> lanes of `kind`, rounded to nearest even; NaN stays NaN. f16 needs `half_conversions`."""
+        """Return floats as lanes of `kind`, rounded to nearest even; NaN stays NaN. f16 needs `half_conversions`."""
         match kind:
             case "f32":
                 return value

@@ -1,7 +1,7 @@
 """x86-64 with AMX: products of 16 x 64 by 64 x 16 bytes, or of half as many bfloat16, in one instruction (Intel, from Sapphire Rapids on).
 
-Few rows of activations, and float32 compute, go as on AVX-512; `matrix` is the instruction set of the others, whose tiles are those
-of `linear/amx.py`. Weights stay packed as they are.
+`AMXInt8` computes few rows of int8 activations, and float32, like AVX-512. Its `matrix`, an `AMXTiles`, computes the others, by the tiles
+of `linear/amx.py` and `conv/amx.py`. Both read the same packed weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Register(NamedTuple):
 
 @functools.cache
 def refusal() -> str | None:
-    """Why this process may not use tile registers; None if it may. Linux wants to be asked, once for all threads."""
+    """Return why this process may not use tile registers; None if it may. Linux is asked for permission once, for all threads."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "this operating system is not known to save the tile registers of AMX"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -59,7 +59,7 @@ class AMXTiles(AVX512BF16):
         return super().missing() or refusal()
 
     def unit(self, geo: Geometry, inner: Inner) -> int:
-        """Elements of a row of activations in a tile register: the greatest power of two that divides every block."""
+        """Return the elements of a row of activations in a tile register: the greatest power of two that divides every block."""
         return math.gcd(geo.padded, geo.last_padded, COLUMN_BYTES if inner == "int8" else COLUMN_BYTES // 2)
 
     def correction(self, bits: int, signed: bool) -> int:
@@ -69,19 +69,19 @@ class AMXTiles(AVX512BF16):
         return False
 
     def nibbles(self, stored: Value, signed: bool) -> list[Value]:
-        """64 bytes with two 4-bit codes each -> the low ones and the high ones as signed bytes."""
+        """Return the low and the high 4-bit codes of 64 bytes with two each, as signed bytes."""
         return affine_nibbles(stored, signed=signed)
 
     def byte_sums(self, f: Function, acc: Value, four: Value, signed: bool) -> Value:
-        """acc + the sum of the four bytes in each lane."""
+        """Return acc + the sum of the four bytes in each lane."""
         ones = f.value(self.quads, 1)
         return self.dot(f, acc, ones, four.bits(self.ints), 8) if signed else self.dot(f, acc, four, ones.bits(self.ints), 8)
 
     # Tile registers
 
     def configure(self, f: Function, registers: Sequence[Register]) -> None:
-        """Gives the registers 0, 1, … their shapes; all become zero."""
-        palette = bytearray(64)
+        """Emit the configuration of the shapes of registers 0, 1, …; all become zero."""
+        palette = bytearray(64)  # as LDTILECFG reads it (Intel SDM): palette 1, then bytes of a row and rows of each register
         palette[0] = 1
         for i, register in enumerate(registers):
             palette[16 + 2 * i : 18 + 2 * i] = register.column_bytes.to_bytes(2, "little")
@@ -103,15 +103,15 @@ class AMXTiles(AVX512BF16):
         f.call("void", "llvm.x86.tilestored64", f.value("i8", register), at, f.value("i64", stride))
 
     def tile_product(self, f: Function, total: int, a: int, weights: int) -> None:
-        """total += a · weights, both signed bytes; four along K lie side by side in each column of the weights."""
+        """Emit total += a · weights of signed bytes; four along K are side by side in each column of weights. All are register numbers."""
         f.call("void", "llvm.x86.tdpbssd", *(f.value("i8", register) for register in (total, a, weights)))
 
     def tile_unsigned_product(self, f: Function, total: int, a: int, weights: int) -> None:
-        """The same for unsigned weights."""
+        """Emit `tile_product` for unsigned weights."""
         f.call("void", "llvm.x86.tdpbsud", *(f.value("i8", register) for register in (total, a, weights)))
 
     def tile_bf16_product(self, f: Function, total: int, a: int, weights: int) -> None:
-        """total += a · weights, both bfloat16, in float32; two along K lie side by side in each column of the weights."""
+        """Emit `tile_product` for bfloat16, of which two along K are side by side, summed in float32."""
         f.call("void", "llvm.x86.tdpbf16ps", *(f.value("i8", register) for register in (total, a, weights)))
 
 

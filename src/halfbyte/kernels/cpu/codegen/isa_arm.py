@@ -68,7 +68,7 @@ class Neon(ISA):
         return total + f.call(self.ints, "llvm.aarch64.neon.addp.v4i32", pairs.shuffle(range(4)), pairs.shuffle(range(4, 8)))
 
     def _widened_pairs(self, f: Function, shorts: Value) -> Value:
-        """<16 x i16> -> <8 x i32>: the sums of two neighbours each."""
+        """Return the sums of two neighbours each: <16 x i16> -> <8 x i32>."""
         halves = [shorts.shuffle(range(h, h + 8)) for h in (0, 8)]
         low, high = (f.call(self.ints, "llvm.aarch64.neon.saddlp.v4i32.v8i16", half) for half in halves)
         return low.shuffle(range(8), high)
@@ -98,9 +98,9 @@ class NeonDotprod(Neon):
 class NeonI8mm(NeonDotprod):
     """NEON with `smmla`: two rows of eight signed bytes times two outputs of eight, summed into the 2 x 2 lanes of a register.
 
-    A pair of rows has, for each vector of four outputs, two accumulators in the places of the two rows': one of outputs 0 and 1,
-    one of outputs 2 and 3, each with the first row in its low half and the second in its high half. The last of an odd number
-    of rows is summed by `sdot`.
+    Two rows have, for each vector of four outputs, two accumulators, in the order of `transposed_accumulators`: in place of the first row's
+    that of outputs 0 and 1, in place of the second row's that of outputs 2 and 3, each with the first row in its low half and the second in
+    its high half. The last of an odd number of rows is summed by `sdot`.
     """
 
     name = "neon_i8mm"
@@ -121,6 +121,7 @@ class NeonI8mm(NeonDotprod):
         return out
 
     def _accumulator_pairs(self, unit: Int8Unit) -> list[tuple[int, int]]:
+        """Return the numbers of the accumulators of two rows and one vector, for all pairs of rows."""
         rows = range(0, unit.rows - 1, 2)
         return [(i * unit.vectors + v, (i + 1) * unit.vectors + v) for i in rows for v in range(unit.vectors)]
 
@@ -144,12 +145,12 @@ class NeonI8mm(NeonDotprod):
                     at = (unit.rows - 1) * unit.vectors
                     accs[at:] = [self.dot(f, acc, w, four, unit.bits) for acc, w in zip(accs[at:], step, strict=True)]
                 sums = [self.dot(f, acc, w, ones, unit.bits) for acc, w in zip(sums, step, strict=bool(sums))]
-            accs = [self.pinned(f, acc) for acc in accs]  # or LLVM puts rows off to where they are scaled, and their operands on the stack
+            accs = [self.pinned(f, acc) for acc in accs]  # else LLVM puts off the products of rows, and keeps their operands on the stack
             f.fence()
         return accs, sums
 
     def _eight(self, weights: Value, g: int, v: int, unit: Int8Unit) -> list[Value]:
-        """Unit weights of the g-th eight k of four outputs: the first four k and the last."""
+        """Return the unit weights of the g-th eight k of the v-th four outputs: the first four k and the last."""
         rows = 8 * unit.stored_bits // 32
         stored = [weights.load(self.quads, (g * rows + r) * PANEL * 4 + v * 16, 16) for r in range(rows)]
         return [w for quads in stored for w in self.weights_of(quads, unit)]

@@ -18,7 +18,8 @@ from halfbyte.layouts.cpu_tiles import PANEL
 from halfbyte.machine import machine
 
 _AVX512_NEEDS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"})
-_SPREADS = frozenset({"avx512vbmi", "avx512vbmi2"})  # all from Ice Lake and Zen 4 on
+_SPREADING = frozenset({"avx512vbmi", "avx512vbmi2"})  # all from Ice Lake and Zen 4 on
+_CURRENT = 4  # rounding mode of intrinsics (_MM_FROUND_CUR_DIRECTION): as MXCSR has it
 _WHOLE_REGISTERS = '"prefer-vector-width"="512" "min-legal-vector-width"="512"'  # or LLVM splits them on CPUs whose default is 256
 
 
@@ -34,7 +35,7 @@ class AVX2(ISA):
         w0*a0 + w1*a1 = (a0 + w1) * (a1 + w0) - a0*a1 - w0*w1
 
     a0*a1 is summed when activations are laid out, w0*w1 is in the layout. It takes as many instructions as two multiplications and two
-    additions, but multipliers are on two of Zen's four ports, and additions that meet them there make them wait.
+    additions, but multipliers are on two of Zen's four ports, where additions delay them.
     All is exact modulo 2^32, and the result has less than 32 bits.
     """
 
@@ -72,9 +73,8 @@ class AVX2(ISA):
     def pair_sum(self, total: Value, codes: Value) -> Value:
         count, width = lanes_of(codes.type), 2 * self.lanes
         for at in range(0, count, width):
-            part = codes.shuffle(
-                [min(i, count) for i in range(at, at + width)], codes.fn.value(codes.type, 0)
-            )  # a short unit is padded with zeros
+            lanes = [min(i, count) for i in range(at, at + width)]  # a short unit is padded with zeros
+            part = codes.shuffle(lanes, codes.fn.value(codes.type, 0))
             total = total + self._products(total.fn, part, _neighbours(part))
         return total
 
@@ -111,10 +111,10 @@ class AVX2(ISA):
         if not unit.paired:
             return super().int8_unit(f, unit, weights, a, totals, weight_sums)
         accs, sums, ones = list(totals), list(weight_sums), self.ones(f, 8).bits(self.shorts)
-        together = 2  # vectors whose weights fit in registers with 8 accumulators
-        for t, first in itertools.product(range(unit.k // 4), range(0, unit.vectors, together)):
+        at_once = 2  # vectors whose weights fit in registers with 8 accumulators
+        for t, first in itertools.product(range(unit.k // 4), range(0, unit.vectors, at_once)):
             mask = f.pinned(f.value(self.shorts, 255), self.register)
-            stored = [s.bits(self.shorts) for s in self.stored(weights + (t * PANEL * 4 + first * 4 * self.lanes), together)]
+            stored = [s.bits(self.shorts) for s in self.stored(weights + (t * PANEL * 4 + first * 4 * self.lanes), at_once)]
             quads = [(both & mask, both >> 8) for both in stored]
             for i, row in enumerate(a):
                 even, odd = (self.spread(row, "i32", 8 * t + at).bits(self.shorts) for at in (0, 4))
@@ -151,11 +151,10 @@ class AVX2(ISA):
         return _narrowed(self, f, reals)
 
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
-        """int16 sums of two products each."""
         return f.call(self.shorts, "llvm.x86.avx2.pmadd.ub.sw", unsigned, signed)
 
     def _products(self, f: Function, a: Value, b: Value) -> Value:
-        """int32 sums of two products of int16 each."""
+        """Return the int32 sums of two products of int16 each."""
         return f.call(self.ints, "llvm.x86.avx2.pmadd.wd", a, b)
 
 
@@ -223,7 +222,9 @@ class AVX512VNNI(AVXVNNI):
     """512 bits with `vpdpbusd`. Intel's CPUs, where masks and shifts take slots that dot products could have, unpack by one affine map of
     bits a vector (GFNI, which all but the first of them have).
 
-    core   whose tuning is taken; None for that of the CPU at hand, or Zen 5's where it is another AMD
+    Attributes:
+        core: Whose tuning it has.
+        affine: 4-bit codes are unpacked by affine maps of bits.
     """
 
     name = "avx512_vnni"
@@ -235,40 +236,41 @@ class AVX512VNNI(AVXVNNI):
     register = ""
 
     def __init__(self, core: Core | None = None) -> None:
+        """Take a core's tuning and features; None: those of this machine."""
         self.core = core or core_at_hand()
         self.tuning = lookup(tunings.AVX512_VNNI, self.core, "the core")
-        has = machine().features if core is None else _SPREADS | {"gfni"}
+        has = machine().features if core is None else _SPREADING | {"gfni"}
         self.affine = self.core == "intel" and "gfni" in has
         if self.affine:
             self.features = f"{self.features},+gfni".lstrip(",")
         elif self.core == "intel":
             self.tuning = tunings.CASCADE_LAKE
-        self.spreads = has >= _SPREADS
+        self.spreads = has >= _SPREADING
         if self.spreads:
-            self.features += "".join(f",+{feature}" for feature in sorted(_SPREADS))
+            self.features += "".join(f",+{feature}" for feature in sorted(_SPREADING))
 
     def settled(self, f: Function, total: Value) -> Value:
         return f.pinned(total, "v")
 
     def short_products(self, f: Function, a: Value, b: Value) -> Value:
-        """The sum of two products of int16 in each int32 lane."""
+        """Return the sum of two products of int16 in each int32 lane."""
         return f.call(self.ints, "llvm.x86.avx512.pmaddw.d.512", a.bits(self.shorts), b.bits(self.shorts))
 
     def exponent(self, f: Function, x: Value) -> Value:
-        """floor(log2 |x|), as a float; infinite where x is."""
+        """Return floor(log2 |x|) as a float; infinite where x is."""
         return self._masked(f, self.floats, "getexp.ps", x)
 
     def nearest(self, f: Function, x: Value) -> Value:
-        """The nearest integers; of what is none of 32 bits, -2^31."""
+        """Return the nearest int32; -2^31 where x is out of their range, or NaN."""
         return self._masked(f, self.ints, "cvtps2dq", x)
 
     def times_power(self, f: Function, x: Value, exponent: Value) -> Value:
-        """x * 2^exponent."""
+        """Return x * 2^exponent."""
         return self._masked(f, self.floats, "scalef.ps", x, exponent)
 
     def _masked(self, f: Function, kind: str, name: str, *operands: Value) -> Value:
-        """An instruction of AVX-512 on all lanes, rounding as it is set."""
-        return f.call(kind, f"llvm.x86.avx512.mask.{name}.512", *operands, f.value(kind, 0), f.value("i16", -1), f.value("i32", 4))
+        """Return the result of an intrinsic of AVX-512 on all lanes, in the current rounding mode."""
+        return f.call(kind, f"llvm.x86.avx512.mask.{name}.512", *operands, f.value(kind, 0), f.value("i16", -1), f.value("i32", _CURRENT))
 
     def unit_weights(self, stored: Value, bits: int) -> list[Value]:
         if bits == 8 or not self.affine:
@@ -286,9 +288,9 @@ class AVX512VNNI(AVXVNNI):
     def kept_codes(self, stored: Value, bits: int) -> list[Value]:
         return super().kept_codes(stored, bits) if bits == 8 or not self.affine else affine_nibbles(stored, signed=False)
 
-    def spread_kept(self, f: Function, kept: Value, places: Value, zeros: Value) -> Value:
+    def spread_kept(self, f: Function, kept: Value, mask: Value, zeros: Value) -> Value:
         low = kept.shuffle([*range(32), *[-1] * 32])
-        return f.call(self.quads, "llvm.x86.avx512.mask.expand.v64i8", low, zeros, places.bits("<64 x i1>"))
+        return f.call(self.quads, "llvm.x86.avx512.mask.expand.v64i8", low, zeros, mask.bits("<64 x i1>"))
 
     def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
         return _looked_up(self, f, stored, _codes(signed)) if bits == 4 else super().float_codes(f, stored, bits, signed)
@@ -306,7 +308,7 @@ class AVX512BF16(AVX512VNNI):
     bf16_dot = True
 
     def bf16_order(self) -> tuple[tuple[int, int], ...]:
-        """The two k that each shift of a lane of eight nibbles delivers, in its low and its high half."""
+        """Return the two k that each shift of a lane of eight nibbles has in its low and its high half."""
         return ((0, 2), (4, 6), (1, 3), (5, 7))
 
     def bf16_codes(self, f: Function, stored: Value, signed: bool, table: tuple[int, ...] = ()) -> list[Value]:
@@ -321,19 +323,19 @@ class AVX512BF16(AVX512VNNI):
 
 
 def core_at_hand() -> Core:
-    """The core whose tuning this machine takes."""
+    """Return the core whose tuning this machine has: Zen 5's for AMD's CPUs that are not Zen 4."""
     here = machine()
     return "intel" if here.vendor == "Intel" else "zen4" if here.llvm_cpu == "znver4" else "zen5"
 
 
 def dot_of_bytes(f: Function, acc: Value, unsigned: Value, signed: Value) -> Value:
-    """`vpdpbusd`, of vectors with as many bits as `acc`. LLVM up to 20 has its bytes as int32, which later versions accept, too."""
+    """Return acc + the products of `vpdpbusd`, of vectors as wide as `acc`. Bytes are passed as int32, which LLVM up to 20 requires."""
     ints = acc.type
     return f.call(ints, f"llvm.x86.avx512.vpdpbusd.{32 * lanes_of(ints)}", acc, unsigned.bits(ints), signed.bits(ints))
 
 
 def affine_nibbles(stored: Value, *, signed: bool) -> list[Value]:
-    """Bytes with two codes each -> the low codes and the high ones as bytes, u, or u - 8 if `signed`: an affine map of bits each."""
+    """Return the low and the high codes of bytes with two each, as bytes, u, or u - 8 if `signed`: by an affine map of bits each."""
     f, out, size = stored.fn, [], lanes_of(stored.type)
     for first in (0, 4):
         matrix, inverted = nibble_map(first, signed)
@@ -343,7 +345,7 @@ def affine_nibbles(stored: Value, *, signed: bool) -> list[Value]:
 
 
 def nibble_map(first: int, signed: bool) -> tuple[int, int]:
-    """The map of a byte to its four bits from `first` on, as u or u - 8: a matrix of bits, and the bits that are inverted after it.
+    """Return the map of a byte to its four bits from `first` on, as u or u - 8: a matrix of bits, and the bits that are inverted after it.
 
     Bit i of the result is bit first + i; if signed, the inverse of the last one from there on. The matrix has the row for bit i in
     byte 7 - i (Intel SDM, GF2P8AFFINEQB).
@@ -360,12 +362,14 @@ def _narrowed(isa: ISA, f: Function, reals: Sequence[Value]) -> Value:
 
 
 def packed_codes(f: Function, reals: Sequence[Value]) -> Value:
-    """Four vectors of floats that are at most 127 as bytes, rounded to the nearest, ties to even; what is less than -128 becomes that. For
-    each 128 bits of the registers there are the bytes of the first vector, then those of the second, and so on."""
+    """Return four vectors of floats as bytes, as `ISA.narrowed` does, in the order of the pack instructions.
+
+    Each 128 bits of the result have the bytes of the first vector's 128 bits there, then those of the second vector's, and so on.
+    """
     lanes = lanes_of(reals[0].type)
     ints, shorts, quads = vector("i32", lanes), vector("i16", 2 * lanes), vector("i8", 4 * lanes)
     if lanes == 16:
-        every, current = f.value("i16", -1), f.value("i32", 4)  # lanes; the rounding that is set
+        every, current = f.value("i16", -1), f.value("i32", _CURRENT)
         whole = [f.call(ints, "llvm.x86.avx512.mask.cvtps2dq.512", real, f.value(ints, 0), every, current) for real in reals]
         to_shorts, to_bytes = "llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.packsswb.512"
     else:
@@ -377,12 +381,12 @@ def packed_codes(f: Function, reals: Sequence[Value]) -> Value:
 
 
 def _codes(signed: bool) -> tuple[int, ...]:
-    """Those of 4 bits, in the order of how they are stored."""
+    """Return the 4-bit codes in the order of the nibbles that they are stored as."""
     return tuple(range(-8, 8) if signed else range(16))
 
 
 def _looked_up(isa: ISA, f: Function, stored: Value, table: Sequence[int]) -> Iterator[tuple[int, Value]]:
-    """`ISA.float_codes` of 4-bit codes, one lookup a nibble: vpermps reads the low four bits of each lane."""
+    """Yield the `ISA.float_codes` of 4-bit codes, by a lookup of each nibble: vpermps reads the low four bits of each lane."""
     numbers = f.constant(isa.floats, [float(code) for code in table])
     words = stored.bits(isa.ints)
     for s in range(8):
@@ -390,7 +394,7 @@ def _looked_up(isa: ISA, f: Function, stored: Value, table: Sequence[int]) -> It
 
 
 def _picked_bytes(indices: Value, table: Sequence[int]) -> Value:
-    """`ISA.looked_up`, which vpshufb does in each 16 bytes."""
+    """Return `ISA.looked_up`, by vpshufb, which looks up in each 16 bytes."""
     f, size = indices.fn, lanes_of(indices.type)
     name = "avx512.pshuf.b.512" if size == 64 else "avx2.pshuf.b"
     return f.call(indices.type, f"llvm.x86.{name}", f.constant(indices.type, [*table] * (size // 16)), indices)

@@ -1,4 +1,4 @@
-"""The instruction sets that kernels are compiled for, and the one that is taken."""
+"""The instruction sets that kernels are compiled for, and `current`, the one of this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ISAS: tuple[ISA, ...] = (
 
 
 def native() -> list[ISA]:
-    """Those for this machine's architecture, whether its CPU has them or not, the best first."""
+    """Return those for this machine's architecture, whether its CPU has them or not, the best first."""
     return [isa for isa in ISAS if isa.arch in ("", machine().arch)]
 
 
@@ -37,5 +37,5 @@ def _named(name: str | None) -> ISA:
 
 
 def current() -> ISA:
-    """The ISA that kernels are compiled for: the best that this CPU has, or what HALFBYTE_ISA says."""
+    """Return the ISA that kernels are compiled for: the best that this CPU has, or what HALFBYTE_ISA says."""
     return _named(env.isa())

@@ -1,10 +1,9 @@
-"""From IR to callable code: compile with llvmlite, keep the object on disk, link it into the process.
+"""From IR to callable code: `load` compiles with llvmlite, caches the object on disk, and links it into the process.
 
-A file's name is the SHA-256 of everything that its object depends on: target, compiler version, and either what the IR is
-generated from (the specification and the generators' source files), so that code in the cache is found without making its
-IR, or the IR itself. The file begins with the SHA-256 of its name and of what follows (names of functions, object), so a
-file that is damaged or a copy of another one is detected and replaced. The folder must belong to the user with mode 0700: code
-from a folder that others can write is never run.
+A file's name is the SHA-256 of everything that its object depends on: target, compiler version, and either what the IR is generated from
+(the specification and the generators' source files), so that code in the cache is found without generating its IR, or the IR itself. The
+file begins with the SHA-256 of its name and of what follows (names of functions, object), so that a damaged file, or a copy of another one,
+is detected and replaced. The folder must belong to the user with mode 0700: code from a folder that others can write is never run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 
 _lock = threading.RLock()
 
-_FORM = 3  # of the files
+_FORMAT_VERSION = 3  # of the files
 _ROOT = Path(__file__).parents[3]
 # What kernels are generated from. Sizes and formats reach a generator through its specification, from files of these folders too.
 _SOURCES = (
@@ -53,13 +52,15 @@ if hasattr(os, "register_at_fork"):  # a child must not inherit a lock that a th
 class _Linked:
     """The kernels that this process has linked, which live as long as it does: as many as it uses, of some kilobytes each.
 
-    Keys hold all that the code depends on, so that nothing is invalidated. Guarded by `_lock`, but for `warned`: threads that find the
+    Keys hold all that the code depends on, so that nothing is invalidated. Guarded by `_lock`, but for `warned`: threads that meet the
     same failure at the same time may warn twice.
 
-    libraries  llvmlite frees the code of a library without references
-    loaded     addresses of functions, by name, for each key of a kernel
-    folders    where objects are looked for after the cache
-    warned     folders, and failures, of which there was a warning
+    Attributes:
+        linker: LLVM's JIT linker, created with the first kernel.
+        libraries: References: llvmlite frees the code of a library without one.
+        loaded: Addresses of functions, by name, for each key of a kernel.
+        folders: Where objects are looked for after the cache.
+        warned: Folders, and failures, about which there was a warning.
     """
 
     def __init__(self) -> None:
@@ -103,20 +104,21 @@ def _optimized(text: str, isa: ISA) -> tuple[object, Any]:
 
 
 def compile_object(module: Module, isa: ISA) -> bytes:
-    """Machine code of `module` for `isa`, as a relocatable object. Needs no such machine at hand."""
+    """Return the machine code of `module` for `isa`, as a relocatable object. This machine need not be able to run it."""
     with _lock:
         optimized, machine = _optimized(module.text(), isa)
         return bytes(machine.emit_object(optimized))
 
 
 def compile_assembly(module: Module, isa: ISA) -> str:
+    """Return the assembly of `module` for `isa`."""
     with _lock:
         optimized, machine = _optimized(module.text(), isa)
         return str(machine.emit_assembly(optimized))
 
 
 def cache_folder() -> Path | None:
-    """The folder of compiled objects, made if need be; None, with one warning, where it can't be used safely."""
+    """Return the folder of compiled objects, which is created if need be; None, with one warning, where it can't be used safely."""
     root = env.cache()
     folder = None if root is None else root / "cpu"
     reason = env.NO_HOME if folder is None else why_not_trusted(folder)
@@ -141,7 +143,7 @@ def read_from(folder: Path) -> None:
 
 
 def why_not_trusted(folder: Path) -> str | None:
-    """Why what a folder holds is not used, as others could have written it; the folder is made if need be."""
+    """Return why the files of a folder are not used, as others could have written them; None: they are. Create the folder if need be."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()
@@ -154,7 +156,7 @@ def why_not_trusted(folder: Path) -> str | None:
 
 
 def _checksum(path: Path, body: bytes) -> bytes:
-    """It depends on the file's name, too: a valid file under another name is none."""
+    """Return the SHA-256 of a file's name and content: a valid file under another name is damaged."""
     return hashlib.sha256(f"{path.name}\n".encode() + body).digest()
 
 
@@ -168,7 +170,7 @@ def _read_cached(path: Path) -> bytes | None:
 
 
 def _write_cached(path: Path, body: bytes) -> None:
-    """Beside, then renamed: a reader sees all of it or nothing. A full disk costs the cache entry, nothing else."""
+    """Write a temporary file and rename it: a reader sees all of it or nothing. A failure, as of a full disk, is a warning alone."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
@@ -201,7 +203,7 @@ def _why_not_linked(name: str, error: RuntimeError) -> str:
 
 
 def _executable_memory_refused() -> str | None:
-    """Why a page of this process can't be written and then executed, which is what compiling at run time takes; None if it can."""
+    """Return why a page of this process can't be written and then executed, as compiling at run time requires; None if it can."""
     if os.name != "posix":
         return None
     page = mmap.mmap(-1, mmap.PAGESIZE)  # readable and writable
@@ -214,7 +216,7 @@ def _executable_memory_refused() -> str | None:
 
 @functools.cache
 def sources(patterns: tuple[str, ...] = _SOURCES) -> tuple[Path, ...]:
-    """The files whose text is part of a key."""
+    """Return the files whose text is part of a key."""
     return tuple(sorted(path for pattern in patterns for path in _ROOT.glob(pattern)))
 
 
@@ -225,7 +227,7 @@ def _digest(patterns: tuple[str, ...]) -> str:
 
 
 def source_digest(patterns: tuple[str, ...] = _SOURCES) -> str | None:
-    """SHA-256 of the source files; None where there are none, or one was changed since this process may have imported it."""
+    """Return the SHA-256 of the source files; None: there are none, or one was changed since this process may have imported it."""
     try:
         infos = [path.stat() for path in sources(patterns)]
         changed = any(max(info.st_mtime_ns, info.st_ctime_ns) > IMPORTED for info in infos)
@@ -235,9 +237,9 @@ def source_digest(patterns: tuple[str, ...] = _SOURCES) -> str | None:
 
 
 def _specification(build: Callable[[ISA], Module], isa: ISA) -> str | None:
-    """What tells the module of `build(isa)` from all others of the same source files; None where the module alone can.
+    """Return what distinguishes the module of `build(isa)` from all others of the same source files; None: only its IR does.
 
-    It can for a function of this package or a `partial` of one with a dataclass, which are called with nothing else than that.
+    It is known for a function of this package, or a `partial` of one with dataclasses, which depend on nothing else.
     """
     call = functools.partial(build)  # of a partial: the same one
     function, arguments = call.func, call.args
@@ -249,19 +251,24 @@ def _specification(build: Callable[[ISA], Module], isa: ISA) -> str | None:
 
 
 def load(name: str, build: Callable[[ISA], Module], isa: ISA) -> dict[str, int]:
-    """Addresses of the functions of the module that `build(isa)` makes; `name` is for people (dumps, libraries).
+    """Return the addresses of the functions of the module that `build(isa)` generates, by name.
 
-    KernelError where this process's CPU lacks what `isa` needs, which would abort the process, and where the system lets no
-    process execute what it has written.
+    Args:
+        name: For people, in dumps and libraries.
+        build: Called only where neither this process nor the cache has the code.
+        isa: What the code is compiled for.
+
+    Raises:
+        KernelError: This CPU lacks what `isa` needs, or the system lets no process execute what it has written.
     """
     if reason := isa.missing():
         raise KernelError(f"kernels for {isa.name} can't run here: {reason}; unset HALFBYTE_ISA to let halfbyte choose")
     make = functools.cache(lambda: build(isa))
     generators, specification = source_digest(), _specification(build, isa)
-    known = generators is not None and specification is not None
-    what = f"{generators} {specification}" if known else make().text()
+    is_known = generators is not None and specification is not None
+    source = f"{generators} {specification}" if is_known else make().text()
     target = f"{isa.triple} {isa.cpu} {isa.features} {isa.attributes} {isa.code_model} {llvmlite.__version__} {llvm.llvm_version_info}"
-    key = hashlib.sha256(f"{_FORM} {target}\n{what}".encode()).hexdigest()
+    key = hashlib.sha256(f"{_FORMAT_VERSION} {target}\n{source}".encode()).hexdigest()
     with _lock:
         if key in _linked.loaded:
             return _linked.loaded[key]

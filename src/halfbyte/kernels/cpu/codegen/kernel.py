@@ -1,4 +1,15 @@
-"""A kernel: one function, generated from a specification for an instruction set, and compiled when it is first needed."""
+"""A kernel: one function, generated from a specification for an instruction set, and compiled when it is first needed.
+
+    @phase
+    def build(spec: MySpec, isa: ISA, f: Function) -> None:    emits the body; MySpec is a frozen dataclass
+        args, thread, threads = f.parameters
+        …
+    address = compiled(build, MySpec(…), current())            of the machine code
+    block = arguments(MY_BLOCK, address, {…})                  arguments of a kernel with one phase
+    runtime.run(block.raw, most_threads)
+
+The specification, the instruction set and the source files are the kernel's key in the cache of `jit.py`: `build` reads nothing else.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +28,9 @@ Target = TypeVar("Target", bound=ISA)
 
 
 def function(*types: str) -> Callable[[Callable[[Spec, Target, Function], None]], Callable[[Spec, Target], Module]]:
-    """Decorates `emit(spec, isa, f)`, which emits the body of a function with parameters of these types.
+    """Return a decorator of `emit(spec, isa, f)`, which emits the body of a function with parameters of these LLVM types.
 
-    The result, `build(spec, isa)`, makes the module that holds this function alone.
+    It turns it into `build(spec, isa)`, which returns a module of that function alone.
     """
 
     def decorate(emit: Callable[[Spec, Target, Function], None]) -> Callable[[Spec, Target], Module]:
@@ -39,18 +50,30 @@ phase = function("ptr", "i64", "i64")  # (arguments, thread, threads): see `runt
 
 @functools.cache
 def compiled(build: Callable[[Spec, Target], Module], spec: Spec, isa: Target) -> int:
-    """The address of the function that `build` makes."""
+    """Return the address of the compiled function that `build` generates."""
     name = _name(build, spec)
     return jit.load(name, functools.partial(build, spec), isa)[name]
 
 
 def arguments(block: Block, phase: int, values: Mapping[str, int | tuple[float, float]]) -> Buffer:
-    """The arguments of a kernel with one phase, which lies at an address, with 0 in all fields that `values` lacks."""
+    """Return the arguments of a kernel with one phase.
+
+    Args:
+        block: Names of the fields.
+        phase: Address of the function.
+        values: Values of fields; the others are 0.
+    """
     return block.buffer({"first_phase": phase, "openmp": runtime.openmp_address(), **values})
 
 
 class Emitter:
-    """Emits one function: its specification, the instruction set, and the arguments to which the first parameter points."""
+    """Base class of what emits one function.
+
+    Attributes:
+        block: Names of the arguments, to which the first parameter points.
+        spec, isa, f: What the function is compiled for, what emits its instructions, and where to.
+        args: The first parameter.
+    """
 
     block: ClassVar[Block]
 
@@ -58,18 +81,21 @@ class Emitter:
         self.spec, self.isa, self.f, self.args = spec, isa, f, f.parameters[0]
 
     def get(self, field: str) -> Value:
+        """Load an integer argument."""
         return self.block.load(self.args, field)
 
     def pointer(self, field: str) -> Value:
+        """Load an argument that is an address."""
         return self.block.load(self.args, field, "ptr")
 
 
 def _name(build: Callable[..., object], spec: object) -> str:
+    """Return the name of the function, for people: the file's and the specification's."""
     return f"{build.__module__.rpartition('.')[2]}_{_label(spec)}"
 
 
 def _label(spec: Any) -> str:
-    """A specification's fields in one word: "rows_4_out_f32_gelu"."""
+    """Return a specification's fields in one word: "rows_4_out_f32_gelu"."""
     words = []
     for field in fields(spec):
         value = getattr(spec, field.name)

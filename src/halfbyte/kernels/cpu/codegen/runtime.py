@@ -1,7 +1,7 @@
-"""Running generated code on threads: the OpenMP pool that torch already has, or a plain thread pool.
+"""Runs generated code on threads: of torch's OpenMP pool, or of a thread pool.
 
-A kernel is one or two phases, each a function phase(arguments, thread, threads) that does its share of the work; every
-thread has finished the first phase before any begins the second.
+A kernel is one or two phases, each a function phase(arguments, thread, threads) that does its share of the work. Every thread has finished
+the first phase before any begins the second. `runner()` is the one native entry: all kernels are started by it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from halfbyte.kernels.cpu.codegen.ir import Module, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 
-_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
+_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")  # the table at `openmp_address`
+_THREAD_NUM, _NUM_THREADS, _BARRIER = 1, 2, 3  # places in it
 _PROCESS = os.getpid()  # which imported this: another one is a forked child
 T = TypeVar("T")
 S = TypeVar("S")
@@ -42,16 +43,16 @@ def _after_fork() -> None:
 
 
 def build(isa: ISA) -> Module:
-    """A module with run(arguments, threads), which starts an OpenMP region."""
+    """Return a module with run(arguments, threads), which runs both phases in an OpenMP region, or in the caller's thread alone."""
     module = Module(isa.attributes)
     region = module.function("region", ["ptr"])
-    args = region.parameters[0]
-    table = LINEAR.load(args, "openmp", "ptr")
-    number, count = (region.emit("i32", f"call i32 {table.load('ptr', 8 * i).name}()").to("i64") for i in (1, 2))
+    args = region.parameters[0]  # of any kernel: the header is the same as LINEAR's
+    functions = LINEAR.load(args, "openmp", "ptr")
+    number, count = (region.emit("i32", f"call i32 {functions.load('ptr', 8 * i).name}()").to("i64") for i in (_THREAD_NUM, _NUM_THREADS))
     second = LINEAR.load(args, "second_phase", "ptr")
     region.call_pointer(LINEAR.load(args, "first_phase", "ptr"), args, number, count)
     with region.when(second.is_null().equals(0)):
-        region.call_pointer(table.load("ptr", 8 * 3))
+        region.call_pointer(functions.load("ptr", 8 * _BARRIER))
         region.call_pointer(second, args, number, count)
     run = module.function("run", ["ptr", "i64"])
     args, threads = run.parameters
@@ -69,14 +70,14 @@ def build(isa: ISA) -> Module:
 
 @functools.cache
 def _torch_cpu() -> ctypes.CDLL:
-    """A symbol is looked up in what libtorch_cpu itself depends on, too: other packages may bring OpenMP runtimes of their own."""
+    """Open libtorch_cpu. A symbol is looked up in its dependencies, too: other packages may bring OpenMP runtimes of their own."""
     names = {"linux": "libtorch_cpu.so", "darwin": "libtorch_cpu.dylib"}
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / names.get(sys.platform, "torch_cpu.dll")))
 
 
 @functools.cache
 def _openmp_table() -> ctypes.Array[ctypes.c_void_p] | None:
-    """Addresses of torch's own OpenMP functions; None where torch brings another runtime."""
+    """Return the addresses of torch's own OpenMP functions; None where torch brings another runtime."""
     try:
         torch_cpu = _torch_cpu()
         return (ctypes.c_void_p * 4)(*(ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p).value for name in _OPENMP))
@@ -85,13 +86,13 @@ def _openmp_table() -> ctypes.Array[ctypes.c_void_p] | None:
 
 
 def name() -> str:
-    """Which threads run kernels, for people."""
+    """Return which threads run kernels, for people."""
     return "OpenMP threads of torch" if _openmp_table() is not None else "a thread pool of halfbyte's own"
 
 
 @functools.cache
 def openmp_address() -> int:
-    """Where generated code finds OpenMP's functions."""
+    """Return the address of the table of OpenMP's functions; 0: there is none."""
     table = _openmp_table()
     return 0 if table is None else ctypes.addressof(table)
 
@@ -102,7 +103,7 @@ def _is_forked() -> bool:
 
 @functools.cache
 def _forced_threads() -> int | None:
-    """1 in a forked child, else HALFBYTE_THREADS, which is read once."""
+    """Return 1 in a forked child, else HALFBYTE_THREADS, which is read once."""
     return 1 if _is_forked() else env.threads()
 
 
@@ -110,12 +111,12 @@ _alone: contextvars.ContextVar[bool] = contextvars.ContextVar("halfbyte_alone", 
 
 
 def threads() -> int:
-    """Threads that a large kernel runs on: HALFBYTE_THREADS (read once), else as many as torch uses; 1 in a thread of `each`."""
+    """Return the threads that a large kernel runs on: HALFBYTE_THREADS, else as many as torch uses; 1 in a thread of `each`."""
     return 1 if _alone.get() else _forced_threads() or torch.get_num_threads()
 
 
 def _work_alone() -> None:
-    """Make torch's operations in this thread compute without others: its OpenMP counts threads for each caller."""
+    """Make torch's operations in this thread compute without other threads: OpenMP's number of threads is each caller's own."""
     torch.get_num_threads()  # which sets this thread's number when it is first called
     with suppress(OSError, AttributeError):
         _torch_cpu().omp_set_num_threads(1)
@@ -129,8 +130,8 @@ def _run_alone(work: Callable[[T], S], item: T) -> S:
 def each(work: Callable[[T], S], items: Sequence[T]) -> list[S]:
     """Call `work` for each item, on as many threads as there are, each of which computes alone.
 
-    Many small kernels one after the other take less time so than each on all threads: OpenMP's wait for work by spinning. The first
-    exception is raised when all calls that have begun are done; others then never begin.
+    Many small kernels take less time so than one after the other on all threads, since OpenMP's threads spin between them. The first
+    exception is raised when all calls that have begun are done; calls that have not begun are cancelled.
     """
     count = min(threads(), len(items))
     if count <= 1:
@@ -146,7 +147,7 @@ def each(work: Callable[[T], S], items: Sequence[T]) -> list[S]:
 
 @functools.cache
 def runner() -> Callable[[int, int], None]:
-    """run(address of the arguments, threads): blocks until all phases are done. The GIL is free meanwhile."""
+    """Return run(address of the arguments, threads), which blocks until all phases are done. The GIL is free meanwhile."""
     phase_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
     if _openmp_table() is not None or _is_forked():
         address = jit.load("runtime", build, current())["run"]
@@ -160,7 +161,7 @@ def runner() -> Callable[[int, int], None]:
             for phase in phases:
                 phase(arguments, 0, 1)
             return
-        with lock:  # phases of two calls must not wait for each other's threads
+        with lock:  # else the phases of two calls could deadlock, each with some of the pool's threads
             for phase in phases:
                 list(pool.map(lambda t, p=phase: p(arguments, t, count), range(count)))
 
@@ -168,7 +169,7 @@ def runner() -> Callable[[int, int], None]:
 
 
 def run(block: bytes, most_threads: int) -> bytes:
-    """Run the kernel that `block` describes on at most so many threads (at least one); the block as it is afterwards."""
+    """Run the kernel that `block` describes on at most so many threads, at least one, and return the block as it is afterwards."""
     buffer = ctypes.create_string_buffer(block, len(block))
     runner()(ctypes.addressof(buffer), max(1, min(threads(), most_threads)))
     return buffer.raw

@@ -127,18 +127,20 @@ class Tuning:
     arranged_conv: bool = False
 
     def tile(self, m: int, inner: Inner, geo: Geometry, *, codes: bool = False) -> Tiling:
-        """The tiles for M rows of activations: every choice that depends on the format and on M. `codes`: int8 in, int8 out."""
+        """Return the tiles for M rows of activations: all choices that depend on the format and on M. `codes`: int8 in, int8 out."""
         if geo.format.codebook:  # a look-up takes some fifty instructions
             return Tiling(min(m, 2), 2)
         return Tiling(1, 8) if m == 1 else Tiling(2, 4)
 
     def locality(self, m: int, inner: Inner, geo: Geometry) -> int | None:
-        """Where tiles of M rows prefetch their own weights to, as `llvm.prefetch` has it: 3 is the first-level cache, 2 the second, 0 the
-        first, not to be kept. None: they don't, the CPU's own prefetcher does better."""
+        """Return where tiles of M rows prefetch their own weights to, as `llvm.prefetch` has it.
+
+        3 is the first-level cache, 2 the second, 0 the first alone (`prefetchnta`); None: the CPU's own prefetcher does better.
+        """
         return 0 if m <= self.prefetching.streamed_rows else 3
 
     def expands(self, geo: Geometry) -> bool:
-        """Whether tiles may gain by expanded codes: 4-bit ones, and 8-bit ones in blocks, whose scales are converted once, too."""
+        """Return whether tiles may gain by expanded codes: 4-bit ones, and 8-bit ones in blocks, whose scales are converted once, too."""
         fmt = geo.format
         gains = fmt.bits == 4 or (fmt.zero != "point" and (geo.sparse or isinstance(fmt.block, int)))
         return self.expansion is not None and gains and geo.padded <= self.expansion.longest_block
@@ -331,6 +333,6 @@ RVV: Tuning = _RVV(conv_tile=(2, 2), register_totals=4)
 
 
 def sve(lanes: int) -> Tuning:
-    """The numbers for SVE with vectors of so many floats."""
+    """Return the numbers for SVE with vectors of so many floats."""
     vectors = min(4, PANEL // lanes)
     return _SVE(conv_tile=(20 // vectors, vectors))

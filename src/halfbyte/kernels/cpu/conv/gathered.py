@@ -61,7 +61,7 @@ class ConvKernel(PlannedConv):
         return self.no_bias if bias is None and scales is not None else bias
 
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
-        linear = self.linear.taking(math.prod(geo.outputs))
+        linear = self.linear.for_rows(math.prod(geo.outputs))
         on_matrix_unit = linear is not self.linear and linear.unit >= LEAST_UNIT  # with short units it is slower than dot products
         if self.result != self.dtype or (self.dtype == torch.int8 and not on_matrix_unit and linear.geometry.blocks == 1):
             return direct_call.plan(self.linear, self.sizes, geo, threads, self.out_dtype, outside)

@@ -1,9 +1,10 @@
-"""Linear layers on CPUs.
+"""Linear layers on CPUs. To read it: linear.py, driver.py, then tile.py.
 
-linear.py        the call: from arguments to a plan; grouped.py: of experts
-tile.py          the micro-kernel; tile_spec.py: what it is compiled for; block_end.py: how a block's sums are scaled; epilogue.py: outputs
-expanded.py, bracketed.py, amx.py    tiles on codes expanded once, with scale and offset multiplied at once, on matrix units
-driver.py        the loops around tiles; prefetch.py: weights on their way before they are needed
-activations.py   activations into the order of tiles
-sparse.py        2:4 sparse weights; packed_planes.py: codes of 5 and 6 bits
+linear.py       the call: compiles kernels and plans their arguments; grouped.py: for the experts of a mixture
+driver.py       the loops around tiles
+activations.py  lays out rows of x for tiles
+tile.py         the micro-kernel; tile_spec.py: what it is compiled for; block_end.py: scales a block's sums; epilogue.py: outputs;
+                prefetch.py: its prefetches of weights
+expanded.py, bracketed.py, amx.py    variants of the tile: codes expanded once, scale and offset multiplied at once, matrix units
+sparse.py, packed_planes.py          unpack 2:4 sparse weights, and codes of 5 and 6 bits
 """

@@ -7,10 +7,11 @@ most 16 rows:
     registers 4, 5    activations [16 rows, a unit of k] of each part
     registers 6, 7    weights [a unit of k, 16 outputs] of each vector
 
-Weights of 4 bits are unpacked to int8 or bfloat16 into a small ring of memory (`_Unpacker`), a unit of k before they are multiplied; those
-of 8 bits are multiplied where they lie. The sums of a block leave the unit through memory. They are stored between the first products of
-the next block, since a store that waits for its product keeps other products waiting, and then scaled. This memory should be small: it
-shares the first-level cache with the activations and weights that pass.
+A row of a register has COLUMN_BYTES = 64 bytes, as a vector of 16 outputs has. Weights of 4 bits are unpacked to int8 or bfloat16 into a
+small ring buffer (`_Unpacker`), `Tuning.units_ahead` units of k before they are multiplied; those of 8 bits are multiplied where they lie.
+The sums of a block leave the registers through memory, from which they are scaled. They are stored between the first products of the next
+block, since a store that waits for its product stalls other products. This memory is kept small: it shares the first-level cache with the
+activations and weights.
 """
 
 from __future__ import annotations
@@ -40,31 +41,39 @@ def build(spec: TileSpec, isa: AMXTiles, f: Function) -> None:
 
 
 class MatrixTile(Tile):
-    """A tile of `spec.schedule.rows` rows by `vectors` vectors of outputs, 2 of a panel."""
+    """A tile of `spec.schedule.rows` rows, at most 2 * ROWS, by V vectors of 16 outputs.
+
+    Attributes:
+        parts: The rows of each part.
+        sum_type: LLVM's type of a vector of sums.
+        sums: Memory of `sum_slots` blocks' sums, of `block_bytes` each, until these are scaled.
+        ring: Ring buffer of units of unpacked weights, of `unpacked_bytes` each.
+        is_corrected: Sums of unit weights differ from sums of codes (`ISA.correction`).
+        initial_row: Memory of a row of what sums begin at; None: 0.
+    """
 
     isa: AMXTiles
 
     def __init__(self, spec: TileSpec, isa: AMXTiles, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.prefetches = f.parameters[-2].equals(0)  # the first row tile of a panel does
+        self.prefetches_near = f.parameters[-2].equals(0)  # tile_index: the first row tile of a panel prefetches its weights
         self.sum_type = isa.ints if self.integer else isa.floats
         part_rows = self.rows if self.rows <= ROWS else (self.rows + 1) // 2
         self.parts = [range(start, min(start + part_rows, self.rows)) for start in range(0, self.rows, part_rows)]
-        # Sums of a block until they are scaled. Those of weights, where activations have an offset, are stored before the sums of the block
-        # before are scaled: two blocks' memory then.
-        self.block_bytes = 64 * self._accumulators
+        self.block_bytes = COLUMN_BYTES * self._accumulator_count
+        # Sums of weight codes, where activations have an offset, are stored before the sums of the previous block are scaled.
         self.sum_slots = 1 + spec.activation.has_offset
         self.sums = f.alloca("i8", self.sum_slots * self.block_bytes, 64)
         self.unpacked_bytes = self.row_unit_bytes * isa.lanes * self.vectors
         self.ring = f.alloca("i8", _power_above(isa.tuning.units_ahead) * self.unpacked_bytes if self.int8.stored_bits == 4 else 1, 64)
         self.blocks, self.units, self.last_units = (LINEAR.load(self.args, field) for field in ("blocks", "units", "last_units"))
-        self.corrected = isa.correction(spec.weight.bits, spec.weight.signed) != 0
-        self.start: Value | None = None  # memory for a row of what sums begin at; None: 0
-        if spec.activation.block_sum == "biased" and not self.corrected:
-            self.start = f.alloca(isa.ints, 1, 64)
-            self.start.store(f.value(isa.ints, ROUND_BITS), align=64)
+        self.is_corrected = isa.correction(spec.weight.bits, spec.weight.signed) != 0
+        self.initial_row: Value | None = None
+        if spec.activation.block_sum == "biased" and not self.is_corrected:
+            self.initial_row = f.alloca(isa.ints, 1, 64)
+            self.initial_row.store(f.value(isa.ints, ROUND_BITS), align=64)
         self.all_units = (self.blocks - 1) * self.units + self.last_units
-        self.scratch = f.pinned(self.scratch, "r")  # or LLVM makes registers of all totals, and spills them
+        self.scratch = f.pinned(self.scratch, "r")  # an unknown address: else LLVM keeps all totals in registers, and spills them
 
     def configure(self) -> None:
         """Emit the configuration of the tile registers."""
@@ -78,9 +87,10 @@ class MatrixTile(Tile):
         self.isa.configure(self.f, shapes)
 
     def emit(self, row_offset: Value) -> None:
+        """Emit the V vectors of outputs from row `row_offset` of the panel on. Block b - 1 is scaled after the products of block b."""
         isa, f = self.isa, self.f
         self._prefetch_outputs(row_offset)
-        self._begin(row_offset)
+        self._initialize_totals(row_offset)
         unpacker = _Unpacker(self, row_offset) if self.int8.stored_bits == 4 else None
         if unpacker is not None:
             for _ in f.loop(isa.tuning.units_ahead):
@@ -94,7 +104,7 @@ class MatrixTile(Tile):
             with f.when(b > 0):
                 for rows in self.parts:
                     self._scale_part(rows, b - 1, row_offset)
-        self._end(row_offset, self._record(self.blocks - 1, row_offset).act_meta + 4 * FIELDS * self.rows)
+        self._finish_outputs(row_offset, self._record(self.blocks - 1, row_offset).act_meta + 4 * FIELDS * self.rows)
 
     def _record(self, b: Value, row_offset: Value) -> Record:
         """Return the addresses of block b; `weights` is that of the whole panel's codes, whatever the row offset."""
@@ -111,19 +121,26 @@ class MatrixTile(Tile):
     def _store(self, n: int, b: Value) -> None:
         """Store the sums in tile register n as those of block b."""
         i, v = divmod(n, self.vectors)
-        self.isa.tile_store(self.f, n, self._slot(b) + (self.parts[i].start * self.vectors + v) * 64, 64 * self.vectors)
+        self.isa.tile_store(self.f, n, self._slot(b) + (self.parts[i].start * self.vectors + v) * COLUMN_BYTES, COLUMN_BYTES * self.vectors)
 
     def _multiply(self, b: Value, row_offset: Value, unpacker: _Unpacker | None) -> None:
-        """Multiply block b. The sums of the block before are stored between its first products, each before its register is used."""
+        """Multiply block b. The sums of the previous block are stored between its first products, each before its register is used.
+
+        Args:
+            b: Number of the block.
+            row_offset: First output in the panel.
+            unpacker: Of 4-bit weights; None: weights have 8 bits, and are unsigned bytes.
+        """
         activation, four_bits, isa, f = self.spec.activation, self.spec.weight.bits == 4, self.isa, self.f
+        assert activation.inner != "float", "matrix units multiply int8 and bfloat16"
         product = isa.tile_bf16_product if not self.integer else isa.tile_product if four_bits else isa.tile_unsigned_product
-        weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(self._accumulators - self.count)]
+        weight_sums = [f.variable(f.value(isa.ints, 0)) for _ in range(self._accumulator_count - self.count)]
         block = self._record(b, row_offset)
 
-        def unit(u: Value, begins: bool) -> None:
+        def multiply_unit(u: Value, begins: bool) -> None:
             if unpacker is not None:
                 unpacker.unpack_next()
-                weights, stride = unpacker.take_next(), 64 * self.vectors
+                weights, stride = unpacker.take_next(), COLUMN_BYTES * self.vectors
             else:
                 weights, stride = block.weights + u * self.unit_bytes + row_offset * 4, 4 * PANEL
                 self.prefetch(block.weights + u * self.unit_bytes)
@@ -133,53 +150,53 @@ class MatrixTile(Tile):
                 for v in range(self.vectors):
                     n = i * self.vectors + v
                     if i == 0:
-                        isa.tile_load(f, _FIRST_W + v, weights + v * 64, stride)
+                        isa.tile_load(f, _FIRST_W + v, weights + v * COLUMN_BYTES, stride)
                     if begins:
                         self._store(n, b - 1)
-                        if self.start is None:
+                        if self.initial_row is None:
                             isa.tile_zero(f, n)
                         else:
-                            isa.tile_load(f, n, self.start, 0)
+                            isa.tile_load(f, n, self.initial_row, 0)
                     product(f, n, _FIRST_A + i, _FIRST_W + v)
             for v, total in enumerate(weight_sums):
                 for quad in range(activation.unit // 4):
-                    four = weights.load(isa.quads, quad * stride + v * 64, 64)
+                    four = weights.load(isa.quads, quad * stride + v * COLUMN_BYTES, 64)
                     total.value = isa.byte_sums(f, total.value, four, signed=four_bits)
 
-        unit(f.value("i64", 0), True)
+        multiply_unit(f.value("i64", 0), True)
         if not activation.one_unit:
             for u in f.loop(block.units, 1):
-                unit(u, False)
+                multiply_unit(u, False)
         for v, total in enumerate(weight_sums):
-            self._slot(b).store(total.value, (self.count + v) * 64, 64)
+            self._slot(b).store(total.value, (self.count + v) * COLUMN_BYTES, 64)
 
     def _scale_part(self, rows: range, b: Value, row_offset: Value) -> None:
         """Scale the sums of these rows in block b and add them to the totals, 16 x 16 outputs at a time."""
         block, slot = self._record(b, row_offset), self._slot(b)
-        weight_sums = [slot.load(self.isa.ints, n * 64, 64) for n in range(self.count, self._accumulators)]
+        weight_sums = [slot.load(self.isa.ints, n * COLUMN_BYTES, 64) for n in range(self.count, self._accumulator_count)]
         for v in range(self.vectors):
             self.scaled_rows, self.scaled_vectors = rows, range(v, v + 1)
-            self._scale(functools.partial(self._sum, slot, block), block, weight_sums)
+            self._add_scaled(functools.partial(self._sum, slot, block), block, weight_sums)
 
     def _sum(self, slot: Value, block: Record, n: int) -> Value:
-        """Return the n-th vector of a block's sums, with the correction or zero points that `Tile._start` begins with."""
+        """Return the n-th vector of a block's sums, with the correction or zero points that `Tile._initial_sums` begins with."""
         f, (row, v) = self.f, divmod(n, self.vectors)
-        total = slot.load(self.sum_type, n * 64, 64)
+        total = slot.load(self.sum_type, n * COLUMN_BYTES, 64)
         if self.integer:
-            return total + self._field(block.act_meta, CORRECTION, row, "i32") if self.corrected else total
+            return total + self._field(block.act_meta, CORRECTION, row, "i32") if self.is_corrected else total
         zero = self._zero(block.weight_meta, block.row_offset, v) if self.spec.weight.zero == "point" else None
         return total if zero is None else f.fma(f.value(zero.type, -0.0) - zero, self._field(block.act_meta, SUM, row, "float"), total)
 
     def prefetch(self, unit: Value) -> None:
         """Prefetch the weights that follow this unit at the tuning's distance."""
         f = self.f
-        with f.when(self.prefetches):
+        with f.when(self.prefetches_near):
             for line in range(0, self.unit_bytes + (self.meta_bytes if self.spec.activation.one_unit else 0), 64):
                 f.prefetch(unit + (self.isa.tuning.prefetching.distance + line))
 
 
 class _RequantizingMatrixTile(MatrixTile, RequantizingTile):
-    def _total_sum(self, n: int, block_sum: Value) -> Value:
+    def _new_total(self, n: int, block_sum: Value) -> Value:
         return self._total(n).bits(self.isa.ints) + block_sum
 
 
@@ -225,13 +242,13 @@ class _Unpacker:
         isa, f, weight, vectors = self.tile.isa, self.tile.f, self.tile.spec.weight, self.tile.vectors
         for row in range(self.tile.spec.activation.unit // 8):
             for v in range(vectors):
-                bytes_ = stored.load(isa.quads, row * 4 * PANEL + v * 64, 64)
+                bytes_ = stored.load(isa.quads, row * 4 * PANEL + v * COLUMN_BYTES, 64)
                 if not self.tile.integer:
                     codes = isa.bf16_codes(f, bytes_, weight.signed, self.tile.int8.table)
                 else:
                     codes = isa.table_weights(bytes_, self.tile.int8.table) if weight.codebook else isa.nibbles(bytes_, weight.signed)
                 for i, code in enumerate(codes):
-                    to.store(code, ((row * len(codes) + i) * vectors + v) * 64, 64)
+                    to.store(code, ((row * len(codes) + i) * vectors + v) * COLUMN_BYTES, 64)
 
 
 def _power_above(n: int) -> int:

@@ -1,11 +1,12 @@
-"""The epilogue of a tile: totals of R rows i by V vectors of outputs n -> outputs, in float32 until they are converted.
+"""The epilogue of a tile: converts totals of R rows i by V vectors of outputs n to outputs, in float32 until these are stored.
 
     y[i, n] = clamp(total[i, n] + bias[n] + residual[i, n])                              `Epilogue`
     y[i, n] = gelu(total[i, n] + bias[n]) * residual[i, n]                               with GELU; residual: the up half of GEGLU, or none
     o[i, n] = clamp(round(fma(float(total[i, n]), multiplier[n], offset[n])))            `RequantizingEpilogue`: int8, ties to even
 
-`BlockEnd` computed the totals, `Tile` (`tile.py`) calls `_write` when K ends. Outputs of a panel beyond `columns`, which pad the weight,
-are not touched. The argument `residual` is the distance of the residual from the output in bytes; 0: there is none.
+`BlockEnd` (`block_end.py`) computed the totals, and `Tile` (`tile.py`) calls `_write` after the last block of K. Outputs of a panel beyond
+`columns`, which pad the weight, are not touched. The field `residual` of LINEAR is the distance of the residual from the output in bytes;
+0: there is none.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from halfbyte.kernels.cpu.codegen.ir import Value, vector
 from halfbyte.kernels.cpu.linear.block_end import BlockEnd
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 
+REQUANTIZING_OFFSET, MULTIPLIER, INITIAL_SUM = range(3)  # rows of the table of `RequantizingEpilogue`
+_LINE = 64  # bytes of a cache line
+
 
 class Epilogue(BlockEnd):
     """Floating-point outputs.
@@ -27,7 +31,7 @@ class Epilogue(BlockEnd):
     Attributes:
         args, out, bias, columns: Of the tile's call, as `tile.build` has them.
         count: Vectors of totals, R * V.
-        row_scale: Memory for a scale of each row that totals are multiplied by (`TileSpec.scaled_at_end`); else empty.
+        row_scales: Memory for a scale of each row that totals are multiplied by (`TileSpec.scaled_at_end`); else empty.
     """
 
     args: Value
@@ -35,7 +39,7 @@ class Epilogue(BlockEnd):
     bias: Value
     columns: Value
     count: int
-    row_scale: list[Value]
+    row_scales: list[Value]
 
     @property
     def out_bytes(self) -> int:
@@ -44,14 +48,14 @@ class Epilogue(BlockEnd):
     def _prefetch_outputs(self, row_offset: Value) -> None:
         """Prefetch the tile's lines of outputs: a store that misses the cache holds up the stores after it."""
         stride, size = LINEAR.load(self.args, "out_stride"), self.isa.lanes * self.vectors * self.out_bytes
-        for row, at in itertools.product(range(self.rows), range(0, size, 64)):
+        for row, at in itertools.product(range(self.rows), range(0, size, _LINE)):
             self.f.prefetch(self.out + row_offset * self.out_bytes + stride * row + at)
 
     def _write(self, row_offset: Value) -> None:
         """Write the outputs from row `row_offset` of the panel on, whole vectors if none of them pads the weight."""
         isa, f = self.isa, self.f
         for n in range(self.count):
-            scale = self.row_scale[n // self.vectors].load("float", align=4).splat(isa.lanes) if self.row_scale else None
+            scale = self.row_scales[n // self.vectors].load("float", align=4).splat(isa.lanes) if self.row_scales else None
             self.scratch.store(self._total(n) if scale is None else self._total(n) * scale, n * isa.lanes * 4, isa.lanes * 4)
         residual = LINEAR.load(self.args, "residual")
         no_residual = residual.equals(0)
@@ -72,15 +76,15 @@ class Epilogue(BlockEnd):
             to = self.out + stride * row + row_offset * self.out_bytes
             bias = (self.bias + row_offset * 4).load(isa.floats, column * 4, 4)
             value = self.scratch.load(isa.floats, n * isa.lanes * 4, isa.lanes * 4) + bias
-            other = None
+            residual_value = None
             if residual is not None:
                 raw = (to + residual).load(vector(stored, isa.lanes), column * self.out_bytes, self.out_bytes)
-                other = isa.to_float(raw, kind)
-            if other is not None and not self.spec.gelu:
-                value = value + other
-            value = self._finished(value, low, high)
-            if other is not None and self.spec.gelu:
-                value = value * other
+                residual_value = isa.to_float(raw, kind)
+            if residual_value is not None and not self.spec.gelu:
+                value = value + residual_value
+            value = self._activated(value, low, high)
+            if residual_value is not None and self.spec.gelu:
+                value = value * residual_value
             to.store(isa.from_float(value, kind), column * self.out_bytes, self.out_bytes)
             f.fence()
 
@@ -95,16 +99,16 @@ class Epilogue(BlockEnd):
                 value = self.scratch.load("float", c * 4 + row * self.vectors * isa.lanes * 4, 4)
                 value = value + self.bias.load("float", (c + row_offset) * 4, 4)
                 # Without a residual this reads the output's own memory, and does not use what it finds there.
-                other = isa.to_float((to + residual).load(stored, 0, self.out_bytes), kind)
+                residual_value = isa.to_float((to + residual).load(stored, 0, self.out_bytes), kind)
                 if self.spec.gelu:
-                    value = self._finished(value, low, high)
-                    value = residual.equals(0).select(value, value * other)
+                    value = self._activated(value, low, high)
+                    value = residual.equals(0).select(value, value * residual_value)
                 else:
-                    value = self._finished(residual.equals(0).select(value, value + other), low, high)
+                    value = self._activated(residual.equals(0).select(value, value + residual_value), low, high)
                 to.store(isa.from_float(value, kind), 0, self.out_bytes)
 
-    def _finished(self, value: Value, low: Value, high: Value) -> Value:
-        """Return gelu(value), or clamp(value) without GELU, which excludes a clamp."""
+    def _activated(self, value: Value, low: Value, high: Value) -> Value:
+        """Return gelu(value), or clamp(value) without GELU: the bounds are infinite with it."""
         match self.spec.gelu:
             case "":
                 return value.max_keeping_nan(low).min_keeping_nan(high)
@@ -116,23 +120,24 @@ class Epilogue(BlockEnd):
                 raise unreachable(self.spec.gelu, "the GELU of a product")
 
     def _clamp(self) -> tuple[Value, Value]:
+        """Return the least and the greatest output, float."""
         return LINEAR.load_floats(self.args, "clamp")
 
 
 class RequantizingEpilogue(Epilogue):
-    """int8 outputs: totals are int32 sums in the place of floats.
+    """int8 outputs: totals are int32 sums, held as vectors of float bits.
 
-    `bias` is a table [3, N] of 4-byte numbers, N padded to whole panels, whose rows lie `table_stride` bytes apart: offset (float32),
-    multiplier (float32), and what sums begin at (int32).
+    `bias` is a table [3, N] of 4-byte numbers, N padded to whole panels, whose rows lie `table_stride` bytes apart: REQUANTIZING_OFFSET and
+    MULTIPLIER (float32), and INITIAL_SUM (int32).
     """
 
-    def _column(self, row: int, row_offset: Value, v: int, kind: str) -> Value:
+    def _column(self, table_row: int, row_offset: Value, v: int, kind: str) -> Value:
         """Return one vector of outputs of a row of the table, of LLVM's type `kind`."""
-        table = self.bias + LINEAR.load(self.args, "table_stride") * row + row_offset * 4
+        table = self.bias + LINEAR.load(self.args, "table_stride") * table_row + row_offset * 4
         return table.load(kind, v * self.isa.lanes * 4, 4)
 
     def _write(self, row_offset: Value) -> None:
-        """Write whole tiles directly, others by way of memory, from which the outputs are copied in pieces of 2^n bytes."""
+        """Write whole tiles directly, others to memory, from which rows are copied in pieces of 2^n bytes."""
         isa, f = self.isa, self.f
         width, stride = self.vectors * isa.lanes, LINEAR.load(self.args, "out_stride")
         inside = f.umin((self.columns - row_offset).max_keeping_nan(0), f.value("i64", width))
@@ -151,11 +156,11 @@ class RequantizingEpilogue(Epilogue):
         """Store all codes of the tile at `to`, in rows that lie `stride` bytes apart."""
         isa, f = self.isa, self.f
         low, high = (bound.splat(isa.lanes) for bound in self._clamp())
-        columns = [[self._column(row, row_offset, v, isa.floats) for row in (0, 1)] for v in range(self.vectors)]
+        affine = [[self._column(row, row_offset, v, isa.floats) for row in (REQUANTIZING_OFFSET, MULTIPLIER)] for v in range(self.vectors)]
 
         def below_high(i: int, v: int) -> Value:
-            """Return outputs of row i before rounding, which are clamped from above; from below when they are bytes."""
-            offset, multiplier = columns[v]
+            """Return outputs of row i before they are rounded, clamped from above only."""
+            offset, multiplier = affine[v]
             return f.fma(self._total(i * self.vectors + v).bits(isa.ints).to("float"), multiplier, offset).min_keeping_nan(high)
 
         if not isa.narrows or 4 % self.vectors:

@@ -1,14 +1,14 @@
-"""y [P, N]: y[p] = x[p / share] · W[id[p]]ᵀ + bias[id[p]] on the CPU: rows sorted by expert, and one parallel region for all experts.
+"""y [P, N]: y[p] = x[p // share] · W[id[p]]ᵀ + bias[id[p]] on the CPU: rows sorted by expert, and one parallel region for all experts.
 
-Each expert that has rows is a linear layer as `linear.py` plans it, with a block of arguments of its own. Threads go through the blocks
-one after the other and draw work from each; there is one barrier, between the phases of `driver.py`, for each pass of ROWS_A_PASS rows.
+`ops/grouped.py` calls `run`. Each expert that has rows is a linear layer as `linear.py` plans it, with a LINEAR block of its own. Threads
+go through the blocks one after the other and draw work from each; there is one barrier, between the phases of `driver.py`, for each pass of
+ROWS_A_PASS rows.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.linear import linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS
+from halfbyte.layouts.base import round_up
 
 _BLOCK_BYTES = 8 * len(LINEAR.fields)
 _CALL = GROUPED.struct()
@@ -30,7 +31,7 @@ _INFINITE = float("inf")
 
 
 def build(isa: ISA) -> Module:
-    """A module with the two phases of many blocks of arguments."""
+    """Return a module with the two phases of a GROUPED block: each runs that phase of all its LINEAR blocks."""
     module = Module(isa.attributes)
     for phase in ("first_phase", "second_phase"):
         _each(module.function(phase, ["ptr", "i64", "i64"]), phase)
@@ -41,12 +42,18 @@ def _each(f: Function, phase: str) -> None:
     args, thread, threads = f.parameters
     for i in f.loop(GROUPED.load(args, "count")):
         block = GROUPED.load(args, "blocks", "ptr") + i * _BLOCK_BYTES
-        # One row is always the same thread's: that each block begins with another thread shares the rows of many blocks.
+        # The row of a block with one row is the first thread's: each block begins with another thread, so that all have some.
         f.call_pointer(LINEAR.load(block, phase, "ptr"), block, (thread + i) % threads, threads)
 
 
 class _Part(NamedTuple):
-    """So many rows, from these of x to these of the result, that one expert multiplies."""
+    """Consecutive rows that one expert multiplies.
+
+    Attributes:
+        expert: Its number.
+        x_row, out_row: The first of the rows in x, and in the result.
+        rows: Their number.
+    """
 
     expert: int
     x_row: int
@@ -56,18 +63,27 @@ class _Part(NamedTuple):
 
 @functools.cache
 def _phases(isa: ISA) -> tuple[int, int]:
-    found = jit.load("grouped", build, isa)
-    return found["first_phase"], found["second_phase"]
+    """Return the addresses of both phases."""
+    functions = jit.load("grouped", build, isa)
+    return functions["first_phase"], functions["second_phase"]
 
 
 def run(kernel: LinearKernel, x: Tensor, ids: Sequence[int], weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [P / share, K] contiguous, P ids of experts that there are, weight uint8 [E * bytes of a matrix], bias float32 [E, N] -> [P, N].
+    """Multiply each row by the matrix of its expert.
 
-    `kernel` is that of one expert, whose conditions hold. P > 0; a row of x is that of `share` consecutive ids, as those of one token are.
+    Args:
+        kernel: That of one expert; `linear.py` states its conditions.
+        x: [P / share, K], contiguous: a row for `share` consecutive ids, those of one token.
+        ids: P > 0 experts, each below E.
+        weight: uint8 [E * kernel.nbytes].
+        bias: [E, N] float32.
+
+    Returns:
+        [P, N].
     """
     routed_rows, share = len(ids), len(ids) // len(x)
     out = torch.empty(routed_rows, kernel.geometry.n, dtype=kernel.out_dtype, device="cpu")
-    if len(set(ids)) == routed_rows:  # each row is a part: it stays where it is
+    if len(set(ids)) == routed_rows:  # each row is a part: none is moved
         parts = [_Part(expert, i // share, i, 1) for i, expert in enumerate(ids)]
         _run(kernel, parts, (x, weight, bias, out))
     else:
@@ -89,7 +105,7 @@ def _sorted_parts(experts: Sequence[int]) -> list[_Part]:
 
 
 def _run(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, Tensor, Tensor | None, Tensor]) -> None:
-    """`operands`: x, weight, bias, out."""
+    """Multiply the parts, in passes. `operands`: x, weight, bias, out."""
     geo, routed_rows = kernel.geometry, len(operands[3])
     threads = max(1, min(runtime.threads(), routed_rows * geo.n * geo.k // linear.WORK_A_THREAD))
     for some in _passes(parts) if routed_rows > linear.ROWS_A_PASS else (parts,):
@@ -97,7 +113,7 @@ def _run(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, T
 
 
 def _passes(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Parts that together have as many rows as one pass takes, so that scratch memory does not grow with the number of rows."""
+    """Yield parts that together have at most ROWS_A_PASS rows, so that scratch memory does not grow with the number of rows."""
     some, rows = list[_Part](), 0
     for part in parts:
         if rows + part.rows > linear.ROWS_A_PASS:
@@ -108,8 +124,8 @@ def _passes(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     yield some
 
 
-def _planned(kernel: LinearKernel, rows: int, threads: int) -> tuple[bytes, int]:
-    """`_plan`, once in each Python thread."""
+def _cached_plan(kernel: LinearKernel, rows: int, threads: int) -> tuple[bytes, int]:
+    """Return `_plan`, cached for each Python thread."""
     key = kernel.number, rows, threads
     plan = PLANS.experts.get(key)
     if plan is None:
@@ -118,8 +134,9 @@ def _planned(kernel: LinearKernel, rows: int, threads: int) -> tuple[bytes, int]
 
 
 def _pass(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, Tensor, Tensor | None, Tensor], threads: int) -> None:
+    """Multiply the parts of one pass in one native call."""
     x, weight, bias, out = operands
-    plans = [_planned(kernel, part.rows, threads) for part in parts]
+    plans = [_cached_plan(kernel, part.rows, threads) for part in parts]
     _memory, scratch = PLANS.memory(sum(size for _, size in plans))
     blocks = ctypes.create_string_buffer(b"".join(plan for plan, _ in plans), len(parts) * _BLOCK_BYTES)
     row_bytes, out_bytes, n = x.shape[1] * x.element_size(), out.shape[1] * out.element_size(), out.shape[1]
@@ -147,6 +164,6 @@ def _pass(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, 
 
 
 def _plan(kernel: LinearKernel, m: int, threads: int) -> tuple[bytes, int]:
-    """The arguments of one part, and the bytes of scratch memory that it takes."""
+    """Return the arguments of a part of M rows, and the bytes of scratch memory that it takes, a multiple of 64."""
     buffer, size = kernel.arguments(m, threads)
-    return buffer.raw, math.ceil(size / 64) * 64
+    return buffer.raw, round_up(size, 64)

@@ -1,7 +1,7 @@
-"""Prefetches of weights, unit by unit.
+"""Prefetches of weights that a tile issues unit by unit. `tile.py` chooses the prefetcher, `driver.py` passes what is read next.
 
-near   a tile's own, so far ahead; near a panel's end, those that the thread reads next
-far    where several row tiles pass over the same panel: each prefetches a share of the next one, so that memory is read all the time
+near    a tile's own weights, `Prefetching.distance` bytes ahead; near a panel's end, the first ones of what the thread reads next
+shared  where several row tiles pass over the same panel, each prefetches a share of the next panel, so that memory is read all the time
 """
 
 from __future__ import annotations
@@ -10,20 +10,16 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.tuning import LONG_PANEL
 
-_LINE = 64  # bytes
+_LINE = 64  # bytes of a cache line
+_SHARED_LOCALITY = 2  # of shared prefetches, as of `llvm.prefetch`: the second-level cache
+_QUARTERS = 4  # of a long panel that the shares of one tile come from in turn
 
 
 class Prefetcher:
-    """What a tile prefetches.
+    """Prefetches near weights, and every `tile_count`-th unit of the next panel.
 
-    panels        most that it takes at once
-    shares_prefetch  whether `tile_count` may be any
-    ahead         bytes from its weights to those that come next, which may lie before them; 0: none do
-    record        bytes of a block, where they are equal and few rows read them as fast as memory delivers: of a long panel that comes next
-                  each fourth is from another quarter
-    locality      of what is near, as `Tuning.locality` has it
-    tile_index, tile_count  its number among the row tiles that share the prefetch of the next panel; where none do, or unless
-                  `Prefetching.all_tiles`, tile 0 alone prefetches the current panel
+    Attributes:
+        slice: Number among the slices of a panel that are computed in turn, and how many: each prefetches its share of a unit. None: one.
     """
 
     def __init__(
@@ -33,72 +29,102 @@ class Prefetcher:
         panel_bytes: Value,
         panels: int,
         shares_prefetch: bool,
-        record: int,
+        record_bytes: int,
         locality: int | None,
         ahead: Value,
         tile_index: Value,
         tile_count: Value,
     ) -> None:
-        self.f, self.panel_bytes, self.record, self.ahead, self.tile_count = f, panel_bytes, record, ahead, tile_count
+        """Prepare to emit.
+
+        Args:
+            isa: Its tuning has the distances.
+            f: Emits the instructions.
+            panel_bytes: Bytes of a packed panel.
+            panels: Most panels that the tile takes in turn.
+            shares_prefetch: `tile_count` may be other than 0.
+            record_bytes: Bytes of a block where all are equal and the tile waits for memory: units of a next panel of LONG_PANEL bytes or
+                more are then prefetched from its four quarters in turn. 0: they are prefetched in their order.
+            locality: Where near weights go, as `Tuning.locality` has it.
+            ahead: Bytes from the tile's weights to those that the thread reads next, positive or negative; 0: none.
+            tile_index, tile_count: Number among the row tiles that share the prefetch of the next panel. tile_count is 0 where none do:
+                then, and unless `Prefetching.all_tiles`, tile 0 alone prefetches near weights.
+        """
+        self.f, self.panel_bytes, self.record_bytes, self.ahead, self.tile_count = f, panel_bytes, record_bytes, ahead, tile_count
         self.shares_prefetch, self.locality = shares_prefetch, locality or 0
         tuned = isa.tuning.prefetching
         self.distance = 0 if locality is None else tuned.stream_distance if panels > 1 else tuned.distance
-        self.asks = tile_index.equals(0) | (tile_count > 0) if tuned.all_tiles else tile_index.equals(0)  # near
-        self.left = f.variable(tile_index)
-        self.near, self.far, self.next = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0)), f.variable(ahead)
-        self.side: tuple[Value, int] | None = None  # which of how many tiles of a panel: each asks for a share
+        self.prefetches_near = tile_index.equals(0) | (tile_count > 0) if tuned.all_tiles else tile_index.equals(0)
+        self.units_to_share = f.variable(tile_index)  # units until the next one whose counterpart in the next panel is prefetched
+        # Bytes from the unit that is read to the prefetched ones, 0 for none; `next_panel` is that to the counterpart.
+        self.near, self.shared = f.variable(f.value("i64", 0)), f.variable(f.value("i64", 0))
+        self.next_panel = f.variable(ahead)
+        self.slice: tuple[Value, int] | None = None
 
     def begin_block(self, b: Value, blocks: Value, done: Value) -> None:
-        """Block b of so many, which is so many bytes behind the panel's beginning."""
-        if self.record and self.shares_prefetch:
+        """Emit the distances of block b of so many, `done` bytes behind the panel's beginning."""
+        if self.record_bytes and self.shares_prefetch:
             quarter = blocks >> 2
-            other = (b < quarter * 4).select((b & 3) * quarter + (b >> 2), b)
-            far = (self.panel_bytes > LONG_PANEL - 1) & self.ahead.differs(0)
-            self.next.value = far.select((other - b) * self.record, 0) + self.ahead
+            source = (b < quarter * _QUARTERS).select((b & _QUARTERS - 1) * quarter + (b >> 2), b)
+            is_long = (self.panel_bytes > LONG_PANEL - 1) & self.ahead.differs(0)
+            self.next_panel.value = is_long.select((source - b) * self.record_bytes, 0) + self.ahead
         if self.distance:
             near = self.f.value("i64", self.distance)
-            next_panel = (self.panel_bytes < done + near) & self.ahead.differs(0)
-            near = next_panel.select(self.ahead - self.panel_bytes, 0) + near
-            self.near.value = self.asks.select(near, 0)
+            leaves_panel = (self.panel_bytes < done + near) & self.ahead.differs(0)
+            near = leaves_panel.select(self.ahead - self.panel_bytes, 0) + near
+            self.near.value = self.prefetches_near.select(near, 0)
 
     def begin_unit(self) -> None:
+        """Emit the choice of whether this unit's counterpart in the next panel is in the tile's share."""
         if self.shares_prefetch:
-            due = self.left.value.equals(0)
-            self.left.value = due.select(self.tile_count, self.left.value) - 1
-            self.far.value = (due & (self.tile_count > 0)).select(self.next.value, 0)
+            is_due = self.units_to_share.value.equals(0)
+            self.units_to_share.value = is_due.select(self.tile_count, self.units_to_share.value) - 1
+            self.shared.value = (is_due & (self.tile_count > 0)).select(self.next_panel.value, 0)
 
     def issue(self, weights: Value, size: int) -> None:
-        """For what is ahead of so many bytes."""
-        ways = [(self.near, self.locality)] * (self.distance > 0) + [(self.far, 2)] * self.shares_prefetch
-        if self.side is not None:
-            side, sides = self.side
-            size = -(-size // (_LINE * sides)) * _LINE
-            weights = weights + side * size
-        for distance, locality in ((asked.value, locality) for asked, locality in ways):
+        """Emit the prefetches of what is ahead of `size` bytes at `weights`."""
+        kinds = [(self.near, self.locality)] * (self.distance > 0) + [(self.shared, _SHARED_LOCALITY)] * self.shares_prefetch
+        if self.slice is not None:
+            slice_index, slices = self.slice
+            size = -(-size // (_LINE * slices)) * _LINE
+            weights = weights + slice_index * size
+        for distance, locality in ((variable.value, locality) for variable, locality in kinds):
             with self.f.when(distance.differs(0)):
                 for line in range(0, size, _LINE):
                     self.f.prefetch(weights + distance + line, locality)
 
 
 class SharingPrefetcher(Prefetcher):
-    """One whose share of what comes next lies side by side, not in every second, third, … unit: it asks for as much of it with each unit.
-
-    size, weights   of a panel; what its tile reads, of one panel at a time
-    """
+    """Prefetches near weights, and a contiguous share of the next panel, as many of its lines with each unit."""
 
     def __init__(
-        self, isa: ISA, f: Function, size: Value, locality: int | None, weights: Value, ahead: Value, tile_index: Value, tile_count: Value
+        self,
+        isa: ISA,
+        f: Function,
+        panel_bytes: Value,
+        locality: int | None,
+        weights: Value,
+        ahead: Value,
+        tile_index: Value,
+        tile_count: Value,
     ) -> None:
-        super().__init__(isa, f, size, 1, False, 0, locality, ahead, tile_index, tile_count)
-        asks = (tile_count > 0) & ahead.differs(0)
-        lines, tiles = size // _LINE, asks.select(tile_count, 1)
-        self.coming, self.part = weights + ahead, f.value("i64", 1 << 32) // tiles  # of 2^32: dividing with each unit would take long
-        self.line, self.stop = f.variable(lines * tile_index // tiles), asks.select(lines * (tile_index + 1) // tiles, 0)
+        """Prepare to emit for a tile that takes one panel at a time.
+
+        Args:
+            isa, f, panel_bytes, locality, ahead, tile_index, tile_count: As of Prefetcher.
+            weights: Address of the tile's panel.
+        """
+        super().__init__(isa, f, panel_bytes, 1, False, 0, locality, ahead, tile_index, tile_count)
+        shares = (tile_count > 0) & ahead.differs(0)
+        lines, tiles = panel_bytes // _LINE, shares.select(tile_count, 1)
+        # The share of each line of a unit, as a fraction of 2^32: a division for each unit would take long.
+        self.next_weights, self.fraction = weights + ahead, f.value("i64", 1 << 32) // tiles
+        self.line, self.stop = f.variable(lines * tile_index // tiles), shares.select(lines * (tile_index + 1) // tiles, 0)
 
     def issue(self, weights: Value, size: int) -> None:
         first, lines = self.line.value, -(-size // _LINE)
-        count = (first < self.stop).select((self.part * lines + (2**32 - 1)) >> 32, 0)
+        count = (first < self.stop).select((self.fraction * lines + (2**32 - 1)) >> 32, 0)
         for n in self.f.loop(count):
-            self.f.prefetch(self.coming + (first + n) * _LINE, 2)
+            self.f.prefetch(self.next_weights + (first + n) * _LINE, _SHARED_LOCALITY)
         self.line.value = first + count
         super().issue(weights, size)

@@ -23,7 +23,8 @@ Inner = Literal["int8", "float", "bf16"]
 BlockSum = Literal["plain", "folded", "biased", "bracketed"]
 FIELDS = 4  # of activations behind each block, 4 bytes for each row: `block_end.SCALE`, CORRECTION, SUM, OFFSET
 ROUND = 12582912.0  # 1.5 * 2^23: adding it to a small float leaves the nearest integer, ties to even, in the low bits
-ROUND_BITS = 0x4B400000
+ROUND_BITS = 0x4B400000  # of ROUND
+ROUND_RANGE = 1 << 22  # integers of at most this magnitude, added to ROUND_BITS, are the bits of ROUND + integer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,8 @@
 """Layers of language models on CPUs, each in one native call.
 
-decoder.py, encoder.py     whole layers; attend.py, attend_whole.py: their attention
-attention_half.py, feed_forward.py    the sublayers of a decoder layer; experts.py, experts_plan.py: a mixture of experts as the second;
-                           sublayers.py: what they share
-per_layer.py               the last sublayer of layers with a per-layer input
-whole_model.py             a decode step: new tokens through all layers
-embed.py                   embeddings of an encoder, added and normed
+decoder.py                  decoder layers: attention_sublayer.py, then feed_forward.py or a mixture of experts (experts_plan.py,
+                            experts.py), then per_layer.py in models with per-layer inputs; sublayers.py: what these share
+encoder.py, embed.py        encoder layers, and their embeddings
+attend.py, attend_whole.py  attention of a few new tokens, and of whole prompts or sequences
+whole_model.py              a decode step: new tokens through all layers of a model
 """

@@ -1,6 +1,6 @@
 """Decode attention on a CPU: qk_norm and rope of a few new tokens, their keys and values into the KV cache, causal attention to it.
 
-`attention_half.py` calls it between qkv and o_proj; for more tokens it only does the first two (`enters`), and `attend_whole.py` attends.
+`attention_sublayer.py` plans it between qkv and o_proj; for many tokens it does the first two only (`enters`), `attend_whole.py` the rest.
 H query heads, Hkv key-value heads, D elements of a head, R of which rope rotates, T tokens in the cache. For each new token:
 
     q, k, v  = the token's row of qkv: [H, D], [Hkv, D], [Hkv, D]

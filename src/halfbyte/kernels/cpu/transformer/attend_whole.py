@@ -1,22 +1,18 @@
-"""Attention of many queries: of whole sequences, as encoders have it, where every token sees every other, or of a decoder's prompts,
-where each sees those before it; in both where a mask lets it.
+"""Attention of many queries on a CPU: of whole sequences, as encoders compute it, or of a decoder's prompt to its KV cache.
 
     y[b, i, h] = sum over j of  p[j] * v[b, h, j],   p = softmax over j of scale * q[b, h, i] · k[b, h, j] + bias[b, h, i, j]
 
-A thread takes one head of keys of one sequence after the other, or a part of its queries, those of all heads that share it. It writes the
-keys transposed, and the values, up to `MOST_AT_ONCE` at a time, into memory of its own, which stays in its caches; then a few queries at a
-time meet all of these keys, so that their scores stay in the first-level cache too.
+over the keys j that the mask lets query i see; in a decoder (`causal`) those up to its own position. `attention_sublayer.py` and
+`encoder.py` plan it as a step; `attend` is the call of `ops/transformer/attention.py`.
 
-Arithmetic: float32. Each score is one pass of fused multiply-adds over D, then multiplied by `scale`, and the bias added, if
-there is one, without a rounding between; exponentials (`elementary.py`)
-of scores less the largest; each output one pass of fused multiply-adds over the tokens, then divided by the sum of exponentials. Where keys
-come several times, the outputs so far count with their sum of exponentials, scaled anew (Milakov and Gimelshein, arXiv:1805.02867). A query
-that may see nothing gets 0, as torch's attention gives it. What may not be seen has weight 0, though 0 * NaN is NaN.
+A work item is one key-value head of one sequence, or a part of its queries, those of all query heads that share it (GQA). The thread lays
+out keys, transposed, and values, up to MOST_AT_ONCE at a time, in memory of its own, which stays in its caches. Then tiles of _ROWS queries
+attend to all of these keys, so that their scores stay in the first-level cache, too.
 
-It takes .78 of the time of torch's kernel for 577 tokens of 12 heads of 64, .86 for 1500 and .89 for 4096 (two cores of an Intel Xeon, by a
-script). Since then scores are weighed as they are made, not in a pass of their own, and of the last keys no vector that is not needed is
-multiplied: on a core of an AMD EPYC (Zen 5) .89 of the time before for 69 tokens of 12 heads of 32, .82 for 32 times 128 of 12 of 64, .92
-for 577.
+Arithmetic: float32. Each score is one pass of fused multiply-adds over D, then multiplied by `scale`; a bias is added without a rounding
+between. Weights are exponentials (`elementary.py`) of scores less the largest; each output is one pass of fused multiply-adds over the
+keys, divided by the sum of exponentials. For more than MOST_AT_ONCE keys softmax is online: outputs so far are rescaled (Milakov and
+Gimelshein, arXiv:1805.02867). A query whose keys are all masked gets 0, as in torch. A masked key has weight 0; 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -43,28 +39,38 @@ WHOLE = Block(
     (
         *LINEAR.fields[:4],
         *("q", "q_batch", "q_head", "q_token"),  # strides are in bytes; the D elements of a token's head lie side by side
-        *("before", "length"),  # keys before that of the first query, and all that there are
+        *("before", "length"),  # keys before that of the first query, and all keys
         *("k", "k_batch", "k_head", "k_token"),
         *("v", "v_batch", "v_head", "v_token"),
-        *("mask", "mask_batch", "mask_token"),  # a byte for each token that is seen
+        *("mask", "mask_batch", "mask_token"),  # a byte for each key: 0 is masked
         *("bias", "bias_batch", "bias_head", "bias_token"),  # of scores, float32
-        *("out", "batch", "heads", "tokens", "padded", "parts"),  # heads of keys; keys at a time; parts of a head's queries
-        *("scratch", "thread_bytes"),
-        "sinks",  # float32, of each head of queries
-        "scale",  # and the cap
+        *("out", "batch", "heads", "tokens", "padded", "parts"),  # key-value heads; most keys at a time; parts of a head's queries
+        *("scratch", "thread_bytes"),  # memory of all threads, and of one
+        "sinks",  # float32, a logit of each query head
+        "scale",  # two floats: the scale of scores and the softcap
     ),
     frozenset({"scale"}),
 )
 _pack = WHOLE.struct().pack
-MOST_AT_ONCE = 512
-_ROWS, _VECTORS = 6, 2  # a tile of accumulators
-_WORK_A_THREAD = 1 << 17  # multiplications
+MOST_AT_ONCE = 512  # keys that are laid out at a time
+_ROWS, _VECTORS = 6, 2  # queries of a tile, and vectors of keys, or of outputs, that they are multiplied with at a time
+_WORK_A_THREAD = 1 << 17  # multiplications for which another thread is worth waking
+_ROWS_A_PART = 64  # least queries of a part of a head
 
 
 @dataclass(frozen=True, slots=True)
 class WholeSpec:
-    """dim: D; masked: there is a mask; biased: something is added to scores; group: heads of queries that share one of keys; kind: of keys
-    and values, as in AttendSpec; causal: no token sees those behind it; capped, sinks: as in `attend.py`."""
+    """What a kernel is generated for.
+
+    Attributes:
+        dim: Elements of a head, D.
+        masked: There is a mask.
+        biased: A bias is added to scores.
+        group: Query heads that share a key-value head.
+        kind: Element type of keys and values, as in AttendSpec.
+        causal: No query sees keys behind its own.
+        capped, sinks: As in AttendSpec.
+    """
 
     dim: int
     masked: bool
@@ -87,6 +93,7 @@ class _Query(NamedTuple):
 
 @phase
 def build(spec: WholeSpec, isa: ISA, f: Function) -> None:
+    """Emit the kernel; its arguments are a WHOLE block, its thread and the number of threads."""
     _Whole(spec, isa, f).emit()
 
 
@@ -324,55 +331,76 @@ class _Whole(Emitter):
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether `attend` takes these: float32 query [B, H, T, D], key and value [B, H, S, D] on the CPU, a head's elements side by side;
-    mask bool [B or 1, 1, T or 1, S] with its keys side by side."""
-    shape = query.shape
-    fitting = query.dim() == 4 and key.shape == value.shape and key.shape == (*shape[:2], *key.shape[2:3], shape[3])
-    fitting = fitting and shape[2] > 0 and key.shape[2] > 0 and shape[3] % 4 == 0
-    plain = all(x.dtype == torch.float32 and x.is_cpu and x.stride(3) == 1 for x in (query, key, value))
-    if mask is None or not (fitting and plain):
-        return fitting and plain and shape[3] > 0
-    fits = mask.dim() == 4 and mask.shape[3] == key.shape[2] and mask.shape[2] in (1, shape[2]) and mask.shape[1] == 1
-    return fits and mask.shape[0] in (1, shape[0]) and mask.dtype == torch.bool and mask.stride(3) == 1
+    """Return whether `attend` takes these tensors.
+
+    Args:
+        query: [B, H, T, D] float32 on the CPU, D contiguous and a positive multiple of 4, T > 0.
+        key, value: [B, H, S, D] The same, S > 0.
+        mask: [B or 1, 1, T or 1, S] bool on the CPU, S contiguous.
+    """
+    if not all(x.dim() == 4 and x.dtype == torch.float32 and x.is_cpu and x.stride(3) == 1 for x in (query, key, value)):
+        return False
+    (batch, heads, tokens, dim), length = query.shape, key.shape[2]
+    if not (key.shape == value.shape == (batch, heads, length, dim) and tokens > 0 and length > 0 and dim > 0 and dim % 4 == 0):
+        return False
+    if mask is None:
+        return True
+    fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[2] in (1, tokens) and mask.shape[1::2] == (1, length)
+    return fits and mask.dtype == torch.bool and mask.is_cpu and mask.stride(3) == 1
 
 
 def sizes(length: int, rows: int, dim: int, isa: ISA) -> tuple[int, int]:
-    """For how many of `length` keys there are places at a time, and the bytes that each thread takes; rows: queries of a head of keys."""
+    """Return how many of `length` keys are laid out at a time, padded to whole vectors, and the bytes of scratch memory of a thread.
+
+    Args:
+        length: Keys; MOST_AT_ONCE stands for any number.
+        rows: Queries of a key-value head of one sequence: tokens times the query heads that share it.
+        dim: Elements of a head.
+        isa: The instruction set.
+    """
     lanes = min(16, isa.lanes)
     padded = round_up(min(length, MOST_AT_ONCE), _VECTORS * lanes)
     return padded, 4 * padded * (dim + round_up(dim, lanes) + _ROWS) + 8 * round_up(rows, 8)
 
 
 def parts(heads: int, rows: int, threads: int) -> int:
-    """Into how many parts the queries of each of so many heads of keys are cut, so that all threads have some."""
-    return max(1, min(4 * threads // heads, rows // 64)) if heads else 1
+    """Return into how many parts the `rows` queries of each of so many key-value heads are cut, so that all threads have some."""
+    return max(1, min(4 * threads // heads, rows // _ROWS_A_PART)) if heads else 1
 
 
 def readable(scores: Tensor) -> Tensor:
-    """A mask or bias with whole vectors to read for each query."""
+    """Return a mask or bias whose rows are padded to whole vectors, which the kernel loads."""
     more = -scores.shape[3] % 16
     return torch.nn.functional.pad(scores, (0, more)) if more else scores
 
 
 def mask_fields(mask: Tensor | None) -> tuple[int, ...]:
-    """`mask`, `mask_batch` and `mask_token`."""
+    """Return the fields `mask`, `mask_batch` and `mask_token`."""
     return (0, 0, 0) if mask is None else (mask.data_ptr(), *_strides(mask, 0, 2))
 
 
 def bias_fields(bias: Tensor | None) -> tuple[int, ...]:
-    """`bias`, `bias_batch`, `bias_head` and `bias_token`."""
+    """Return the fields `bias`, `bias_batch`, `bias_head` and `bias_token`."""
     return (0, 0, 0, 0) if bias is None else (bias.data_ptr(), *_strides(bias, 0, 1, 2))
 
 
 def _strides(scores: Tensor, *dimensions: int) -> tuple[int, ...]:
-    """In bytes; 0 where all share one."""
+    """Return the strides of these dimensions in bytes; 0 where they are broadcast."""
     return tuple(scores.itemsize * scores.stride(i) * (scores.shape[i] > 1) for i in dimensions)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, bias: Tensor | None = None) -> Tensor:
-    """query [B, H, T, D], key and value [B, H, S, D], mask bool, True where a key is seen -> [B, T, H, D]. The caller has asked `supports`.
+    """Compute attention of tensors that `supports` accepts.
 
-    bias  float32 [B or 1, H or 1, T or 1, S] with contiguous last dimension
+    Args:
+        query: [B, H, T, D].
+        key, value: [B, H, S, D].
+        mask: True where a key is seen; None: all are.
+        scale: Of scores.
+        bias: [B or 1, H or 1, T or 1, S] float32 with contiguous last dimension, added to scores.
+
+    Returns:
+        [B, T, H, D].
     """
     length = key.shape[2]
     batch, heads, tokens, dim = query.shape

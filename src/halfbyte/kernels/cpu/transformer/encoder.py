@@ -10,9 +10,10 @@ or, where the norms come before (ViT):
 
     qkv = norm(x) · Wqkvᵀ + bias,  h = a · Woᵀ + bias + x,  g = gelu(norm(h) · Wupᵀ + bias),  y = g · Wdownᵀ + bias + h
 
-A norm is computed with the laying out of its rows, so the last one of a layer with that of the next layer. Everything between the steps is
-float32. Many sequences are taken some at a time, so that what lies between the steps stays in caches; where there are enough of them each
-thread takes its own, so that no data moves between cores and there are no barriers.
+`ops/transformer/encoder.py` calls `run`. A norm is computed when its rows are laid out for the next product: the last norm of a layer when
+those of the next layer are. Everything between the steps is float32. Many sequences are computed some at a time, so that intermediate
+results stay in caches; where there are enough of them each thread takes its own (a lane), so that no data moves between cores and there are
+no barriers.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, WholeSpec
 from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, rowwise_step
 from halfbyte.layouts.base import round_up
 
-_BYTES = 1 << 23  # of what lies between the steps at a time, of threads that share it
-_LANE_BYTES = 1 << 21  # and of one that does not: what is in its core's second-level cache
-_SEQUENCES_A_LANE = 4  # fewer are shared: a lane may have one sequence more than another
+_BYTES = 1 << 23  # of intermediate results at a time, where threads share sequences
+_LANE_BYTES = 1 << 21  # the same for a thread with sequences of its own: its core's second-level cache
+_SEQUENCES_A_LANE = 4  # fewer are shared by all threads: a lane may have one sequence more than another
 _PLANS = 128  # of a first layer in each Python thread; one more drops the others
 _INFINITE = float("inf")
 _X, _OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("x", "out", "residual"))
@@ -59,9 +60,8 @@ class _Place(NamedTuple):
     summand: int
 
 
-class _Between(NamedTuple):
-    """The addresses of what lies between the steps, float32: q, k and v [M, 3 H D], a [M, H D], h [M, K], sums before a norm [M, K], and
-    g [M, N]."""
+class _Intermediates(NamedTuple):
+    """The addresses of intermediate results, float32: q, k and v [M, 3 H D], a [M, H D], h [M, K], sums before a norm [M, K], g [M, N]."""
 
     qkv: int
     attended: int
@@ -137,15 +137,15 @@ class _Plan:
         self.layers, self._m, self._threads = layers, size.batch * size.tokens, size.threads
         products = [product for layer in layers for product in (layer.qkv, layer.o, layer.up, layer.down)]
         padded, thread_bytes = attend_whole.sizes(size.tokens, size.tokens, first.dim, current())
-        laid_out = self._m * max(product.kernel.taking(self._m).row_bytes for product in products)
-        widths = first.qkv.n, first.o.k, first.o.n, first.o.n, first.up.n  # as in _Between
+        laid_out = self._m * max(product.kernel.for_rows(self._m).row_bytes for product in products)
+        widths = first.qkv.n, first.o.k, first.o.n, first.o.n, first.up.n  # as in _Intermediates
         sizes = laid_out, size.threads * thread_bytes, size.threads * 4 * first.o.n, *(4 * self._m * n for n in widths)
         *starts, end = accumulate((round_up(n, 64) for n in sizes), initial=0)
         self.base = PLANS.lanes[size.lane].of(end)
-        self._laid_out, scratch, rows, *between = (self.base + start for start in starts)
-        self._private, self._between = _Normed(rows, 4 * first.o.n, 0), _Between(*between)
+        self._laid_out, scratch, rows, *addresses = (self.base + start for start in starts)
+        self._private, self._intermediates = _Normed(rows, 4 * first.o.n, 0), _Intermediates(*addresses)
         self._panels = driver.phases(current())["panels"]
-        memory = self._between.qkv, self._between.attended, scratch
+        memory = self._intermediates.qkv, self._intermediates.attended, scratch
         self._attend = {scale: _attention(first, scale, size, memory, padded, thread_bytes) for scale in {layer.scale for layer in layers}}
         self._blocks: list[Buffer] = []
         # x, and what each layer gives.
@@ -159,7 +159,7 @@ class _Plan:
             before = layer
         if not layers[-1].before:
             norm, k = layers[-1].norms[1], first.o.n
-            last = rowwise_step(norm.step("norm"), self._m, k, 4 * k, {"x": self._between.sums, **norm.fields})
+            last = rowwise_step(norm.step("norm"), self._m, k, 4 * k, {"x": self._intermediates.sums, **norm.fields})
             self._blocks.append(last)
             self._places[-1].append(_Place(last, NORM.offset("out"), 1, 0))
         self._sequence = StepSequence(self._blocks, size.threads)
@@ -172,7 +172,7 @@ class _Plan:
             before: The one before it, whose last norm gives x; None for the first layer, whose x is an argument of the call.
             x: The places of the layer's input, which are added to.
         """
-        at, row_bytes = self._between, 4 * layer.o.n
+        at, row_bytes = self._intermediates, 4 * layer.o.n
         if before is None:
             _, linear = self._product(layer.qkv, 0, at.qkv)
             x.append(_Place(linear, _X, 1, 0))
@@ -188,7 +188,7 @@ class _Plan:
 
     def _norm_first(self, layer: Layer, x: list[_Place], y: list[_Place]) -> None:
         """Add the steps of a layer whose norms come first, and the places of its input x and output y."""
-        at = self._between
+        at = self._intermediates
         _, linear = self._product(layer.qkv, 0, at.qkv, (layer.norms[0], self._private))
         x.append(_Place(linear, _X, 1, 0))
         self._blocks.append(self._attend[layer.scale])

@@ -1,20 +1,22 @@
-"""The feed-forward half of a mixture of experts, for few rows: h [m, K] -> y [m, K], float32.
+"""The kernels of a mixture of experts for few rows, as the feed-forward sublayer of a decoder layer: h [m, K] -> y [m, K], float32.
 
     x      = norm(h)
-    l      = x · Wrouterᵀ + bias                         a logit for each of E experts
-    id, w  = the T largest of a row's, and softmax of them, or their share of the softmax of all; of equal ones the first. Or, where a row
-             chooses by scores, s = sigmoid(l) or softmax(l): the T largest of s + correction, and s of them, or their share of these
-    g[t]   = x · Wgate_up[id[t]]ᵀ + bias[id[t]]          silu(gate) * up where the gates were; or `Clamped` gates
-    y      = h + factor * sum over t of w[t] * (g[t] · Wdown[id[t]]ᵀ + bias[id[t]])
-               + sigmoid(x · wgate) * shared(x)          where there is an expert that all rows share, which may have no gate
+    l      = x · Wrouterᵀ + bias                         a logit for each of E experts; step "logits"
+    id, w  = top_k of a row: the T largest logits, of equal ones the first, and their softmax, or their share of the softmax of all.
+             With `scores`, s = sigmoid(l) or softmax(l): the T largest of s + correction, and s of them, or their share of these;
+             step "choose"
+    g[t]   = x · Wgate_up[id[t]]ᵀ + bias[id[t]]          silu(gate) * up of its halves, or `Clamped` gates; step "up"
+    y      = h + factor * sum over t of w[t] * (g[t] · Wdown[id[t]]ᵀ + bias[id[t]])              step "down"
+               + sigmoid(x · wgate) * shared(x)          where there is a shared expert, which may have no gate
 
-Which experts there are is known in the chain alone, so its steps find their weights by the ids that a step before has written. Where ids
-and weights are given, there are neither norm, router nor h: y is the sum. A GPU may give them (`kernels/crossing.py`): threads wait for its
-word before they read them, and the last thread that has stored its part of y says so.
+`experts_plan.py` plans the steps. Which experts a row takes is known within the native call alone, so that steps find their weights by the
+ids that an earlier step has written. Where ids and weights are given, there are no norm, router and h: y is the sum. A GPU may give them
+(`kernels/crossing.py`): threads wait for its flag before they read them, and the last thread that has stored its part of y sets the flag
+that the GPU waits for.
 
-Each row times an expert is a product of one row, with the tiles of `linear.py`, whose panels are cut into groups over all experts of a row,
-or, of several rows, of all of them in the order of experts: those that share one find its weights in the caches. All else is float32; sums
-over t are in the order of ids, those over K of the router lane by lane, by fused multiply-adds.
+Each row times an expert is a product of one row, with the tiles of `linear.py`. Panels are cut into groups over all experts of a row, or of
+several rows, in the order of experts: rows that share an expert find its weights in the caches. All else is float32; sums over t are in the
+order of ids, those over K of the router lane by lane, by fused multiply-adds.
 """
 
 from __future__ import annotations
@@ -38,31 +40,33 @@ from halfbyte.kernels.layer_kinds import RouterScores
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _INFINITE = float("inf")
-_AT_BARRIER = 32 << 10  # bytes of weights that a thread prefetches before it waits: some 3 µs of a core's share of the memory
-_LEAST = 1e-20  # is added to the sum of scores, which may be 0, as in transformers' routers
+_AT_BARRIER = 32 << 10  # bytes of weights that a thread prefetches before a barrier: some 3 µs of a core's share of the memory
+_LEAST_SUM = 1e-20  # added to a sum of scores, which may be 0, as in transformers' routers
 EXPERTS = Block(
     (
         *PRODUCT.fields,
         *("rows", "experts", "top_k"),  # m, E, T
-        # weights [E, K], biases float32 [E] or 0; of the shared expert's gate, [K], or 0; logits [m, E + 1], the last one of that gate;
-        # what is added to scores, float32 [E]
+        # the router's weights [E, K] and biases float32 [E] or 0; weights [K] of the shared expert's gate, or 0; logits [m, E + 1], of
+        # which the last one is that gate's; the correction of scores, float32 [E]
         *("router", "router_bias", "shared_gate", "logits", "correction"),
-        # of row r in places r * T … r * T + T - 1: ids, int64, and weights, float32; places in the order of experts; and memory for E int64
+        # ids, int64, and weights, float32, of row r in places r * T … r * T + T - 1; places in the order of experts; memory of E int64
         *("ids", "weights", "order", "counts"),
-        *("expert_bytes", "expert_bias"),  # of one's weights, and of its biases
-        *("gated", "gated_stride"),  # where rows go through clamped gates, and bytes between them
+        *("expert_bytes", "expert_bias"),  # bytes of an expert's weights, and of its biases
+        *("gated", "gated_stride"),  # address of the rows that clamped gates give, and bytes between them
         *("hidden", "shared", "out"),  # float32 [m, K]; 0 for no h, or no shared expert
-        "down",  # of the first product: the block of the second one
+        "down",  # in the block of step "up", the address of that of step "down"
         *("flags", "polls"),  # of a crossing, and how often a thread reads them until it gives up
-        *("alpha_limit", "factor"),  # of clamped gates, and of weights
+        *("alpha_limit", "factor"),  # floats of clamped gates; the factor of weights and an unused float
     ),
     PRODUCT.floats | {"alpha_limit", "factor"},
 )
 
 
 class Clamped(NamedTuple):
-    """Gates of gpt-oss: (u + 1) * g * sigmoid(alpha * g), g = min(gate, limit), u = up between -limit and limit. A gate and its up are
-    outputs side by side."""
+    """Gates of gpt-oss: (u + 1) * g * sigmoid(alpha * g), g = min(gate, limit), u = up clamped to -limit … limit.
+
+    A gate and its up are adjacent outputs, not in two halves.
+    """
 
     alpha: float
     limit: float
@@ -98,10 +102,16 @@ class ExpertsStep:
 
 @emitted
 def build(step: ExpertsStep, isa: ISA, f: Function) -> None:
+    """Emit a step; its arguments are an EXPERTS block, its thread and the number of threads."""
     getattr(_Experts(step, isa, f), step.kind)()
 
 
 class _Experts(Emitter):
+    """Emits the steps, each by the method of its name.
+
+    A `place` numbers a row's t-th expert, r * T + t; a `pair` numbers them in the order in which they are computed.
+    """
+
     block = EXPERTS
     spec: ExpertsStep
 
@@ -112,11 +122,11 @@ class _Experts(Emitter):
 
     @property
     def _router(self) -> Kind:
-        assert self.spec.router
+        assert self.spec.router, f"step {self.spec.kind} reads the router, whose element type is missing"
         return self.spec.router
 
     def _prepare(self) -> Value:
-        """All rows by this thread for itself, if it prepares any; the arguments of the product."""
+        """Emit norms and layout of all rows, by each thread for itself, if the step does that; return the product's arguments."""
         linear = self.pointer("linear")
         if self.spec.prepares:
             rows = self.f.value("i64", 0), LINEAR.load(linear, "m")
@@ -124,7 +134,7 @@ class _Experts(Emitter):
         return linear
 
     def logits(self) -> None:
-        """Threads share the experts."""
+        """Emit the logits; threads share the experts evenly."""
         f, linear = self.f, self._prepare()
         k, router, element = LINEAR.load(linear, "k"), self.pointer("router"), element_of(self._router).size
         normed = self.pointer("normed") + self.thread * self.get("normed_thread")
@@ -159,7 +169,7 @@ class _Experts(Emitter):
         return total.value
 
     def choose(self) -> None:
-        """One thread: it takes less time than to meet once more."""
+        """Emit top-k of all rows, by one thread: to share it would cost one more barrier."""
         with self.f.when(self.thread.equals(0)):
             for r in self.f.loop(self.rows):
                 self._choose(r)
@@ -167,11 +177,13 @@ class _Experts(Emitter):
                 self._sort()
 
     def sort(self) -> None:
+        """Emit the sorting of given ids, by one thread."""
         with self.f.when(self.thread.equals(0)):
             self._wait()
             self._sort()
 
     def _flag(self, word: int) -> Value:
+        """Return the address of a word of `kernels/crossing.py`."""
         return self.pointer("flags") + 8 * word
 
     def _wait(self) -> None:
@@ -182,17 +194,17 @@ class _Experts(Emitter):
         polls, most = f.variable(f.value("i64", 0)), self.get("polls")
 
         def poll() -> Value:
-            there = f.acquire(self._flag(crossing.READY)).differs(f.acquire(self._flag(crossing.DONE)))
+            arrived = f.acquire(self._flag(crossing.READY)).differs(f.acquire(self._flag(crossing.DONE)))
             polls.value = polls.value + 1
-            return (there | f.acquire(self._flag(crossing.FAILED)).differs(0)).select(most, polls.value)
+            return (arrived | f.acquire(self._flag(crossing.FAILED)).differs(0)).select(most, polls.value)
 
         for _ in f.draw(poll, most):
             self.isa.pause(f)
         with f.when(f.acquire(self._flag(crossing.READY)).equals(f.acquire(self._flag(crossing.DONE)))):
             f.release(self._flag(crossing.FAILED), f.value("i64", 1))
 
-    def _say_done(self) -> None:
-        """The last thread tells the GPU that y is complete."""
+    def _publish_done(self) -> None:
+        """Emit the flag that tells the GPU that y is complete, which the last thread sets."""
         if self.spec.crosses:
             f, arrived = self.f, self._flag(crossing.ARRIVED)
             with f.when((f.arrive(arrived) + 1).equals(self.threads)):
@@ -200,7 +212,7 @@ class _Experts(Emitter):
                 f.release(self._flag(crossing.DONE), f.acquire(self._flag(crossing.READY)))
 
     def _choose(self, row: Value) -> None:
-        """Weights hold the largest logits, or corrected scores, so far, in falling order."""
+        """Emit top-k of a row, by insertion: `weights` hold its largest logits, or corrected scores, so far, in falling order."""
         f, logits, one = self.f, self._logits(row), self.f.value("float", 1.0)
         ids, weights = self.pointer("ids") + row * self.top_k * 8, self.pointer("weights") + row * self.top_k * 4
         scored, correction = self.spec.scores != "", self.pointer("correction")
@@ -224,7 +236,7 @@ class _Experts(Emitter):
         if scored:
             total = one
             if self.spec.normalized:
-                total = self._sum(self.top_k, lambda j: _score_of(logits, ids, j)) + _LEAST
+                total = self._sum(self.top_k, lambda j: _score_of(logits, ids, j)) + _LEAST_SUM
             for j in f.loop(self.top_k):
                 self._store_weight(weights + j * 4, _score_of(logits, ids, j) / total)
         else:
@@ -239,7 +251,7 @@ class _Experts(Emitter):
         gate.store(gated.value, 0, 4)
 
     def _score(self, logits: Value) -> None:
-        """Those of a row in the place of its logits."""
+        """Replace the logits of a row by its scores."""
         f = self.f
         match self.spec.scores:
             case "sigmoid":
@@ -280,7 +292,7 @@ class _Experts(Emitter):
         at.store(share * factor, 0, 4)
 
     def _sort(self) -> None:
-        """Places by counting, those of an expert in the order of rows."""
+        """Emit the sorting of places by expert, by counting; those of an expert stay in the order of rows."""
         f, routed_rows = self.f, self.rows * self.top_k
         ids, order, counts = (self.pointer(name) for name in ("ids", "order", "counts"))
         none = f.value("i64", 0)
@@ -301,21 +313,23 @@ class _Experts(Emitter):
             at.store(to + 1, 0, 8)
 
     def _place(self, pair: Value) -> Value:
+        """Return the place of a pair."""
         return pair if self.spec.single_row else (self.pointer("order") + pair * 8).load("i64", 0, 8)
 
     def _of_expert(self, linear: Value, place: Value) -> tuple[Value, Value]:
-        """Weights and bias."""
+        """Return the addresses of the weights and bias of the expert at a place."""
         expert = (self.pointer("ids") + place * 8).load("i64", 0, 8)
         weights, bias = (LINEAR.load(linear, name, "ptr") for name in ("weights", "bias"))
-        of_expert = bias + expert * self.get("expert_bias")
-        return weights + expert * self.get("expert_bytes"), bias.is_null().select(bias, of_expert)
+        expert_bias = bias + expert * self.get("expert_bias")
+        return weights + expert * self.get("expert_bytes"), bias.is_null().select(bias, expert_bias)
 
     def _laid_out(self, linear: Value, row: Value) -> Value:
+        """Return the address of a row as tiles read it."""
         laid_out = LINEAR.load(linear, "scratch", "ptr") + self.thread * self.get("private")
         return laid_out + row * LINEAR.load(linear, "row_bytes")
 
     def up(self) -> None:
-        """Groups are of the panels of all pairs of a row and an expert, which are pairs of panels: of gates and what they are for."""
+        """Emit the first product and its gates. Groups are cut from the panels of all pairs: each is a panel of gates and one of ups."""
         if self.spec.single_row:
             self._wait()
         f, linear, gate = self.f, self._prepare(), self.get("gate")
@@ -329,23 +343,24 @@ class _Experts(Emitter):
                 weights, bias = self._of_expert(linear, place)
                 after = i + (last - first)
                 after = f.umin(after.below(stop).select(after, following), end - 1)  # at the end a panel that was read: harmless
-                then = self._of_expert(linear, self._place(after // gate))[0] + after % gate * panel_bytes * (2 if self.spec.clamped else 1)
+                next_expert, _ = self._of_expert(linear, self._place(after // gate))
+                next_weights = next_expert + after % gate * panel_bytes * (2 if self.spec.clamped else 1)
                 a = self._laid_out(linear, f.value("i64", 0) if self.spec.single_row else place // self.top_k)
                 out = LINEAR.load(linear, "out", "ptr") + place * LINEAR.load(linear, "out_stride")
                 if self.spec.clamped:
-                    driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias, then=then)
+                    driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias, next_weights=next_weights)
                     gated = self.pointer("gated") + place * self.get("gated_stride")
                     self._clamped(out + first * (8 * PANEL), gated + first * (4 * PANEL), (last - first) * PANEL)
                 else:
                     driver.multiply(f, linear, tile, (first, last), a, out, weights, bias, first + gate)
-                    driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias, then=then)
+                    driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias, next_weights=next_weights)
                     begin = out + first * (4 * PANEL)
                     through_gates(f, self.isa, begin, (last - first) * PANEL, begin + up_offset)
                 at.value = i + (last - first)
         self._prefetch_down()
 
     def _prefetch_down(self) -> None:
-        """Prefetch what this thread reads first of the second product, while it waits for the others at the barrier."""
+        """Emit prefetches of what this thread reads first in step "down", before the barrier."""
         f, down = self.f, self.pointer("down")
         shares, groups = EXPERTS.load(down, "shares", "ptr"), EXPERTS.load(down, "groups")
         share = shares + f.umin(self.thread, groups - 1) * 8
@@ -357,7 +372,7 @@ class _Experts(Emitter):
             f.prefetch(weights + at, 2)
 
     def _clamped(self, gate_up: Value, to: Value, count: Value) -> None:
-        """So many pairs of a gate and its up to one number each."""
+        """Emit `Clamped` of `count` adjacent pairs of a gate and its up."""
         f, isa, n = self.f, self.isa, self.isa.lanes
         alpha, limit = (part.splat(n) for part in EXPERTS.load_floats(self.args, "alpha_limit"))
         lowest = f.value(isa.floats, -0.0) - limit
@@ -369,6 +384,7 @@ class _Experts(Emitter):
             (to + i * 4).store((up + 1.0) * (gate * sigmoid), 0, 4)
 
     def down(self) -> None:
+        """Emit the second product and y: groups are cut from its panels, and a thread computes a group for all pairs."""
         f, linear = self.f, self._prepare()
         tile, stride, n = (f.value("i64", 0), f.value("i64", 1)), LINEAR.load(linear, "out_stride"), LINEAR.load(linear, "n")
         pairs, panel_bytes = self.rows * self.top_k, LINEAR.load(linear, "panel_bytes")
@@ -377,32 +393,34 @@ class _Experts(Emitter):
                 place, more = self._place(pair), (pair + 1).below(pairs)
                 weights, bias = self._of_expert(linear, place)
                 after, _ = self._of_expert(linear, self._place(more.select(pair + 1, 0)))
-                then = after + more.select(start, following) * panel_bytes
+                next_weights = after + more.select(start, following) * panel_bytes
                 out = LINEAR.load(linear, "out", "ptr") + place * stride
-                driver.multiply(f, linear, tile, (start, stop), self._laid_out(linear, place), out, weights, bias, then=then)
+                driver.multiply(
+                    f, linear, tile, (start, stop), self._laid_out(linear, place), out, weights, bias, next_weights=next_weights
+                )
             columns = start * PANEL, f.umin(n, stop * PANEL)
             for r in f.loop(self.rows):
                 self._add(linear, r, columns)
-        self._say_done()
+        self._publish_done()
 
     def _add(self, linear: Value, row: Value, columns: tuple[Value, Value]) -> None:
-        """Some columns of a row of y."""
+        """Emit the columns start … stop - 1 of a row of y."""
         f, isa, (start, stop) = self.f, self.isa, columns
         stride = LINEAR.load(linear, "out_stride")
         products = LINEAR.load(linear, "out", "ptr") + row * self.top_k * stride
-        hidden, of_all, out = (self.pointer(name) for name in ("hidden", "shared", "out"))
+        hidden, shared, out = (self.pointer(name) for name in ("hidden", "shared", "out"))
         weights, gate = self.pointer("weights") + row * self.top_k * 4, self._logits(row) + self.experts * 4
-        with_hidden, with_all = (part.is_null().equals(0) for part in (hidden, of_all))
-        places = [part + row * stride for part in (hidden, of_all, out)]
+        has_hidden, has_shared = (part.is_null().equals(0) for part in (hidden, shared))
+        places = [part + row * stride for part in (hidden, shared, out)]
 
         def columns_from(at: Value, type_: str, lanes: int) -> None:
             total = f.variable(f.value(type_, 0.0))
-            with f.when(with_hidden):
+            with f.when(has_hidden):
                 total.value = (places[0] + at).load(type_, 0, 4)
             for j in f.loop(self.top_k):
                 y, weight = (products + j * stride + at).load(type_, 0, 4), (weights + j * 4).load("float", 0, 4)
                 total.value = f.fma(y, weight.splat(lanes), total.value)
-            with f.when(with_all):
+            with f.when(has_shared):
                 total.value = f.fma((places[1] + at).load(type_, 0, 4), gate.load("float", 0, 4).splat(lanes), total.value)
             (places[2] + at).store(total.value, 0, 4)
 
@@ -414,10 +432,10 @@ class _Experts(Emitter):
 
 
 def _score_of(scores: Value, ids: Value, j: Value) -> Value:
-    """The score of the j-th chosen expert."""
+    """Return the score of the j-th chosen expert."""
     return (scores + (ids + j * 8).load("i64", 0, 8) * 4).load("float", 0, 4)
 
 
 def _larger(a: Value, b: Value) -> Value:
-    """a > b, where NaN is the largest, as torch's topk has it: so it becomes all weights of its row."""
+    """Return a > b, where NaN is the largest, as in torch's topk: a NaN logit is chosen, and makes all weights of its row NaN."""
     return (a > b) | (a.is_nan() & b.equals(b))

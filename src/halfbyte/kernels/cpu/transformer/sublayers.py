@@ -1,6 +1,6 @@
 """What the sublayers of a decoder layer share: norms, memory for intermediate results, and products as steps.
 
-    h = x + attention(x)         `attention_half.py`
+    h = x + attention(x)         `attention_sublayer.py`
     y = h + feed_forward(h)      `feed_forward.py`, `experts_plan.py`; then `per_layer.py` in some models
 
 A sublayer is planned once for each number of rows m. Its plan owns a `Workspace` and lists the argument blocks of the steps that

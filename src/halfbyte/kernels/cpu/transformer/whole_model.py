@@ -32,7 +32,7 @@ from halfbyte.kernels.cpu.quantize import dequantize
 from halfbyte.kernels.cpu.step_sequence import NORM, Product, Step, StepSequence, phase
 from halfbyte.kernels.cpu.transformer import decoder
 from halfbyte.kernels.cpu.transformer.attend import ATTEND, CACHES
-from halfbyte.kernels.cpu.transformer.attention_half import Size
+from halfbyte.kernels.cpu.transformer.attention_sublayer import Size
 from halfbyte.kernels.cpu.transformer.decoder import Entry, Layer, Plan
 from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, Workspace, product_steps
 from halfbyte.kernels.layer_kinds import LogitsFunction

@@ -1,10 +1,10 @@
-"""The attention half of a decoder layer on a CPU: x [m, K] -> h [m, K], float32.
+"""The attention sublayer of a decoder layer on a CPU: x [m, K] -> h [m, K], float32.
 
     qkv = norm(x) · Wqkvᵀ + bias             products of `linear.py`: activations are laid out, and quantized, once; where formats differ,
                                              queries, keys and values are up to three products
     q, k = norm(q), norm(k)                  where whole rows of queries and of keys have norms (OLMo 2); norms of heads are `attend.py`'s
-    a   = attend(qkv)                        rope, the KV cache's new entries, attention: `attend.py`; for more than 8 tokens of a
-                                             sequence that only fills the cache, and `attend_whole.py` attends
+    a   = attend(qkv)                        rope, the KV cache's new entries, attention: `attend.py`; for more than
+                                             MOST_STREAMED_TOKENS of a sequence that only fills the cache, and `attend_whole.py` attends
     h   = x + residual_multiplier * norm(a · Woᵀ + bias)
 
 Either norm may be missing. `decoder.py` plans both sublayers of a layer once for each size of a call (`AttentionPlan`): a list of steps
@@ -52,7 +52,7 @@ class Size(NamedTuple):
         batch, tokens: Sequences, and new tokens of each.
         kind: Element type of the KV cache.
         masked: Whether there is a mask in addition to the causal one.
-        threads: That compute the call.
+        threads: Threads that compute the call.
     """
 
     batch: int
@@ -63,8 +63,11 @@ class Size(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The heads of attention, as `ops.transformer.decoder.Heads` has them, norms by their addresses; `sinks`: the address of float32 [H],
-    or 0."""
+    """The heads of attention, as `ops.transformer.decoder.Heads` has them, with addresses in place of tensors.
+
+    Attributes:
+        sinks: Address of float32 [H]; 0: none.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -83,8 +86,8 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """The attention half of a layer, as `ops.transformer.decoder.Attention` has it, by the addresses of its tensors, which the caller must
-    keep alive. Tensors that are not packed are float32.
+    """The attention sublayer of a layer, as `ops.transformer.decoder.Attention` has it, by the addresses of its tensors, which the caller
+    must keep alive. Tensors that are not packed are float32.
 
     Attributes:
         qkv: One product, or several whose outputs are adjacent columns of one matrix.
@@ -104,31 +107,37 @@ class Attention:
 
 
 class AttentionPlan:
-    """The steps of the attention half for calls of one size.
+    """The steps of an attention sublayer for calls of one size.
 
     Attributes:
         blocks: The arguments of all steps, in order; `StepSequence` runs them.
         steps: Those of attention among them, one or two, whose arguments depend on the KV cache.
     """
 
-    def __init__(self, half: Attention, size: Size) -> None:
+    def __init__(self, attention: Attention, size: Size) -> None:
         """Lay out memory, which all layers of one size share, and fill in all arguments that do not change from call to call."""
         m, rows, self._tokens = size.batch * size.tokens, memory_rows(size.batch * size.tokens), size.tokens
-        scratch_bytes = size.threads * _whole_sizes(half, rows)[1] if size.tokens > MOST_STREAMED_TOKENS else 0
-        widths = half.qkv_width, half.o_proj.k, half.o_proj.n if needs_sums(half.post_norm, half.residual_multiplier) else 0
+        scratch_bytes = size.threads * _whole_sizes(attention, rows)[1] if size.tokens > MOST_STREAMED_TOKENS else 0
+        widths = (
+            attention.qkv_width,
+            attention.o_proj.k,
+            attention.o_proj.n if needs_sums(attention.post_norm, attention.residual_multiplier) else 0,
+        )
         buffers = *(rows * n * 4 for n in widths), scratch_bytes
-        workspace = Workspace.of("attention", (*half.qkv, half.o_proj), m, size.threads, buffers)
+        workspace = Workspace.of("attention", (*attention.qkv, attention.o_proj), m, size.threads, buffers)
         qkv, attended, sums, scratch = workspace.buffers
         qkv_steps = []
-        for product, column in zip(half.qkv, accumulate((4 * p.n for p in half.qkv[:-1]), initial=qkv), strict=True):
-            qkv_steps.append(workspace.product(product, 0, column, norm=half.pre_norm))
-            _pack_one(qkv_steps[-1].linear, _OUT_STRIDE, 4 * half.qkv_width)
-        self.steps = _steps(half, size, (qkv, attended, scratch))
-        self._o_proj = ResidualProduct(workspace, half.o_proj, attended, 4 * half.o_proj.k, sums, half.post_norm, half.residual_multiplier)
+        for product, column in zip(attention.qkv, accumulate((4 * p.n for p in attention.qkv[:-1]), initial=qkv), strict=True):
+            qkv_steps.append(workspace.product(product, 0, column, norm=attention.pre_norm))
+            _pack_one(qkv_steps[-1].linear, _OUT_STRIDE, 4 * attention.qkv_width)
+        self.steps = _steps(attention, size, (qkv, attended, scratch))
+        self._o_proj = ResidualProduct(
+            workspace, attention.o_proj, attended, 4 * attention.o_proj.k, sums, attention.post_norm, attention.residual_multiplier
+        )
         self._qkv_linears = [steps.linear for steps in qkv_steps]
         self._alive = workspace, qkv_steps  # what the addresses in arguments belong to
         qkv_blocks = [block for steps in qkv_steps for block in steps.blocks]
-        self.blocks: list[Buffer] = [*qkv_blocks, *_norms_of_rows(half, workspace, qkv), *self.steps, *self._o_proj.blocks]
+        self.blocks: list[Buffer] = [*qkv_blocks, *_norms_of_rows(attention, workspace, qkv), *self.steps, *self._o_proj.blocks]
 
     def point(self, x: int, out: int, cache: Sequence[int]) -> None:
         """Fill in the arguments of a call.
@@ -146,26 +155,28 @@ class AttentionPlan:
             _pack_whole(self.steps[1], _WHOLE_CALL, length, length + self._tokens, *keys_values_mask)
 
 
-def _norms_of_rows(half: Attention, workspace: Workspace, qkv: int) -> list[Buffer]:
+def _norms_of_rows(attention: Attention, workspace: Workspace, qkv: int) -> list[Buffer]:
     """Return the steps that apply norms to whole rows of queries and of keys, in place at the address `qkv`; none if heads have norms."""
-    heads = half.heads
+    heads = attention.heads
     if heads.qk_norm is None or not heads.qk_norm_whole:
         return []
     widths = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     places = qkv, qkv + 4 * widths[0]
-    return [workspace.norm(norm, at, at, 4 * half.qkv_width, width) for norm, at, width in zip(heads.qk_norm, places, widths, strict=True)]
+    return [
+        workspace.norm(norm, at, at, 4 * attention.qkv_width, width) for norm, at, width in zip(heads.qk_norm, places, widths, strict=True)
+    ]
 
 
-def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[Buffer, ...]:
-    """Return the step of attention; of many tokens, two: keys and values enter the cache, then queries attend.
+def _steps(attention: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[Buffer, ...]:
+    """Return the steps of attention: one (`attend.py`), or for many tokens two: keys and values enter the cache, then queries attend.
 
     Args:
-        half: The weights and sizes.
+        attention: The weights and heads.
         size: Of the calls.
         memory: Addresses of qkv, of a, and of the threads' scratch memory.
     """
     qkv, attended, scratch = memory
-    heads, many = half.heads, size.tokens > MOST_STREAMED_TOKENS
+    heads, many = attention.heads, size.tokens > MOST_STREAMED_TOKENS
     group = heads.num_heads // heads.num_kv_heads
     norms = None if heads.qk_norm_whole else heads.qk_norm
     capped, sinks, unit_offset = heads.softcap is not None, heads.sinks != 0, norms is not None and norms[0].unit_offset
@@ -191,9 +202,9 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
     fields: Fields = {
         **sizes,
         "qkv": qkv,
-        "qkv_stride": 4 * half.qkv_width,
+        "qkv_stride": 4 * attention.qkv_width,
         "out": attended,
-        "out_stride": 4 * half.o_proj.k,
+        "out_stride": 4 * attention.o_proj.k,
         "kv_heads": heads.num_kv_heads,
         "q_norm": norms[0].weight,
         "k_norm": norms[1].weight,
@@ -204,13 +215,13 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
     first = arguments(ATTEND, compiled(attend.build, spec, current()), fields)
     if not many:
         return (first,)
-    padded, thread_bytes = _whole_sizes(half, size.tokens)
+    padded, thread_bytes = _whole_sizes(attention, size.tokens)
     fields = {
         **sizes,
         "q": qkv,
-        "q_batch": 4 * half.qkv_width * size.tokens,
+        "q_batch": 4 * attention.qkv_width * size.tokens,
         "q_head": 4 * heads.head_dim,
-        "q_token": 4 * half.qkv_width,
+        "q_token": 4 * attention.qkv_width,
         "out": attended,
         "heads": heads.num_kv_heads,
         "padded": padded,
@@ -224,7 +235,7 @@ def _steps(half: Attention, size: Size, memory: tuple[int, int, int]) -> tuple[B
     return first, arguments(WHOLE, compiled(attend_whole.build, whole, current()), fields)
 
 
-def _whole_sizes(half: Attention, tokens: int) -> tuple[int, int]:
+def _whole_sizes(attention: Attention, tokens: int) -> tuple[int, int]:
     """Return `attend_whole.sizes` for so many tokens, whatever the length of the cache."""
-    heads = half.heads
+    heads = attention.heads
     return attend_whole.sizes(attend_whole.MOST_AT_ONCE, tokens * heads.num_heads // heads.num_kv_heads, heads.head_dim, current())
