@@ -41,7 +41,7 @@ from halfbyte.nn.parallel import parallelize as parallel
 from halfbyte.nn.parallel.plan import Cut
 from halfbyte.ops import checks, fake_quantize
 from halfbyte.ops.transformer import decode_ops
-from halfbyte.ops.transformer.decoder import Heads
+from halfbyte.ops.transformer.sublayers import Heads
 from halfbyte.quantizers import absmax
 from halfbyte.quantizers.absmax import nearest
 from halfbyte.quantizers.gptq import GPTQ, gptq

@@ -33,7 +33,7 @@ from halfbyte.ops.conv import cpu as cpu_conv
 from halfbyte.ops.conv import cuda as cuda_conv
 from halfbyte.ops.transformer import attention as whole_attention
 from halfbyte.ops.transformer import decode_ops, prefill_ops
-from halfbyte.ops.transformer.decoder import Heads
+from halfbyte.ops.transformer.sublayers import Heads
 
 # (channels, outputs, kernel, groups, stride, size), x of 7 x size numbers or a little more: kernels of all lists
 CONVS = [

@@ -38,11 +38,11 @@ from halfbyte.ops.functions import linear
 from halfbyte.ops.modes import plain
 from halfbyte.ops.replay import replayed
 from halfbyte.ops.transformer.decode_ops import attend, normed_linear
-from halfbyte.ops.transformer.decoder import MLP, Attention, Norm, PerLayerInput
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.norms import add_normed, normed
 from halfbyte.ops.transformer.prefill_ops import activated, apply_rope, attend_many
 from halfbyte.ops.transformer.routing import add_experts
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Norm, PerLayerInput
 from halfbyte.ops.transformer.weights import Weight
 
 Rotary = tuple[Tensor, Tensor] | None  # cosines and sines

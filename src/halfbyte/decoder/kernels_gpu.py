@@ -23,9 +23,9 @@ from halfbyte.kernels.problem import AttentionProblem, NormedProblem, Problem
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu
 from halfbyte.ops.functions import sparse_on
-from halfbyte.ops.transformer.decoder import Heads
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.prefill_ops import why_not_many
+from halfbyte.ops.transformer.sublayers import Heads
 from halfbyte.ops.transformer.weights import Weight
 
 _GATES = "gate", "activation", "shared_expert.gate"  # which a linear layer may compute, too

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
-from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, Heads, Norm, PerLayerInput, why_not
+from halfbyte.ops.transformer.decoder import DecoderLayer, why_not
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm, PerLayerInput
 from halfbyte.ops.transformer.weights import Weight
 from halfbyte.ops.transformer.whole_model_decode import PerLayerInputs, WholeModelDecode
 
@@ -58,8 +59,6 @@ def test_layers_of_what_does_not_fit() -> None:
     for one, wrong in ((layer, None), (layer, extra[:, :2]), (layer, extra[..., 1:]), (plain, extra)):
         with pytest.raises(ArgumentError, match="an input of its own"):
             call(one, wrong)
-    with pytest.raises(ArgumentError, match="has a feed-forward half"):
-        DecoderLayer(attention, None, custom)
     short = Norm(torch.ones(3), 0.0)
     for wrong_input in (
         custom._replace(projection=weight(K, 64)),

@@ -19,8 +19,8 @@ from halfbyte.kernels.cpu.codegen.elementary import EXP_BOUND, GELU_BOUND
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.step_sequence import NORM, Step
-from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.encoder import EncoderLayer
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.weights import LayerNorm, Weight
 
 EPS = 2.0**-24

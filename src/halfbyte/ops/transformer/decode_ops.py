@@ -37,8 +37,8 @@ from halfbyte.ops.cuda import on
 from halfbyte.ops.registration import OPS
 from halfbyte.ops.replay import replayed
 from halfbyte.ops.tensors import aligned
-from halfbyte.ops.transformer.decoder import Heads, Norm
 from halfbyte.ops.transformer.norms import check_norm, norm_in_torch, norm_on_gpu, normed, rms_parts, wide_norm
+from halfbyte.ops.transformer.sublayers import Heads, Norm
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define(
@@ -398,7 +398,7 @@ def placed_in_torch(
     *,
     rows: bool,
 ) -> tuple[Tensor, Tensor]:
-    """q [..., H, D] and k [..., Hkv, D] with the norms and positions that `ops.transformer.decoder.Heads` has."""
+    """q [..., H, D] and k [..., Hkv, D] with the norms and positions that `ops.transformer.sublayers.Heads` has."""
 
     def rotated(x: Tensor) -> Tensor:
         return x if rotary is None else rope_in_torch(x, *rotary, rotary_dim, rope_interleaved)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.checks import FLOATS
-from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, native_norm
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm, native_norm
 from halfbyte.ops.transformer.unrounded import rounded, unrounded
 from halfbyte.ops.transformer.weights import TensorAddresses, why_not_packed
 

@@ -17,7 +17,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.ops.modes import in_mode, plain, transformed
 from halfbyte.ops.registration import OPS, refuses_derivatives
-from halfbyte.ops.transformer.decoder import Norm
+from halfbyte.ops.transformer.sublayers import Norm
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define("normed(Tensor x, Tensor norm, float eps, bool unit_offset, bool layer_norm, Tensor? bias) -> Tensor")

@@ -19,8 +19,8 @@ from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.replay import replayed
 from halfbyte.ops.transformer.decode_ops import activated_in_torch, activated_on_gpu, parted_in_torch, placed_in_torch
-from halfbyte.ops.transformer.decoder import Heads, Norm
 from halfbyte.ops.transformer.norms import wide_norm
+from halfbyte.ops.transformer.sublayers import Heads, Norm
 
 
 def why_not_many(heads: Heads, dtype: torch.dtype, here: Gpu) -> str | None:

@@ -17,9 +17,9 @@ from transformers.cache_utils import StaticLayer
 
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, decode, prefill, prefill_with
 from halfbyte.decoder.spec import LayerSpec
-from halfbyte.integrations.transformers.decoder.compiled_layers import Call, Run, add_mlp
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer
-from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, is_distributed
+from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, family_of, is_distributed
+from halfbyte.integrations.transformers.decoder.run import Call, Run
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.modes import in_mode, plain
 from halfbyte.ops.transformer.prefill_ops import why_not_many
@@ -140,7 +140,7 @@ class GpuRun(Run):
             y, kept = prefill_with(lowered.layer, x, rope_cache, update, mask, per_layer_input)
         if shared.provides:
             call.shared[shared.kind] = kept
-        return y if lowered.layer.mlp is not None else add_mlp(layer, lowered.spec, y)
+        return y if lowered.layer.mlp is not None else _add_mlp(layer, lowered.spec, y)
 
     def _is_prefill_mask(self, mask: Tensor | None, tokens: int, *, eager: bool) -> bool:
         """Whether `attend_many` does with it what the layer's attention does. Eager attention without one is not causal."""
@@ -216,6 +216,17 @@ def _with_static(
     y = prefill(layer, x, rope_cache, KeyValues(cache.keys, cache.values, cache.cumulative_length), mask, per_layer_input)
     cache.cumulative_length.add_(x.shape[1])
     return y, (cache.keys, cache.values)
+
+
+def _add_mlp(layer: Part, spec: LayerSpec, h: Tensor) -> Tensor:
+    """The output of a live layer from that of its attention half, h, by the modules of transformers."""
+    family = family_of(layer)
+    assert family is not None
+    assert family.norms[2] is not None
+    found = getattr(layer, family.mlp)(getattr(layer, family.norms[2])(h))
+    y: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's returns its router's weights, too
+    factor = spec.attention.residual_multiplier
+    return h + (y if factor == 1 else y * factor)
 
 
 def why_not_prefilled(layer: Part, spec: LayerSpec, here: Gpu) -> str | None:

@@ -24,8 +24,8 @@ from halfbyte.integrations.transformers.decoder.live_layer import (
 from halfbyte.integrations.transformers.optimize.hooked import watched
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.parallel.parallelize import linear_added, part_of
-from halfbyte.ops.transformer.decoder import MLP, Attention
 from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.sublayers import MLP, Attention
 from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _why_no_attention(layer: Part, spec: LayerSpec) -> str | None:
     kind, heads = layer.self_attn.config._attn_implementation, spec.attention.heads
     if kind not in _ATTENTIONS:
         return f"its attention is {kind}, not {' or '.join(_ATTENTIONS)}"
-    if needs_eager(spec) and not is_eager(layer):
+    if needs_eager(heads) and not is_eager(layer):
         return "its attention is not transformers' eager one, which alone has caps of scores and sinks"
     if any(norm.layer_norm for norm in (spec.attention.post_norm, *(heads.qk_norm or ())) if norm is not None):
         return "the norm of what its attention adds or of its heads is a layer norm"

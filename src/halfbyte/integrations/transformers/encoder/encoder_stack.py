@@ -19,7 +19,7 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from halfbyte.bounded import by_object
 from halfbyte.decoder.families.encoders import ENCODER_STACKS, Stack
-from halfbyte.integrations.transformers.decoder.compiled_layers import visible
+from halfbyte.integrations.transformers.decoder.run import visible
 from halfbyte.integrations.transformers.decoder.stack import LAYER_BY_LAYER, output_class, why_left, why_unknown_output
 from halfbyte.integrations.transformers.encoder.encoding import lowered_layer
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, is_true, unset, why_unknown

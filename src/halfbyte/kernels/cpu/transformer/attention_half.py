@@ -63,7 +63,7 @@ class Size(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The heads of attention, as `ops.transformer.decoder.Heads` has them, norms by their addresses; `sinks`: the address of float32 [H],
+    """The heads of attention, as `ops.transformer.sublayers.Heads` has them, norms by their addresses; `sinks`: the address of float32 [H],
     or 0."""
 
     num_heads: int
@@ -83,8 +83,8 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """The attention half of a layer, as `ops.transformer.decoder.Attention` has it, by the addresses of its tensors, which the caller must
-    keep alive. Tensors that are not packed are float32.
+    """The attention half of a layer, as `ops.transformer.sublayers.Attention` has it, by the addresses of its tensors, which the caller
+    must keep alive. Tensors that are not packed are float32.
 
     Attributes:
         qkv: One product, or several whose outputs are adjacent columns of one matrix.
