@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts.records import from_codes, to_codes
-from halfbyte.ops.transformer.decode_ops import attend
+from halfbyte.ops.transformer.attend import attend
 from halfbyte.ops.transformer.sublayers import Heads
 
 

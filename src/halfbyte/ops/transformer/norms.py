@@ -1,7 +1,7 @@
 """Norms between the products of a decoder layer: the custom ops `halfbyte::normed` and `halfbyte::add_normed`.
 
 On NVIDIA GPUs each is one kernel that starts while the previous one is still running; elsewhere torch's operations compute the same. GPU
-steps (decode_ops.py, prefill_ops.py, decoder/gpu_layer.py) and encoders call them.
+steps (normed_linear.py, attend.py, decoder/gpu_layer.py) and encoders call them.
 """
 
 from __future__ import annotations

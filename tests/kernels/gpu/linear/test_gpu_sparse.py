@@ -22,7 +22,7 @@ from halfbyte.kernels.gpu.quantize import spread
 from halfbyte.kernels.problem import Epilogue, NormedProblem, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
-from halfbyte.ops.transformer.decode_ops import normed_linear
+from halfbyte.ops.transformer.normed_linear import normed_linear
 from halfbyte.ops.transformer.sublayers import Norm
 
 H, B, F = torch.float16, torch.bfloat16, torch.float32
