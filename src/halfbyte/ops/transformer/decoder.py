@@ -18,7 +18,6 @@ from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.checks import FLOATS
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.sublayers import MLP, Attention, PerLayerInput
-from halfbyte.ops.transformer.unrounded import rounded, unrounded
 from halfbyte.ops.transformer.weights import TensorAddresses
 
 if TYPE_CHECKING:
@@ -145,11 +144,11 @@ def run_layers(
     """Compute consecutive layers for new tokens, which enter the cache. No gradients.
 
     All layers are one native call. Only a layer by itself that does not `fit` so many rows is one for attention and
-    `halfbyte::add_experts` for its experts.
+    `halfbyte::add_experts` for its experts, in the dtype of their norm.
 
     Args:
         layers: The first one reads x, each other one the output before it.
-        x: [B, t, K], B at most MOST_SEQUENCES.
+        x: [B, t, K], B at most MOST_SEQUENCES, in any float dtype.
         rotary: Cosines and sines of the positions, each [B or 1, t, R / 2]; or of R elements, the first half once more behind it, or
             each twice where `Heads.rope_interleaved` is "repeated"; of any number where R is 0.
         entries: For each layer keys and values [B, Hkv, T, D] of one type, T >= length + t, and the length, the tokens before the new ones.
@@ -159,7 +158,7 @@ def run_layers(
         per_layer_input: [B, t, P], if the layer has one; for a single layer only.
 
     Returns:
-        y [B, t, K], of the last layer.
+        y [B, t, K], of the last layer, float32.
 
     Raises:
         ArgumentError: Shapes, dtypes or devices do not fit.
@@ -174,7 +173,8 @@ def run_layers(
         return _run([layer.native for layer in layers], x, rotary, entries, mask, per_layer_input)
     from halfbyte.ops.transformer.routing import add_experts
 
-    return add_experts(_run([first.native_attention], x, rotary, entries, mask, None), first.experts)
+    h = _run([first.native_attention], x, rotary, entries, mask, None)
+    return add_experts(h.to(first.experts.pre_norm.weight.dtype), first.experts).float()
 
 
 def _run(
@@ -192,8 +192,8 @@ def _run(
     if mask is not None and mask.stride(3) != 1:
         mask = mask.contiguous()
     rows = None if per_layer_input is None else _in_rows(per_layer_input)
-    outputs = decoder.run(native_layers, unrounded(x), (cos, sin), [decoder.Entry(*entry) for entry in entries], mask, rows)
-    return rounded(outputs[-1:], x.dtype)[0]
+    cache = [decoder.Entry(*entry) for entry in entries]
+    return decoder.run(native_layers, x.float().contiguous(), (cos, sin), cache, mask, rows)[-1]
 
 
 def _check_per_layer_input(layer: DecoderLayer, x: Tensor, per_layer_input: Tensor | None, layers: int) -> None:

@@ -100,14 +100,14 @@ class CpuRun(Run):
         if (layer.per_layer_width is None) != (call.per_layer is None) or not self._is_mask(heads, mask, seen):
             return None
         if shared.reuses:
-            entry = KVEntry.reuse(self._modules[index], shared, x, seen, past, call.shared)
+            entry = KVEntry.reuse(self._modules[index], shared, x.shape[1], self._dtype, seen, past, call.shared)
         elif past is not None and index >= len(past.layers):
             return None
         else:
             cache = None if past is None else past.layers[index]
             if not sees_what_it_should(cache, x.shape[1], seen):
                 return None
-            entry = KVEntry.find(cache, x, heads.num_kv_heads, heads.head_dim)
+            entry = KVEntry.find(cache, (*x.shape[:2],), self._dtype, heads.num_kv_heads, heads.head_dim)
         return None if entry is None or self._sees_later(seen, x.shape[1], entry.length) else entry
 
     def _enter(self, index: int, entry: KVEntry, x: Tensor) -> None:
@@ -119,7 +119,7 @@ class CpuRun(Run):
         entry.enter(cache, x.shape[1])
         if shared.provides:
             assert isinstance(layer, DecoderLayer)
-            call.shared[shared.kind] = entry.all_states(cache, x, layer.heads.head_dim)
+            call.shared[shared.kind] = entry.all_states(cache, x.shape[1], self._dtype, layer.heads.head_dim)
 
     def _is_mask(self, heads: Heads, mask: Tensor | None, seen: Tensor | None) -> bool:
         """Whether `mask`, of which `seen` was made, is one for the layer's formula. Eager attention adds its mask, one of

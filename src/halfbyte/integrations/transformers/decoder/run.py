@@ -60,14 +60,16 @@ class Run:
     """A call through all layers of a stack, each computed as transformers does it; subclasses compute them natively."""
 
     def __init__(self, stack: Part, call: Call) -> None:
+        """Prepare a call of a stack."""
         self._modules, self._call = stack.layers, call
         self._shared = [shared_kv(layer) for layer in stack.layers]
         self._shares = any(shared.kind is not None for shared in self._shared)
         self._visible: dict[int, Tensor | None] = {}  # by the ids of masks, which several layers have in common
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute the hidden states [B, t, K] after the last layer."""
+        """Compute the hidden states [B, t, K] after the last layer. Between layers they may be float32, whatever x's dtype."""
         index, count = 0, len(self._modules)
+        self._dtype = x.dtype
         while index < count:
             keep = self._call.keep
             if self._shares and type(keep) is int and self._may_cut(index, x, keep):
@@ -75,7 +77,7 @@ class Run:
             x, index = self._some(x, index)
             if index <= len(self._call.deepstack):
                 x = self._with_visual(x, self._call.deepstack[index - 1])
-        return x
+        return x.to(self._dtype)
 
     def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
         """The hidden states after the layer `first`, or after more, and the index of the next one."""
@@ -89,7 +91,7 @@ class Run:
         if self._shares:
             more["shared_kv_states"] = call.shared
         positions = {"position_ids": call.positions, "position_embeddings": call.rotary[index]}
-        y: Tensor = module(x, attention_mask=call.masks[index], **positions, **more)
+        y: Tensor = module(x.to(self._dtype), attention_mask=call.masks[index], **positions, **more)
         return y
 
     def _shown(self, mask: Tensor | None) -> Tensor | None:
