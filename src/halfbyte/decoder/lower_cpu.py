@@ -44,6 +44,11 @@ class CpuModel:
     Attributes:
         spec: What is computed, with the weights.
         step: The native call of a decode step, up to the logits, or to normed hidden states where the output embedding is not packed.
+        most_decode: Sequences that are decoded at the same time, at most.
+        most_verify: Tokens of one sequence that are verified at the same time, at most.
+        least_prefill: Tokens of a prompt that are read at a time, at least, where others of it are in the cache.
+        most_prompts, prefill_chunk: Prompts, and tokens of prompts, that are read before other sequences are decoded, at most.
+        streams_experts, where, notes, plan: As in `GpuModel`, of what is on a GPU: nothing.
     """
 
     where: OnGpu | None = None  # of its caches

@@ -55,7 +55,6 @@ class CpuRun(Run):
         """Prepare a call. layers: Lowered, or the reason why transformers computes one."""
         super().__init__(stack, call)
         self._lowered = layers
-        self._eager: bool = stack.config._attn_implementation == "eager"
         self._later: dict[tuple[int, int, int], bool] = {}  # results of `_sees_later`
 
     def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:

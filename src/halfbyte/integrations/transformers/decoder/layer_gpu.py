@@ -12,13 +12,11 @@ from halfbyte.decoder.family import PER_LAYER_MODULES
 from halfbyte.decoder.gpu_layer import GpuLayer, packed_layer
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.transformers.decoder.live_layer import (
-    SharedKV,
     family_of,
     is_distributed,
     is_eager,
     needs_eager,
     query_scale_from,
-    shared_kv,
     traced_spec,
 )
 from halfbyte.integrations.transformers.optimize.hooked import watched
@@ -54,20 +52,14 @@ class LoweredLayer:
     Attributes:
         spec: Its specification.
         layer: As kernels read it.
-        shared: How it shares keys and values with other layers.
-        eager: Whether masks are added to scores.
         decodes: Whether kernels compute one token of each sequence.
         prefills: Whether they compute many tokens, unless `why_not_many` has a reason.
-        query_scale_from: Position up to which these kernels compute it; None: all positions.
     """
 
     spec: LayerSpec
     layer: GpuLayer
-    shared: SharedKV
-    eager: bool
     decodes: bool
     prefills: bool
-    query_scale_from: int | None
 
 
 def lower_layer(layer: Part, spec: LayerSpec | str) -> LoweredLayer | None:
@@ -89,7 +81,7 @@ def _is_changed(part: nn.Module) -> bool:
 
 
 def _lowered(layer: Part, spec: LayerSpec) -> LoweredLayer:
-    attention, mlp, eager = spec.attention, spec.mlp, is_eager(layer)
+    attention, mlp = spec.attention, spec.mlp
     attends = _why_no_attention(layer, spec) is None
     has_mlp = _why_no_mlp(layer, spec) is None
     distributed = is_distributed(layer)
@@ -97,7 +89,7 @@ def _lowered(layer: Part, spec: LayerSpec) -> LoweredLayer:
     if distributed:
         lowered = _with_modules(layer, spec, replace(lowered, attention=attention, mlp=mlp if lowered.mlp is not None else None))
     prefills = attends and not distributed and (has_mlp or not isinstance(mlp, MLP))
-    return LoweredLayer(spec, lowered, shared_kv(layer), eager, attends and has_mlp, prefills, query_scale_from(layer))
+    return LoweredLayer(spec, lowered, attends and has_mlp, prefills)
 
 
 def _with_modules(layer: Part, spec: LayerSpec, lowered: GpuLayer) -> GpuLayer:

@@ -62,6 +62,7 @@ class Run:
     def __init__(self, stack: Part, call: Call) -> None:
         """Prepare a call of a stack."""
         self._modules, self._call = stack.layers, call
+        self._eager: bool = stack.config._attn_implementation == "eager"  # whose masks are added to scores
         self._shared = [shared_kv(layer) for layer in stack.layers]
         self._shares = any(shared.kind is not None for shared in self._shared)
         self._visible: dict[int, Tensor | None] = {}  # by the ids of masks, which several layers have in common
