@@ -28,11 +28,12 @@ from halfbyte.ops.transformer.sublayers import Heads, Norm
 _NormParts = tuple[Tensor, float, bool]  # weight, eps and unit_offset of an RMS norm, as kernels take it
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
+# Exported programs that were saved name the arguments so.
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
     "Tensor(d!)? key_scales, Tensor(e!)? value_scales, "
     "Tensor? q_norm, Tensor? k_norm, float eps, bool unit_offset, Tensor? sinks, float scale, int rotary_dim, str rope_interleaved, "
-    "bool norm_after_rope, str projections, bool v_norm, float factor, int advance, float? softcap) -> Tensor"
+    "bool norm_after_rope, str projections, bool v_norm, float factor, int advance, float? cap) -> Tensor"
 )
 
 
@@ -82,7 +83,7 @@ def attend(
 
 
 class _Arguments(NamedTuple):
-    """The arguments of the op `attend`, as its schema names them."""
+    """The arguments of the op `attend`, in the order of its schema."""
 
     qkv: Tensor
     cos: Tensor | None
