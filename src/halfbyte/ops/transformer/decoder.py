@@ -200,7 +200,7 @@ def _check_per_layer_input(layer: DecoderLayer, x: Tensor, per_layer_input: Tens
     wanted = None if layer.per_layer_width is None else (*x.shape[:2], layer.per_layer_width)
     got = None if per_layer_input is None else tuple(per_layer_input.shape)
     if got != wanted or (per_layer_input is not None and (layers > 1 or not per_layer_input.is_cpu)):
-        raise ArgumentError(f"a layer with an input of its own takes it on the CPU, and alone: {wanted}, got {got} for {layers}")
+        raise ArgumentError(f"a per-layer input is on the CPU, for one layer that has one: expected {wanted}, got {got} for {layers}")
 
 
 def _in_rows(per_layer_input: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from halfbyte.ops.transformer.weights import TensorAddresses, Weight, why_not_pa
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import attention_half, feed_forward, per_layer, sublayers
 
-_RESIDUAL_NORM = "it has norms of sums with the residual, which are for encoders"
+_RESIDUAL_NORM = "it has norms after its residual connections, which only encoder layers have"
 
 
 class Norm(NamedTuple):
@@ -126,9 +126,9 @@ class Attention(NamedTuple):
         if heads.qk_norm is not None and heads.qk_norm[0].layer_norm:
             return "the norms of its heads are layer norms"
         if heads.qk_norm_whole and heads.norm_after_rope:
-            return "norms of all its heads together come after positions"
+            return "norms over all its heads together come after rope"
         if heads.v_norm and (heads.qk_norm is None or heads.qk_norm_whole):
-            return "its values have a norm, its queries have none, or one of all heads together"
+            return "its values have a norm, but its queries have none, or one over all heads together"
         return (
             reason
             or attend.supports(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.rotary_dim)
@@ -220,7 +220,7 @@ class MLP(NamedTuple):
         if self.residual_norm is not None:
             return _RESIDUAL_NORM
         if self.layer_scale is not None and self.post_norm is None:
-            return "what it gives is multiplied by a number without a norm before"
+            return "it has a layer scale without a norm of its MLP's output"
         return _why_not_residual(self.post_norm, self.residual_multiplier)
 
     def check(self) -> None:
@@ -276,7 +276,7 @@ class PerLayerInput(NamedTuple):
         if (reason := why_not_packed([self.gate.packed, self.projection.packed])) is not None:
             return reason
         if self.width % PANEL:
-            return f"a layer's own input of {self.width} elements is not whole panels of {PANEL}"
+            return f"the {self.width} elements of its per-layer input are no multiple of {PANEL}"
         if self.activation not in step_sequence.GATES:
             return f"its activation is {self.activation}, not {' or '.join(step_sequence.GATES)}"
         return _why_not_residual(self.post_norm, 1.0)
@@ -332,9 +332,9 @@ def _biases(weights: Sequence[Weight]) -> list[tuple[Tensor, int]]:
 def _why_not_residual(post_norm: Norm | None, residual_multiplier: float) -> str | None:
     """Return why no kernel adds an output with this norm and multiplier to the residual; None if one does."""
     if post_norm is not None and post_norm.layer_norm:
-        return "the norm of what it adds is a layer norm"
+        return "the norm of its attention's or MLP's output is a LayerNorm"
     both = post_norm is not None and residual_multiplier != 1
-    return f"what it adds has a norm and a factor of {residual_multiplier}" if both else None
+    return f"the output of its attention or MLP has a norm and a residual multiplier of {residual_multiplier}" if both else None
 
 
 def _check(
