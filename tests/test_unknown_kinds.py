@@ -40,8 +40,9 @@ from halfbyte.nn import config as configs
 from halfbyte.nn.parallel import parallelize as parallel
 from halfbyte.nn.parallel.plan import Cut
 from halfbyte.ops import checks, fake_quantize
-from halfbyte.ops.transformer import decode_ops
-from halfbyte.ops.transformer.decoder import Heads
+from halfbyte.ops.transformer import attend as attend_op
+from halfbyte.ops.transformer import normed_linear
+from halfbyte.ops.transformer.sublayers import Heads
 from halfbyte.quantizers import absmax
 from halfbyte.quantizers.absmax import nearest
 from halfbyte.quantizers.gptq import GPTQ, gptq
@@ -241,13 +242,13 @@ def test_sums_of_activations_and_of_pixels() -> None:
 
 
 def test_a_gate_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_ops, "GATES", (*layer_kinds.GATES, NEW))
+    monkeypatch.setattr(normed_linear, "GATES", (*layer_kinds.GATES, NEW))
     x, packed = weight(2), ops.pack(ops.quantize(weight(64), "int4_g32"))
     unsupported(
         "gate function 'new'",
-        lambda: decode_ops.normed_linear(x, None, packed, gates=NEW),
-        lambda: decode_ops.normed_linear(x, None, packed, gates=NEW, gated=False),
-        lambda: decode_ops.activated_in_torch(x, NEW, 1.0, gated=True),
+        lambda: normed_linear.normed_linear(x, None, packed, gates=NEW),
+        lambda: normed_linear.normed_linear(x, None, packed, gates=NEW, gated=False),
+        lambda: normed_linear.activated_in_torch(x, NEW, 1.0, gated=True),
         *(built(step_sequence.build, step_sequence.Step(kind, "silu"), gates=NEW) for kind in ("panels", "product")),
     )
 
@@ -274,19 +275,19 @@ def test_scores_of_a_router() -> None:
 def test_projections_and_rope(monkeypatch: pytest.MonkeyPatch) -> None:
     spec_ = attend.AttendSpec(16, 2, "f32", normed=False, masked=False)
     heads = Heads(2, 1, 16, 1.0)
-    monkeypatch.setattr(decode_ops, "PROJECTIONS", (*layer_kinds.PROJECTIONS, "kv"))
-    monkeypatch.setattr(decode_ops, "ROPE_INTERLEAVED", (*layer_kinds.ROPE_INTERLEAVED, NEW))
+    monkeypatch.setattr(attend_op, "PROJECTIONS", (*layer_kinds.PROJECTIONS, "kv"))
+    monkeypatch.setattr(attend_op, "ROPE_INTERLEAVED", (*layer_kinds.ROPE_INTERLEAVED, NEW))
     qkv, cache, length = torch.ones(1, 64), torch.zeros(1, 1, 8, 16), torch.zeros(1, dtype=torch.int64)
     rotary = torch.ones(1, 16), torch.ones(1, 16)
     unsupported(
         "projections of attention, 'kv'",
         lambda: heads._replace(projections=cast(Any, "kv")).outputs,
-        lambda: decode_ops.attend(qkv, None, cache, cache, length, None, heads._replace(projections=cast(Any, "kv"))),
+        lambda: attend_op.attend(qkv, None, cache, cache, length, None, heads._replace(projections=cast(Any, "kv"))),
         built(attend.build, spec_, projections="kv"),
     )
     unsupported(
         "interleaving of rope, 'new'",
-        lambda: decode_ops.attend(qkv, rotary, cache, cache, length, None, heads._replace(rope_interleaved=NEW)),
+        lambda: attend_op.attend(qkv, rotary, cache, cache, length, None, heads._replace(rope_interleaved=NEW)),
         built(attend.build, spec_, rope_interleaved=NEW),
     )
 

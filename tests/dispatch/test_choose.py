@@ -31,9 +31,10 @@ from halfbyte.nn.modules import experts as expert_modules
 from halfbyte.ops import cuda
 from halfbyte.ops.conv import cpu as cpu_conv
 from halfbyte.ops.conv import cuda as cuda_conv
+from halfbyte.ops.transformer import attend as attend_op
 from halfbyte.ops.transformer import attention as whole_attention
-from halfbyte.ops.transformer import decode_ops, prefill_ops
-from halfbyte.ops.transformer.decoder import Heads
+from halfbyte.ops.transformer import prefill_ops
+from halfbyte.ops.transformer.sublayers import Heads
 
 # (channels, outputs, kernel, groups, stride, size), x of 7 x size numbers or a little more: kernels of all lists
 CONVS = [
@@ -173,14 +174,14 @@ def test_attention_on_a_gpu_is_explained_as_it_runs(
     many = pytest.importorskip("halfbyte.kernels.gpu.transformer.attend_many", exc_type=ImportError)
     heads, kv_heads, dim = sizes
     ran: list[str] = []
-    for ops in (decode_ops, prefill_ops):
+    for ops in (attend_op, prefill_ops):
         monkeypatch.setattr(ops, "gpu", lambda index: GPUS[arch])
         monkeypatch.setattr(ops, "on", lambda tensor: nullcontext())
         monkeypatch.setattr(ops, "replayed", lambda steps, *_, **__: steps())
     monkeypatch.setattr(attend, "launch", lambda *_, **__: ran.append("attend"))
     monkeypatch.setattr(many, "launch", lambda *_, **__: ran.append("attend_many"))
-    monkeypatch.setattr(decode_ops, "_attend", lambda *_: ran.append("torch"))
-    monkeypatch.setattr(decode_ops, "OPS", SimpleNamespace(attend=SimpleNamespace(default=decode_ops._attend_cuda)))
+    monkeypatch.setattr(attend_op, "_in_torch", lambda *_: ran.append("torch"))
+    monkeypatch.setattr(attend_op, "OPS", SimpleNamespace(attend=SimpleNamespace(default=attend_op._on_gpu)))
     said = explained(hb.AttentionShape(2, heads, kv_heads, dim, cache=cache), dtype=torch.bfloat16, device=arch)
     assert {*said.choice.reasons, said.kernel} - {"torch"} == {candidate.name for candidate in GPU_ATTENTION}
     if heads % kv_heads == 0:  # others are refused before
@@ -189,7 +190,7 @@ def test_attention_on_a_gpu_is_explained_as_it_runs(
         qkv = torch.zeros(2, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
         length = torch.zeros(1, dtype=torch.int64)
         both = (scales, scales.clone()) if cache == "int8" else None
-        decode_ops.attend(qkv, None, entry, entry.clone(), length, None, Heads(heads, kv_heads, dim, 1.0), scales=both)
+        attend_op.attend(qkv, None, entry, entry.clone(), length, None, Heads(heads, kv_heads, dim, 1.0), scales=both)
         assert ran == [said.kernel]
     prompt = explained(hb.AttentionShape(2, heads, kv_heads, dim, tokens=5), dtype=torch.bfloat16, device=arch)
     why = prefill_ops.why_not_many(Heads(heads, kv_heads, dim, 1.0), torch.bfloat16, GPUS[arch])

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from halfbyte import ops
-from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, Heads, Norm
+from halfbyte.ops.transformer.decoder import DecoderLayer
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.weights import Weight
 
 

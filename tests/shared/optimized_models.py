@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfbyte.integrations.transformers.decoder import compiled_layers, stack
+from halfbyte.integrations.transformers.decoder import cpu_run, stack
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.forwards import replace_forwards_
@@ -33,7 +33,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 def native_calls(monkeypatch: pytest.MonkeyPatch, *, steps: bool = True) -> list[tuple[int, int, int]]:
     """(sequences, tokens, layers) of each native call from now on; without `steps` none of them is a decode step of a whole stack."""
     found: list[tuple[int, int, int]] = []
-    run, step = compiled_layers.run_layers, TokenStep.__call__
+    run, step = cpu_run.run_layers, TokenStep.__call__
 
     def counting(layers: Any, x: Tensor, *args: Any) -> Any:
         found.append((*x.shape[:2], len(layers)))  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def native_calls(monkeypatch: pytest.MonkeyPatch, *, steps: bool = True) -> list
         found.extend([(*ids.shape, self.count)] * (y is not None))  # type: ignore[list-item]
         return y
 
-    monkeypatch.setattr(compiled_layers, "run_layers", counting)
+    monkeypatch.setattr(cpu_run, "run_layers", counting)
     monkeypatch.setattr(TokenStep, "__call__", counting_steps)
     return found
 
@@ -53,7 +53,7 @@ def layer_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer of compiled stacks that is computed from now on, whether it is a native call, or transformers'; without decode steps of
     whole stacks."""
     found: list[bool] = []
-    run, by_transformers = compiled_layers.run_layers, compiled_layers.Run._by_transformers
+    run, by_transformers = cpu_run.run_layers, cpu_run.Run._by_transformers
 
     def counting(layers: Any, *args: Any) -> Any:
         found.extend([True] * len(layers))
@@ -63,8 +63,8 @@ def layer_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(False)
         return by_transformers(self, *args)
 
-    monkeypatch.setattr(compiled_layers, "run_layers", counting)
-    monkeypatch.setattr(compiled_layers.Run, "_by_transformers", counting_others)
+    monkeypatch.setattr(cpu_run, "run_layers", counting)
+    monkeypatch.setattr(cpu_run.Run, "_by_transformers", counting_others)
     monkeypatch.setattr(TokenStep, "__call__", lambda *_: None)
     return found
 

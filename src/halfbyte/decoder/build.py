@@ -15,8 +15,8 @@ from halfbyte.decoder.rope import Rope, make_rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits
 from halfbyte.errors import CheckpointError, UnsupportedError
 from halfbyte.kernels.layer_kinds import GateFunction, Projections
-from halfbyte.ops.transformer.decoder import Heads, Norm
 from halfbyte.ops.transformer.experts import Clamped
+from halfbyte.ops.transformer.sublayers import Heads, Norm
 from halfbyte.ops.transformer.weights import Weight
 from halfbyte.ops.transformer.whole_model_decode import PerLayerInputs
 

@@ -15,8 +15,8 @@ from halfbyte.decoder.family import PER_LAYER_MODULES, Family, MoEFamily
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.layer_kinds import GateFunction, Projections
-from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, PerLayerInput
 from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm, PerLayerInput
 from halfbyte.ops.transformer.weights import Weight
 
 

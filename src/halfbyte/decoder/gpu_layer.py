@@ -37,12 +37,13 @@ from halfbyte.ops.cuda import on
 from halfbyte.ops.functions import linear
 from halfbyte.ops.modes import plain
 from halfbyte.ops.replay import replayed
-from halfbyte.ops.transformer.decode_ops import attend, normed_linear
-from halfbyte.ops.transformer.decoder import MLP, Attention, Norm, PerLayerInput
+from halfbyte.ops.transformer.attend import attend
 from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.normed_linear import activated, normed_linear
 from halfbyte.ops.transformer.norms import add_normed, normed
-from halfbyte.ops.transformer.prefill_ops import activated, apply_rope, attend_many
+from halfbyte.ops.transformer.prefill_ops import apply_rope, attend_many
 from halfbyte.ops.transformer.routing import add_experts
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Norm, PerLayerInput
 from halfbyte.ops.transformer.weights import Weight
 
 Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
@@ -194,7 +195,7 @@ def decode(
     Args:
         layer: The layer.
         x: [B, 1, K]
-        rotary: Cosines and sines of the tokens' positions, each [B or 1, R / 2], as `ops.transformer.decode_ops.attend` takes them.
+        rotary: Cosines and sines of the tokens' positions, each [B or 1, R / 2], as `ops.transformer.attend.attend` takes them.
         cache: Its KV cache.
         mask: bool [B or 1, T]: which tokens of the cache may be seen; None: all that are there.
         per_layer_input: [B, 1, P], if the layer has one.
@@ -343,7 +344,7 @@ def _after(
 ) -> Tensor:
     """The layer's output, or that of its attention sublayer."""
     first, second, heads = layer.attention, layer.mlp, layer.attention.heads
-    how: dict[str, Any] = {"factor": first.residual_multiplier, "sinks": heads.sinks, "cap": heads.softcap}
+    how: dict[str, Any] = {"factor": first.residual_multiplier, "sinks": heads.sinks, "softcap": heads.softcap}
     read = attend_many(queries, cache.keys, cache.values, cache.length, mask, heads.scale, **how)
     if not isinstance(second, MLP):
         h, _ = added(first, layer.o_proj, read, x)

@@ -23,9 +23,9 @@ from halfbyte.kernels.problem import AttentionProblem, NormedProblem, Problem
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import Gpu
 from halfbyte.ops.functions import sparse_on
-from halfbyte.ops.transformer.decoder import Heads
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.prefill_ops import why_not_many
+from halfbyte.ops.transformer.sublayers import Heads
 from halfbyte.ops.transformer.weights import Weight
 
 _GATES = "gate", "activation", "shared_expert.gate"  # which a linear layer may compute, too
@@ -113,7 +113,7 @@ class _Scope:
         return TORCH if taken is None else taken.candidate.name
 
     def _choice(self, op: Op) -> Choice[NormedProblem, NormedCandidate] | None:
-        """How `decode_ops.normed_linear` computes a linear layer with its norm and its gate; None where there is neither, or in int8."""
+        """How `normed_linear` computes a linear layer with its norm and its gate; None where there is neither, or in int8."""
         weight, norm, gate = op.part, self._norm_before(op), self._gate_after(op)
         if not isinstance(weight, Weight) or compute_of(weight.compute) != "float" or (norm is None and gate is None):
             return None

@@ -1,8 +1,6 @@
 """Computes a decoder specification on a CPU: native calls of a layer for prompts, and of the whole model for one token of each sequence.
 
-A layer is one call of `ops.transformer.decoder` (norms, projections, rope, attention, MLP); a mixture of experts with more rows than that
-call takes is one for attention and `halfbyte::add_experts` for the rest. A decode step is one call of
-`ops.transformer.whole_model_decode`.
+A prompt goes through the layers by `ops.transformer.decoder.run_layers`, a decode step is one call of `ops.transformer.whole_model_decode`.
 """
 
 from __future__ import annotations
@@ -38,34 +36,6 @@ _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and inter
 # Kernels of a few rows sum in another order than those of more, whose results do not depend on the number of rows. So a prompt has the same
 # logits, bit by bit, in whatever parts it is read, if each has at least so many tokens; not where experts get rows of their own.
 LEAST_PREFILL = MOST_CONSECUTIVE + 1
-Rotary = tuple[Tensor, Tensor]  # cosines and sines
-Entry = tuple[Tensor, Tensor, int]  # keys and values in a cache, and their number
-
-
-class CpuLayer:
-    """A layer, ready to compute on a CPU.
-
-    Attributes:
-        whole: The native call.
-    """
-
-    def __init__(self, spec: LayerSpec) -> None:
-        """Lower a layer for which `ops.transformer.decoder.why_not` has no reason."""
-        self.whole, self._spec = DecoderLayer(spec.attention, spec.mlp, spec.per_layer_input), spec
-        self._attention = DecoderLayer(spec.attention, None) if isinstance(spec.mlp, Experts) else None
-
-    def fits(self, rows: int) -> bool:
-        """Whether `whole` computes so many rows."""
-        return self.whole.most_rows is None or rows <= self.whole.most_rows
-
-    def __call__(self, x: Tensor, rotary: Rotary, entry: Entry, mask: Tensor | None, per_layer_input: Tensor | None = None) -> Tensor:
-        """Compute the output for x [B, t, K]: by one native call, or by one for attention and experts apart, where `whole` does not fit."""
-        if self._attention is None or self.fits(x.shape[0] * x.shape[1]):
-            return run_layers((self.whole,), x, rotary, [entry], mask, per_layer_input)[-1]
-        from halfbyte.ops.transformer.routing import add_experts
-
-        assert isinstance(self._spec.mlp, Experts)
-        return add_experts(run_layers((self._attention,), x, rotary, [entry], mask)[-1], self._spec.mlp)
 
 
 class CpuModel:
@@ -74,6 +44,11 @@ class CpuModel:
     Attributes:
         spec: What is computed, with the weights.
         step: The native call of a decode step, up to the logits, or to normed hidden states where the output embedding is not packed.
+        most_decode: Sequences that are decoded at the same time, at most.
+        most_verify: Tokens of one sequence that are verified at the same time, at most.
+        least_prefill: Tokens of a prompt that are read at a time, at least, where others of it are in the cache.
+        most_prompts, prefill_chunk: Prompts, and tokens of prompts, that are read before other sequences are decoded, at most.
+        streams_experts, where, notes, plan: As in `GpuModel`, of what is on a GPU: nothing.
     """
 
     where: OnGpu | None = None  # of its caches
@@ -90,10 +65,9 @@ class CpuModel:
         self.spec = spec
         check_supported(spec)
         head = spec.lm_head if isinstance(spec.lm_head, Weight) else None
-        self._layers = [CpuLayer(layer) for layer in spec.layers]
-        whole = [layer.whole for layer in self._layers]
+        self._layers = lowered_layers(spec.layers)
         self.step = WholeModelDecode(
-            whole,
+            self._layers,
             spec.embedding,
             spec.norm,
             head,
@@ -105,7 +79,7 @@ class CpuModel:
         )
         # Layers from here on add no keys and values: only tokens whose outputs are wanted take them.
         self._first_reusing = first_reusing(spec)
-        self._rotary_dim = max((layer.rotary for layer in whole), default=0)
+        self._rotary_dim = max((layer.rotary for layer in self._layers), default=0)
         self._rows: dict[tuple[int, bool], Tensor] = {}
         self.most_decode = most_decode(spec)
         self.most_verify = min(MOST_CONSECUTIVE, self.most_decode)
@@ -216,11 +190,7 @@ class CpuModel:
             entries = [(keys, values, length + skipped) for keys, values, length in cache.entries()[first:last]]
             mask = window_mask(spec.sliding_window, tokens, entries[0][2])
             per_layer_input = None if inputs is None else inputs[:, skipped:, first]
-            if last - first > 1:
-                whole = [layer.whole for layer in self._layers[first:last]]
-                x = run_layers(whole, x, rotary[spec.rope], entries, mask, per_layer_input)[-1]
-            else:
-                x = self._layers[first](x, rotary[spec.rope], entries[0], mask, per_layer_input)
+            x = run_layers(self._layers[first:last], x, rotary[spec.rope], entries, mask, per_layer_input)
         cache.append(len(ids))
         return x
 
@@ -307,6 +277,11 @@ def check_layers(layers: Sequence[LayerSpec]) -> None:
             raise UnsupportedError(f"layer {index} has a sliding window of {layer.sliding_window} token: at least 2 are supported")
 
 
+def lowered_layers(specs: Sequence[LayerSpec]) -> list[DecoderLayer]:
+    """Return layers, for which `check_layers` has no reason, ready to compute."""
+    return [DecoderLayer(spec.attention, spec.mlp, spec.per_layer_input) for spec in specs]
+
+
 def check_supported(spec: DecoderSpec) -> None:
     """Raise UnsupportedError where a part of a specification has no kernel on a CPU."""
     check_layers(spec.layers)
@@ -319,7 +294,7 @@ def check_supported(spec: DecoderSpec) -> None:
 
 def most_decode(spec: DecoderSpec) -> int:
     """Return for how many sequences one native call decodes a token."""
-    return min((layer.mlp.most_rows or MOST_SEQUENCES for layer in spec.layers), default=MOST_SEQUENCES)
+    return min((layer.mlp.most_rows for layer in spec.layers if isinstance(layer.mlp, Experts)), default=MOST_SEQUENCES)
 
 
 # The kernels of a decode step

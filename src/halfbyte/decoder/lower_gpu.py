@@ -35,9 +35,9 @@ from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import gpu
 from halfbyte.ops.functions import embedding
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES as MOST_ON_CPU
-from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.norms import add_normed, normed
+from halfbyte.ops.transformer.sublayers import Norm
 from halfbyte.ops.transformer.weights import Weight
 from halfbyte.ops.transformer.whole_model_decode import PerLayerInputs
 

@@ -21,8 +21,8 @@ from halfbyte.errors import unreachable
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
-from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, PerLayerInput
 from halfbyte.ops.transformer.experts import CLAMPED, Experts, SharedExpert
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm, PerLayerInput
 from halfbyte.ops.transformer.weights import Weight
 
 T = TypeVar("T", bound=Hashable)

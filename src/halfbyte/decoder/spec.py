@@ -18,8 +18,8 @@ from halfbyte.decoder.rope import Rope
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.transformer.decoder import MLP, Attention, Norm, PerLayerInput
 from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Norm, PerLayerInput
 from halfbyte.ops.transformer.weights import Weight
 from halfbyte.ops.transformer.whole_model_decode import PerLayerInputs
 

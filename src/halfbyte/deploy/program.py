@@ -39,8 +39,9 @@ from halfbyte.io.files import is_folder
 from halfbyte.ops import grouped as _grouped  # noqa: F401
 from halfbyte.ops.conv import elementwise as _elementwise  # noqa: F401
 from halfbyte.ops.conv import functions as _functions  # noqa: F401
+from halfbyte.ops.transformer import attend as _attend  # noqa: F401
 from halfbyte.ops.transformer import attention as _attention  # noqa: F401
-from halfbyte.ops.transformer import decode_ops as _decode_ops  # noqa: F401
+from halfbyte.ops.transformer import normed_linear as _normed_linear  # noqa: F401
 from halfbyte.ops.transformer import norms as _norms  # noqa: F401
 from halfbyte.ops.transformer import routing as _routing  # noqa: F401
 

@@ -15,10 +15,11 @@ from halfbyte.formats import as_format
 from halfbyte.kernels.gpu.runtime import launch
 from halfbyte.machine import gpu as this_gpu
 from halfbyte.ops.replay import tapes
-from halfbyte.ops.transformer.decode_ops import attend, normed_linear
-from halfbyte.ops.transformer.decoder import Heads, Norm
+from halfbyte.ops.transformer.attend import attend
+from halfbyte.ops.transformer.normed_linear import activated, normed_linear
 from halfbyte.ops.transformer.norms import add_normed, normed
-from halfbyte.ops.transformer.prefill_ops import activated, apply_rope, attend_many
+from halfbyte.ops.transformer.prefill_ops import apply_rope, attend_many
+from halfbyte.ops.transformer.sublayers import Heads, Norm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

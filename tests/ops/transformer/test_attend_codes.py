@@ -10,8 +10,8 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts.records import from_codes, to_codes
-from halfbyte.ops.transformer.decode_ops import attend
-from halfbyte.ops.transformer.decoder import Heads
+from halfbyte.ops.transformer.attend import attend
+from halfbyte.ops.transformer.sublayers import Heads
 
 
 def rounded(x: Tensor) -> Tensor:

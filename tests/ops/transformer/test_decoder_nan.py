@@ -12,7 +12,8 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.kernels.cpu.transformer.attend_whole import _ROWS
 from halfbyte.layouts.records import to_records
-from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, Heads, Norm
+from halfbyte.ops.transformer.decoder import DecoderLayer
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.weights import Weight
 
 HEADS, KV_HEADS, DIM, K, INNER, LENGTH = 4, 2, 16, 48, 32, 9

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
-from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.norms import add_normed, norm_in_torch, normed
 from halfbyte.ops.transformer.routing import add_experts
+from halfbyte.ops.transformer.sublayers import Norm
 from halfbyte.ops.transformer.weights import TensorAddresses, Weight
 
 

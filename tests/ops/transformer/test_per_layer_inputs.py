@@ -10,7 +10,8 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
-from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, Heads, Norm, PerLayerInput, why_not
+from halfbyte.ops.transformer.decoder import DecoderLayer, why_not
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm, PerLayerInput
 from halfbyte.ops.transformer.weights import Weight
 from halfbyte.ops.transformer.whole_model_decode import PerLayerInputs, WholeModelDecode
 
@@ -56,10 +57,8 @@ def test_layers_of_what_does_not_fit() -> None:
     layer, plain = DecoderLayer(attention, dense, custom), DecoderLayer(attention, dense)
     extra = torch.zeros(2, 3, P)
     for one, wrong in ((layer, None), (layer, extra[:, :2]), (layer, extra[..., 1:]), (plain, extra)):
-        with pytest.raises(ArgumentError, match="an input of its own"):
+        with pytest.raises(ArgumentError, match="a per-layer input is on the CPU"):
             call(one, wrong)
-    with pytest.raises(ArgumentError, match="has a feed-forward half"):
-        DecoderLayer(attention, None, custom)
     short = Norm(torch.ones(3), 0.0)
     for wrong_input in (
         custom._replace(projection=weight(K, 64)),
@@ -73,12 +72,12 @@ def test_layers_of_what_does_not_fit() -> None:
     with pytest.raises(ArgumentError, match="the feed-forward half of a decoder layer takes weights"):
         DecoderLayer(attention, dense._replace(layer_scale=torch.ones(3)))
     narrow = PerLayerInput(weight(24, K), weight(K, 24), NORM)
-    assert why_not(attention, dense, narrow) == "a layer's own input of 24 elements is not whole panels of 32"
+    assert why_not(attention, dense, narrow) == "the 24 elements of its per-layer input are no multiple of 32"
     assert why_not(attention, dense, custom._replace(activation="swiglu")) == "its activation is swiglu, not silu or gelu_tanh or relu2"
     normless = attention._replace(heads=attention.heads._replace(qk_norm=None, v_norm=True))
-    assert why_not(normless, dense) == "its values have a norm, its queries have none, or one of all heads together"
+    assert why_not(normless, dense) == "its values have a norm, but its queries have none, or one over all heads together"
     scaled = dense._replace(post_norm=None, layer_scale=torch.ones(1))
-    assert why_not(attention, scaled) == "what it gives is multiplied by a number without a norm before"
+    assert why_not(attention, scaled) == "it has a layer scale without a norm of its MLP's output"
 
 
 def test_models_of_what_does_not_fit() -> None:

@@ -19,9 +19,9 @@ from halfbyte.kernels.cpu.codegen.elementary import EXP_BOUND, GELU_BOUND
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.step_sequence import NORM, Step
-from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.encoder import EncoderLayer
-from halfbyte.ops.transformer.weights import LayerNorm, Weight
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm
+from halfbyte.ops.transformer.weights import Weight
 
 EPS = 2.0**-24
 HEADS, SCALE = 3, 0.3
@@ -141,23 +141,23 @@ def codes_of(name: str, seed: int = 0) -> list[Codes]:
     return [random_codes(as_format(name), shape, seed + i) for i, shape in enumerate(shapes)]
 
 
-def parts_of(codes: list[Codes], compute: str, *, biased: bool = True) -> tuple[list[Weight], list[LayerNorm]]:
+def parts_of(codes: list[Codes], compute: str, *, biased: bool = True) -> tuple[list[Weight], list[Norm]]:
     weights = [Weight(ops.pack(c), torch.randn(c.shape[0]) if biased else None, compute, "block") for c in codes]
     k = SIZES["k"]
-    return weights, [LayerNorm(torch.rand(k) + 0.5, torch.randn(k), 1e-5) for _ in range(2)]
+    return weights, [Norm(torch.rand(k) + 0.5, 1e-5, layer_norm=True, bias=torch.randn(k)) for _ in range(2)]
 
 
-def layer_of(codes: list[Codes], compute: str, *, before: bool, biased: bool = True) -> tuple[EncoderLayer, list[Weight], list[LayerNorm]]:
+def layer_of(codes: list[Codes], compute: str, *, before: bool, biased: bool = True) -> tuple[EncoderLayer, list[Weight], list[Norm]]:
     weights, norms = parts_of(codes, compute, biased=biased)
     return encoder_layer(weights, norms, before=before), weights, norms
 
 
 def encoder_layer(
-    weights: Sequence[Weight], norms: Sequence[LayerNorm], *, before: bool, count: int = HEADS, scale: float = SCALE
+    weights: Sequence[Weight], norms: Sequence[Norm], *, before: bool, count: int = HEADS, scale: float = SCALE
 ) -> EncoderLayer:
     """A layer of the weights of qkv, o, up and down, and two norms."""
     qkv, o, up, down = weights
-    first, second = (Norm(norm.weight, norm.eps, layer_norm=True, bias=norm.bias) for norm in norms)
+    first, second = norms
     (before1, before2), (after1, after2) = ((first, second), (None, None)) if before else ((None, None), (first, second))
     heads = Heads(count, count, o.packed.shape[1] // count, scale, rotary_dim=0)
     attention = Attention((qkv,), o, before1, heads, residual_norm=after1)

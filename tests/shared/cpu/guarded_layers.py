@@ -27,10 +27,11 @@ from halfbyte.kernels.problem import Combination
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import record_bytes
-from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, FeedForward, Heads, Norm
+from halfbyte.ops.transformer.decoder import DecoderLayer
 from halfbyte.ops.transformer.embed import NormedEmbeddings
 from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert
-from halfbyte.ops.transformer.weights import LayerNorm, Weight
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm
+from halfbyte.ops.transformer.weights import Weight
 from halfbyte.ops.transformer.whole_model_decode import WholeModelDecode
 
 Announce = Callable[[str], None]
@@ -140,7 +141,7 @@ def embeddings(announce: Announce) -> None:
             place = at(flush)
             tables = [_like(weight, place) for weight in weights]
             with _allocating(flush):
-                embed = NormedEmbeddings(tables, LayerNorm(place(numbers[0]), place(numbers[1]), 1e-5))
+                embed = NormedEmbeddings(tables, Norm(place(numbers[0]), 1e-5, layer_norm=True, bias=place(numbers[1])))
                 y = embed([place(which) for which in ids])
             wanted = y if wanted is None else wanted
             same(y, wanted)
@@ -164,16 +165,15 @@ def encoders(announce: Announce) -> None:
             place = at(flush)
             with _allocating(flush), _two_threads():
                 parts = [_weight(*one, place) for one in zip(weights, biases, strict=True)]
-                norms = [LayerNorm(place(numbers[2 * i]), place(numbers[2 * i + 1]), 1e-5) for i in range(4)]
+                norms = [Norm(place(numbers[2 * i]), 1e-5, layer_norm=True, bias=place(numbers[2 * i + 1])) for i in range(4)]
                 layers = [
                     encoder_layer(parts[4 * i : 4 * i + 4], norms[2 * i : 2 * i + 2], before=before, count=heads, scale=0.3)
                     for i in range(2)
                 ]
                 seen, scores = (None if t is None else place(t) for t in (mask, added))
-                outputs = ops.transformer.encoder.run_layers(layers, place(x), seen, scores)
-            wanted = outputs if wanted is None else wanted
-            for y, other in zip(outputs, wanted, strict=True):
-                same(y, other)
+                y = ops.transformer.encoder.run_layers(layers, place(x), seen, scores)
+            wanted = y if wanted is None else wanted
+            same(y, wanted)
 
 
 class _Decoder:
@@ -211,7 +211,7 @@ class _Decoder:
             return DecoderLayer(Attention(tuple(qkv), o, None, heads._replace(qk_norm_whole=True), first), MLP(gate_up, down, None, second))
         return DecoderLayer(Attention(tuple(qkv), o, first, heads), self.second(gate_up, down, second, place))
 
-    def second(self, gate_up: Weight, down: Weight, norm: Norm, place: Place) -> FeedForward:
+    def second(self, gate_up: Weight, down: Weight, norm: Norm, place: Place) -> MLP | Experts:
         return MLP(gate_up, down, norm)
 
 
@@ -226,7 +226,7 @@ class _Mixture(_Decoder):
         self.chosen, self.router, self.gate = chosen, torch.randn(5, k).to(router), torch.randn(k).to(router)
         self.of_stacks = [torch.randn(5, 64), torch.randn(5, k), torch.randn(5)] if clamped else [None] * 3
 
-    def second(self, gate_up: Weight, down: Weight, norm: Norm, place: Place) -> FeedForward:
+    def second(self, gate_up: Weight, down: Weight, norm: Norm, place: Place) -> MLP | Experts:
         up, last = (_weight(stack, bias, place) for stack, bias in zip(self.stacks, self.of_stacks, strict=False))
         if (bias := self.of_stacks[2]) is not None:
             return Experts(up, last, place(self.router), self.chosen, True, norm, None, place(bias), Clamped(1.7, 2.0))
@@ -290,10 +290,10 @@ def _decoded(announce: Announce, both: Sequence[_Decoder], k: int, kind: torch.d
             kept = [_writable(cache, flush) for cache in caches]
             entries = [(*one, length) for one in kept]
             rotary = place(rope), place(rope)
-            outputs = ops.transformer.decoder.run_layers(layers, place(x), rotary, entries, None if mask is None else place(mask))  # type: ignore[arg-type]
-        wanted = (*outputs, *kept) if wanted is None else wanted
-        for y, other in zip((*outputs, *kept), wanted, strict=True):
-            same(y.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+            y = ops.transformer.decoder.run_layers(layers, place(x), rotary, entries, None if mask is None else place(mask))
+        wanted = (y, *kept) if wanted is None else wanted
+        for found, other in zip((y, *kept), wanted, strict=True):
+            same(found.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def _stepped(announce: Announce, both: Sequence[_Decoder], table: Packed, head: Packed | None, kind: torch.dtype, b: int) -> None:

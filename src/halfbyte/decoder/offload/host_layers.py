@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, LayerCache
-from halfbyte.decoder.lower_cpu import CpuLayer, check_layers, window_mask
+from halfbyte.decoder.lower_cpu import check_layers, lowered_layers, window_mask
 from halfbyte.decoder.offload.crossing import Host
 from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import LayerSpec
@@ -54,7 +54,7 @@ class HostLayers:
         """
         check_layers(specs)
         self._specs, self._ropes, self._device = specs, ropes, device
-        self._layers = [CpuLayer(spec) for spec in specs]
+        self._layers = lowered_layers(specs)
         self._buffers: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
@@ -107,7 +107,7 @@ class HostLayers:
         for index, (spec, layer) in enumerate(zip(self._specs, self._layers, strict=True)):
             entry, before = step.cache.by_layer[index], step.cache.by_layer[index].length + done
             cached = (entry.keys[:batch], entry.values[:batch], before)
-            x = layer(x, rotary[spec.rope], cached, _mask(spec, entry, before, tokens, step))
+            x = layer(x, rotary[spec.rope], *cached, _mask(spec, entry, before, tokens, step))
         return x
 
 

@@ -1,9 +1,11 @@
-"""Layers of language models.
+"""Layers of language models and encoders.
 
-decode_ops.py  the steps of a decoder layer for one token, on all devices; norms.py: norms between them; routing.py: its half with experts
-prefill_ops.py  those for many tokens
-decoder.py    whole decoder layers in one native call; whole_model_decode.py: a model; experts.py: few rows of experts
-encoder.py    whole encoder layers; embed.py: what is before them; weights.py: the weights of all these, by address
-unrounded.py  outputs of layers before they were rounded to 16 bits
-attention.py  attention of whole sequences on a CPU
+sublayers.py  what a layer consists of: norms, heads, attention, MLP; experts.py: mixtures of experts, few rows of them on a CPU;
+              weights.py: weights, and their addresses for native programs
+decoder.py    decoder layers in native calls on a CPU; whole_model_decode.py: a token through a whole model
+encoder.py    encoder layers in native calls; embed.py: the embeddings before them; attention.py: attention of whole sequences by itself
+
+The steps of a decoder layer one by one, by kernels of a GPU, or in torch's operations on any device:
+normed_linear.py  a norm, a product and gates; norms.py: norms; routing.py: mixtures of experts
+attend.py     rope, the KV cache and attention of one token of each sequence; prefill_ops.py: of many tokens
 """

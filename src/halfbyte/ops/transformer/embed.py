@@ -10,22 +10,31 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.transformer.weights import LayerNorm, TensorAddresses, why_not_packed
+from halfbyte.ops.transformer.sublayers import Norm
+from halfbyte.ops.transformer.weights import TensorAddresses, why_not_packed
 
 
 class NormedEmbeddings:
     """y = norm(tables[0][ids[0]] + tables[1][ids[1]] + …), added in this order, in float32.
 
-    tables  packed for CPUs, [N, K] each with one K; three at most
+    Args:
+        tables: Packed for CPUs, [N, K] each with one K; `embed.MOST_TABLES` at most.
+        norm: A LayerNorm with a bias, [K] each.
 
-    Raises ArgumentError for tables and norms that do not fit together or that `why_not_packed` refuses.
+    Attributes:
+        rows: N of each table.
+
+    Raises:
+        ArgumentError: Tables and norm do not fit together, or `why_not_packed` refuses the tables.
     """
 
-    def __init__(self, tables: Sequence[Packed], norm: LayerNorm) -> None:
+    def __init__(self, tables: Sequence[Packed], norm: Norm) -> None:
         from halfbyte.kernels.cpu.transformer import embed
 
+        if not norm.layer_norm or norm.bias is None or norm.unit_offset:
+            raise ArgumentError("the norm of embeddings is a LayerNorm with a bias, got another one: compute it in torch")
         k = tables[0].shape[-1] if tables else 0
-        sizes = [*(tuple(table.shape) for table in tables), *(tuple(t.shape) for t in norm[:2])]
+        sizes = [*(tuple(table.shape) for table in tables), *(tuple(t.shape) for t in (norm.weight, norm.bias))]
         if not 1 <= len(tables) <= embed.MOST_TABLES or k == 0 or any(size[1:] != (k,) for size in sizes[:-2]) or sizes[-2:] != [(k,)] * 2:
             raise ArgumentError(f"one to {embed.MOST_TABLES} tables [N, K] of one K > 0 and a norm of K elements are taken, got {sizes}")
         if (reason := why_not_packed(tables)) is not None:

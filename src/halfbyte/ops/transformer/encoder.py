@@ -14,8 +14,7 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError
 from halfbyte.ops.checks import FLOATS
-from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm, native_norm
-from halfbyte.ops.transformer.unrounded import rounded, unrounded
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm, native_norm
 from halfbyte.ops.transformer.weights import TensorAddresses, why_not_packed
 
 if TYPE_CHECKING:
@@ -75,9 +74,9 @@ class EncoderLayer:
             bias: [B or 1, H or 1, T or 1, T]: added to attention scores.
 
         Returns:
-            y [B, T, K]
+            y [B, T, K], float32
         """
-        return run_layers((self,), x, mask, bias)[0]
+        return run_layers((self,), x, mask, bias)
 
     def fits(self, x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> bool:
         """Whether a call takes these arguments."""
@@ -95,8 +94,8 @@ class EncoderLayer:
         return self._native
 
 
-def run_layers(layers: Sequence[EncoderLayer], x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return the outputs of consecutive layers of one `kind`; x, mask and bias are as in a call of a layer."""
+def run_layers(layers: Sequence[EncoderLayer], x: Tensor, mask: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """Return the output of consecutive layers of one `kind`; x, mask and bias are as in a call of a layer."""
     from halfbyte.kernels.cpu.transformer import encoder
 
     if not layers[0].fits(x, mask, bias) or any(layer.kind != layers[0].kind for layer in layers):
@@ -110,11 +109,7 @@ def run_layers(layers: Sequence[EncoderLayer], x: Tensor, mask: Tensor | None, b
         mask = mask.contiguous()
     if bias is not None:
         bias = bias.float() if bias.stride(3) == 1 else bias.float().contiguous()
-    outputs = encoder.run([layer.refreshed() for layer in layers], unrounded(x), mask, bias)
-    if x.dtype != torch.float32:
-        most = torch.finfo(x.dtype).max  # outputs saturate, as in Whisper's layers, and do not overflow
-        outputs = [y.clamp(-most, most) for y in outputs]
-    return rounded(outputs, x.dtype)
+    return encoder.run([layer.refreshed() for layer in layers], x.float().contiguous(), mask, bias)[-1]
 
 
 def _broadcasts_to_scores(tensor: Tensor, x: Tensor, heads: int) -> bool:

@@ -18,7 +18,7 @@ from halfbyte.kernels.layer_kinds import SCORES, RouterScores
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.experts import PREFIX
 from halfbyte.ops.checks import FLOATS, device_name
-from halfbyte.ops.transformer.decoder import MLP, Norm, native_norm
+from halfbyte.ops.transformer.sublayers import MLP, Norm, native_norm
 from halfbyte.ops.transformer.weights import TensorAddresses, Weight
 
 if TYPE_CHECKING:

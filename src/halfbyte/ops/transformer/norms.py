@@ -1,7 +1,7 @@
 """Norms between the products of a decoder layer: the custom ops `halfbyte::normed` and `halfbyte::add_normed`.
 
 On NVIDIA GPUs each is one kernel that starts while the previous one is still running; elsewhere torch's operations compute the same. GPU
-steps (decode_ops.py, prefill_ops.py, decoder/gpu_layer.py) and encoders call them.
+steps (normed_linear.py, attend.py, decoder/gpu_layer.py) and encoders call them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.ops.modes import in_mode, plain, transformed
 from halfbyte.ops.registration import OPS, refuses_derivatives
-from halfbyte.ops.transformer.decoder import Norm
+from halfbyte.ops.transformer.sublayers import Norm
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 _library.define("normed(Tensor x, Tensor norm, float eps, bool unit_offset, bool layer_norm, Tensor? bias) -> Tensor")

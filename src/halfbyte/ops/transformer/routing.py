@@ -27,10 +27,10 @@ from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
 from halfbyte.ops.registration import OPS
 from halfbyte.ops.tensors import aligned
-from halfbyte.ops.transformer.decode_ops import activated_in_torch
-from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import CLAMPED, Experts, check_scores
+from halfbyte.ops.transformer.normed_linear import activated_in_torch
 from halfbyte.ops.transformer.norms import norm_in_torch
+from halfbyte.ops.transformer.sublayers import Norm
 from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:

@@ -32,14 +32,6 @@ class Weight(NamedTuple):
     activation: Activation
 
 
-class LayerNorm(NamedTuple):
-    """Weight and bias, [K] each, and eps, which is added to the variance."""
-
-    weight: Tensor
-    bias: Tensor
-    eps: float
-
-
 @dataclass
 class _Float32Copy:
     """A float32 copy of a tensor that is stored otherwise.

@@ -16,7 +16,8 @@ from halfbyte.errors import ArgumentError
 from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
-from halfbyte.ops.transformer.decoder import DecoderLayer, Norm, native_norm
+from halfbyte.ops.transformer.decoder import DecoderLayer
+from halfbyte.ops.transformer.sublayers import Norm, native_norm
 from halfbyte.ops.transformer.weights import TensorAddresses, Weight, why_not_packed
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ class WholeModelDecode:
         x = torch.empty(batch, tokens, self._k, dtype=torch.float32, device="cpu")
         for layer, entry in zip(self._layers, entries, strict=True):
             angles = x.new_empty(1, tokens, layer.rotary)
-            layer.check(x, (angles, angles), *entry, None)
+            layer.check(x, (angles, angles), entry, None)
         for (_, _, cached), window in zip(entries, self._windows, strict=True):
             if cached > length or cached < (length if window is None else min(length, window - 1)):
                 raise ArgumentError(f"of {length} tokens and a window of {window} a cache has those that are seen, got one of {cached}")

@@ -29,9 +29,10 @@ from halfbyte.integrations.transformers.optimize.forwards import replace_forward
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.fused import fuse_
-from halfbyte.ops.transformer.decode_ops import attend, normed_linear
-from halfbyte.ops.transformer.decoder import Heads, Norm
+from halfbyte.ops.transformer.attend import attend
+from halfbyte.ops.transformer.normed_linear import normed_linear
 from halfbyte.ops.transformer.norms import add_normed, normed
+from halfbyte.ops.transformer.sublayers import Heads, Norm
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 KINDS: dict[str, Callable[..., Any]] = {

@@ -29,7 +29,8 @@ from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.forwards import why_not_native
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
-from halfbyte.ops.transformer.decoder import MLP, Attention, DecoderLayer, Heads, Norm
+from halfbyte.ops.transformer.decoder import DecoderLayer
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.weights import Weight
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}

@@ -21,8 +21,8 @@ from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.step_sequence import PRODUCT, StepSequence
 from halfbyte.kernels.cpu.transformer import experts, experts_plan
 from halfbyte.ops.grouped import grouped_linear
-from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Clamped, Experts, Mixture, SharedExpert
+from halfbyte.ops.transformer.sublayers import Norm
 from halfbyte.ops.transformer.weights import TensorAddresses, Weight
 
 ROUNDING = 2.0**-24

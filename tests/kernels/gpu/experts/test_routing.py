@@ -23,9 +23,9 @@ from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.machine import GPUS, Gpu
-from halfbyte.ops.transformer.decoder import Norm
 from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert
 from halfbyte.ops.transformer.routing import add_experts
+from halfbyte.ops.transformer.sublayers import Norm
 from halfbyte.ops.transformer.weights import Weight
 
 H, B, F = torch.float16, torch.bfloat16, torch.float32

@@ -22,8 +22,8 @@ from halfbyte.kernels.gpu.quantize import spread
 from halfbyte.kernels.problem import Epilogue, NormedProblem, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS, Gpu
-from halfbyte.ops.transformer.decode_ops import normed_linear
-from halfbyte.ops.transformer.decoder import Norm
+from halfbyte.ops.transformer.normed_linear import normed_linear
+from halfbyte.ops.transformer.sublayers import Norm
 
 H, B, F = torch.float16, torch.bfloat16, torch.float32
 FORMATS = ["int4_g128", "int4_g128_zp", "q4_0", "int4_g64_zp", "int4_channel", "int8_channel", "int8_g128", "q8_0", "int8_g64_zp"]

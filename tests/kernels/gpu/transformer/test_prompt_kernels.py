@@ -16,7 +16,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.transformer import attend_many, rope
 from halfbyte.machine import GPUS, Gpu
 from halfbyte.ops.transformer import prefill_ops
-from halfbyte.ops.transformer.decoder import Heads, Norm
+from halfbyte.ops.transformer.sublayers import Heads, Norm
 
 H, B = torch.float16, torch.bfloat16
 EPS = 1e-5

@@ -36,22 +36,24 @@ class KVEntry(NamedTuple):
     length: int
 
     @classmethod
-    def find(cls, cache: Any, x: Tensor, heads: int, dim: int) -> KVEntry | None:
+    def find(cls, cache: Any, shape: tuple[int, int], dtype: torch.dtype, heads: int, dim: int) -> KVEntry | None:
         """Find those that tokens attend to.
 
         Args:
             cache: The layer of a cache; None: keys and values are not kept.
-            x: The tokens [B, t, K].
+            shape: Sequences B and new tokens t of each.
+            dtype: Of the model's activations, which keys and values have unless they are in 8 bits.
             heads, dim: Number of key-value heads and elements of each.
 
         Returns:
             None if the layer of the cache is of another kind, or has no room for so many tokens.
         """
-        if cache is not None and not _takes(cache, x):
+        batch, tokens = shape
+        if cache is not None and not _takes(cache, batch, dtype):
             return None
-        tokens = x.shape[1]
         if cache is None or not cache.is_initialized:
-            keys, values = (x.new_empty(x.shape[0], heads, tokens if cache is None else 0, dim) for _ in range(2))
+            size = tokens if cache is None else 0
+            keys, values = (torch.empty(batch, heads, size, dim, dtype=dtype, device="cpu") for _ in range(2))
             if cache is None:
                 return cls(keys, values, 0)
             cache.update(keys, values)
@@ -69,9 +71,16 @@ class KVEntry(NamedTuple):
 
     @classmethod
     def reuse(
-        cls, layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None, past: Cache | None, shared: SharedStates
+        cls,
+        layer: Part,
+        sharing: SharedKV,
+        tokens: int,
+        dtype: torch.dtype,
+        mask: Tensor | None,
+        past: Cache | None,
+        shared: SharedStates,
     ) -> KVEntry | None:
-        """Find the keys and values of an earlier layer that a layer reads, those of the tokens x [B, t, K] included.
+        """Find the keys and values of an earlier layer that a layer reads, those of new tokens included.
 
         Returns:
             None if they are not known, or lie in a cache of another kind.
@@ -85,12 +94,12 @@ class KVEntry(NamedTuple):
             known = type(cache) is StaticLayer and cache.keys is keys
         else:
             known = cache is None or type(cache) in growing.LAYERS
-        if not known or keys.dtype != x.dtype or not keys.is_cpu or keys.stride(3) != 1 or values.stride(3) != 1:
+        if not known or keys.dtype != dtype or not keys.is_cpu or keys.stride(3) != 1 or values.stride(3) != 1:
             return None
         window = attention.sliding_window
         if (mask is None and window is not None and size > window) or (mask is not None and mask.shape[3] != size):
             return None
-        return cls(keys, values, (int(cache.cumulative_length) if isinstance(cache, StaticLayer) else size) - x.shape[1])
+        return cls(keys, values, (int(cache.cumulative_length) if isinstance(cache, StaticLayer) else size) - tokens)
 
     def enter(self, cache: Any, tokens: int) -> None:
         """Count so many tokens, whose keys and values have been written, in the layer of the cache."""
@@ -99,19 +108,19 @@ class KVEntry(NamedTuple):
         elif cache is not None:
             growing.entered(cache, tokens)
 
-    def all_states(self, cache: object, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, Hkv, T, D] as `update` of a cache does, after the tokens x [B, t, K] were written."""
+    def all_states(self, cache: object, tokens: int, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, Hkv, T, D] as `update` of a cache does, after so many new tokens were written."""
         if isinstance(cache, StaticLayer):
             return self.keys, self.values
-        size = self.length + x.shape[1]
+        size = self.length + tokens
         keys, values = self.keys[:, :, :size], self.values[:, :, :size]
         if type(cache) not in growing.IN_8_BITS:
             return keys, values
-        return from_records(keys, dim, x.dtype), from_records(values, dim, x.dtype)
+        return from_records(keys, dim, dtype), from_records(values, dim, dtype)
 
 
-def _takes(cache: Any, x: Tensor) -> bool:
-    """Whether tokens may enter a layer of a cache."""
+def _takes(cache: Any, batch: int, dtype: torch.dtype) -> bool:
+    """Whether tokens of so many sequences may enter a layer of a cache."""
     if type(cache) not in _CACHES:
         return False
     if not cache.is_initialized:
@@ -120,8 +129,8 @@ def _takes(cache: Any, x: Tensor) -> bool:
     return (
         keys.dim() == 4
         and keys.shape == values.shape
-        and keys.shape[0] == x.shape[0]
-        and keys.dtype == (torch.int8 if type(cache) in growing.IN_8_BITS else x.dtype)
+        and keys.shape[0] == batch
+        and keys.dtype == (torch.int8 if type(cache) in growing.IN_8_BITS else dtype)
         and keys.is_cpu
         and keys.stride(3) == values.stride(3) == 1
         and (not isinstance(cache, DynamicLayer) or growing.is_whole(cache))

@@ -17,9 +17,9 @@ from transformers.cache_utils import StaticLayer
 
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, decode, prefill, prefill_with
 from halfbyte.decoder.spec import LayerSpec
-from halfbyte.integrations.transformers.decoder.compiled_layers import Call, Run, add_mlp
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer
-from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, is_distributed
+from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, family_of, is_distributed, query_scale_from
+from halfbyte.integrations.transformers.decoder.run import Call, Run
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.modes import in_mode, plain
 from halfbyte.ops.transformer.prefill_ops import why_not_many
@@ -53,6 +53,7 @@ class GpuRun(Run):
         """
         super().__init__(stack, call)
         self._lowered, self._changed = layers, changed
+        self._scales_queries = query_scale_from(stack.layers[0]) is not None  # by their positions, which kernels do not do
 
     def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
         if self._changed is not None and (layers := self._changed(first)) is not None:
@@ -70,7 +71,7 @@ class GpuRun(Run):
             x.device.type in DEVICES
             and cos.dim() == 3
             and lowered.layer.attention.heads.accepts_rope_of(cos.shape[2])
-            and lowered.query_scale_from is None
+            and not self._scales_queries
             and (self._call.per_layer is None) == (lowered.layer.per_layer is None)
             and self._modules[index].self_attn.is_causal
             and not torch.is_grad_enabled()
@@ -85,13 +86,13 @@ class GpuRun(Run):
 
     def _token(self, lowered: LoweredLayer, x: Tensor, index: int) -> Tensor | None:
         """A layer's output for one token of each sequence, x [B, 1, K], with a cache of fixed size; None if that is not supported."""
-        call, shared = self._call, lowered.shared
+        call, shared = self._call, self._shared[index]
         layers: Sequence[Any] = () if call.past is None else call.past.layers
         number: int | None = shared.source if shared.reuses else self._modules[index].self_attn.layer_idx
         if number is None or (shared.reuses and shared.kind not in call.shared):
             return None
         mask = call.masks[index]
-        if not _is_decode(x, layers, number) or not lowered.decodes or not _is_mask(lowered, mask, layers[number].keys.shape[2]):
+        if not _is_decode(x, layers, number) or not lowered.decodes or not self._is_decode_mask(mask, layers[number].keys.shape[2]):
             return None
         heads, (cos, sin) = lowered.layer.attention.heads, call.rotary[index]
         kept = layers[number]
@@ -112,14 +113,14 @@ class GpuRun(Run):
 
     def _tokens(self, lowered: LoweredLayer, x: Tensor, index: int) -> Tensor | None:
         """A layer's output for x [B, T, K], T > 1, or 1 where keys are another layer's; None if that is not supported."""
-        call, layer, shared, heads = self._call, self._modules[index], lowered.shared, lowered.layer.attention.heads
+        call, layer, shared, heads = self._call, self._modules[index], self._shared[index], lowered.layer.attention.heads
         is_prefill = (x.shape[1] > 1 or shared.reuses) and plain(x) and not getattr(call.past, "offloading", False) and not layer.training
         if not is_prefill or not lowered.prefills or (x.is_cuda and why_not_many(heads, x.dtype, gpu(x.get_device())) is not None):
             return None
         seen = call.masks[index]
-        if not self._is_prefill_mask(seen, x.shape[1], eager=lowered.eager):
+        if not self._is_prefill_mask(seen, x.shape[1]):
             return None
-        seen = self._shown(seen) if lowered.eager else seen
+        seen = self._shown(seen) if self._eager else seen
         x, mask, per_layer_input = x.contiguous(), None if seen is None else seen[:, 0], self._per_layer_input(index)
         cos, sin = call.rotary[index]
         rope_cache = None if heads.rotary_dim == 0 else (_in_rows(cos), _in_rows(sin))
@@ -140,16 +141,22 @@ class GpuRun(Run):
             y, kept = prefill_with(lowered.layer, x, rope_cache, update, mask, per_layer_input)
         if shared.provides:
             call.shared[shared.kind] = kept
-        return y if lowered.layer.mlp is not None else add_mlp(layer, lowered.spec, y)
+        return y if lowered.layer.mlp is not None else _add_mlp(layer, lowered.spec, y)
 
-    def _is_prefill_mask(self, mask: Tensor | None, tokens: int, *, eager: bool) -> bool:
+    def _is_decode_mask(self, mask: Tensor | None, size: int) -> bool:
+        """Whether `attend` does with it what the layer's attention does. Eager attention without one sees places where no token is."""
+        if mask is None:
+            return not self._eager
+        return mask.shape[1:] == (1, 1, size) and (mask.is_floating_point() if self._eager else mask.dtype == torch.bool)
+
+    def _is_prefill_mask(self, mask: Tensor | None, tokens: int) -> bool:
         """Whether `attend_many` does with it what the layer's attention does. Eager attention without one is not causal."""
         if mask is None:
-            return not eager
+            return not self._eager
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != tokens:
             return False
-        if not eager or mask.dtype == torch.bool:  # eager attention would add it
-            return not eager and mask.dtype == torch.bool
+        if not self._eager or mask.dtype == torch.bool:  # eager attention would add it
+            return not self._eager and mask.dtype == torch.bool
         if id(mask) not in self._visible and mask.is_cuda and torch.cuda.is_current_stream_capturing():
             return False  # to look at the mask waits for the GPU
         shown = self._shown(mask)
@@ -191,13 +198,6 @@ def _is_decode(x: Tensor, layers: Sequence[Any], index: int) -> bool:
     )
 
 
-def _is_mask(layer: LoweredLayer, mask: Tensor | None, size: int) -> bool:
-    """Whether `attend` does with it what the layer's attention does. Eager attention without one sees places where no token is."""
-    if mask is None:
-        return not layer.eager
-    return mask.shape[1:] == (1, 1, size) and (mask.is_floating_point() if layer.eager else mask.dtype == torch.bool)
-
-
 # Many tokens of each sequence
 
 
@@ -216,6 +216,17 @@ def _with_static(
     y = prefill(layer, x, rope_cache, KeyValues(cache.keys, cache.values, cache.cumulative_length), mask, per_layer_input)
     cache.cumulative_length.add_(x.shape[1])
     return y, (cache.keys, cache.values)
+
+
+def _add_mlp(layer: Part, spec: LayerSpec, h: Tensor) -> Tensor:
+    """The output of a live layer from that of its attention half, h, by the modules of transformers."""
+    family = family_of(layer)
+    assert family is not None
+    assert family.norms[2] is not None
+    found = getattr(layer, family.mlp)(getattr(layer, family.norms[2])(h))
+    y: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's returns its router's weights, too
+    factor = spec.attention.residual_multiplier
+    return h + (y if factor == 1 else y * factor)
 
 
 def why_not_prefilled(layer: Part, spec: LayerSpec, here: Gpu) -> str | None:

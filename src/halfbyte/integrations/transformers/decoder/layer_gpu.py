@@ -12,20 +12,18 @@ from halfbyte.decoder.family import PER_LAYER_MODULES
 from halfbyte.decoder.gpu_layer import GpuLayer, packed_layer
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.transformers.decoder.live_layer import (
-    SharedKV,
     family_of,
     is_distributed,
     is_eager,
     needs_eager,
     query_scale_from,
-    shared_kv,
     traced_spec,
 )
 from halfbyte.integrations.transformers.optimize.hooked import watched
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.parallel.parallelize import linear_added, part_of
-from halfbyte.ops.transformer.decoder import MLP, Attention
 from halfbyte.ops.transformer.experts import Experts
+from halfbyte.ops.transformer.sublayers import MLP, Attention
 from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
@@ -54,20 +52,14 @@ class LoweredLayer:
     Attributes:
         spec: Its specification.
         layer: As kernels read it.
-        shared: How it shares keys and values with other layers.
-        eager: Whether masks are added to scores.
         decodes: Whether kernels compute one token of each sequence.
         prefills: Whether they compute many tokens, unless `why_not_many` has a reason.
-        query_scale_from: Position up to which these kernels compute it; None: all positions.
     """
 
     spec: LayerSpec
     layer: GpuLayer
-    shared: SharedKV
-    eager: bool
     decodes: bool
     prefills: bool
-    query_scale_from: int | None
 
 
 def lower_layer(layer: Part, spec: LayerSpec | str) -> LoweredLayer | None:
@@ -89,7 +81,7 @@ def _is_changed(part: nn.Module) -> bool:
 
 
 def _lowered(layer: Part, spec: LayerSpec) -> LoweredLayer:
-    attention, mlp, eager = spec.attention, spec.mlp, is_eager(layer)
+    attention, mlp = spec.attention, spec.mlp
     attends = _why_no_attention(layer, spec) is None
     has_mlp = _why_no_mlp(layer, spec) is None
     distributed = is_distributed(layer)
@@ -97,7 +89,7 @@ def _lowered(layer: Part, spec: LayerSpec) -> LoweredLayer:
     if distributed:
         lowered = _with_modules(layer, spec, replace(lowered, attention=attention, mlp=mlp if lowered.mlp is not None else None))
     prefills = attends and not distributed and (has_mlp or not isinstance(mlp, MLP))
-    return LoweredLayer(spec, lowered, shared_kv(layer), eager, attends and has_mlp, prefills, query_scale_from(layer))
+    return LoweredLayer(spec, lowered, attends and has_mlp, prefills)
 
 
 def _with_modules(layer: Part, spec: LayerSpec, lowered: GpuLayer) -> GpuLayer:
@@ -131,7 +123,7 @@ def _why_no_attention(layer: Part, spec: LayerSpec) -> str | None:
     kind, heads = layer.self_attn.config._attn_implementation, spec.attention.heads
     if kind not in _ATTENTIONS:
         return f"its attention is {kind}, not {' or '.join(_ATTENTIONS)}"
-    if needs_eager(spec) and not is_eager(layer):
+    if needs_eager(heads) and not is_eager(layer):
         return "its attention is not transformers' eager one, which alone has caps of scores and sinks"
     if any(norm.layer_norm for norm in (spec.attention.post_norm, *(heads.qk_norm or ())) if norm is not None):
         return "the norm of what its attention adds or of its heads is a layer norm"

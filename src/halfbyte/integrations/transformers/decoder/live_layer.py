@@ -1,7 +1,7 @@
 """Live decoder layers of transformers: the specification of one, built as that of a checkpoint's is (`decoder/build_layer.py`), or the
 reason why it is none.
 
-`compiled_layers.py` lowers specifications for CPUs, `layer_gpu.py` for GPUs.
+`cpu_run.py` lowers specifications for CPUs, `layer_gpu.py` for GPUs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from halfbyte.kernels.layer_kinds import GateFunction, Projections, key_value_he
 from halfbyte.nn.modules.experts import MixtureOfExperts
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.parallel.parallelize import part_of
-from halfbyte.ops.transformer.decoder import Heads, Norm
 from halfbyte.ops.transformer.experts import Clamped
+from halfbyte.ops.transformer.sublayers import Heads, Norm
 from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
@@ -97,9 +97,8 @@ def is_eager(layer: Part) -> bool:
     return bool(layer.self_attn.config._attn_implementation == "eager")
 
 
-def needs_eager(spec: LayerSpec) -> bool:
-    """Whether eager attention alone computes a layer's formula in transformers: soft caps of scores, and sinks."""
-    heads = spec.attention.heads
+def needs_eager(heads: Heads) -> bool:
+    """Whether eager attention alone computes what these heads do in transformers: soft caps of scores, and sinks."""
     return heads.softcap is not None or heads.sinks is not None
 
 

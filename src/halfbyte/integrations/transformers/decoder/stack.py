@@ -31,12 +31,13 @@ from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.decoder.program import layer_ops
 from halfbyte.decoder.spec import LayerSpec, Logits, tensors_of
 from halfbyte.errors import HalfbyteError
-from halfbyte.integrations.transformers.decoder import gpu_run, layer_gpu
-from halfbyte.integrations.transformers.decoder.compiled_layers import Call, CompiledLayer, CpuRun, compile_layers
+from halfbyte.integrations.transformers.decoder import cpu_run, gpu_run, layer_gpu
+from halfbyte.integrations.transformers.decoder.cpu_run import CpuRun
 from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
 from halfbyte.integrations.transformers.decoder.live_ends import Head, decoder_spec, longrope_switch
 from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
+from halfbyte.integrations.transformers.decoder.run import Call
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import (
     CACHE,
@@ -55,6 +56,7 @@ from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward
 from halfbyte.machine import gpu
 from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.modes import plain
+from halfbyte.ops.transformer.decoder import DecoderLayer
 from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
@@ -334,7 +336,7 @@ class CompiledStack:
         """Make one for a stack for which `_why_not` has no reason."""
         self.kinds = kinds
         self._specs: list[LayerSpec | str] | None = None
-        self._on_cpu: list[CompiledLayer | str] | None = None
+        self._on_cpu: list[DecoderLayer | str] | None = None
         self._on_gpu: list[LoweredLayer | None] | None = None
         self._steps: dict[tuple[int, Logits], TokenStep | None] = {}
         self._gpu_model: tuple[Head, Logits, GpuModel | str] | None = None
@@ -348,10 +350,11 @@ class CompiledStack:
             self._specs = [layer_spec(layer, ropes.index(rope), window) for layer, rope, window in layers]
         return self._specs
 
-    def on_cpu(self, stack: Part) -> list[CompiledLayer | str]:
-        """The layers on a CPU: compiled, or the reason why transformers computes them."""
+    def on_cpu(self, stack: Part) -> list[DecoderLayer | str]:
+        """The layers on a CPU: lowered, or the reason why transformers computes them."""
         if self._on_cpu is None:
-            self._on_cpu = compile_layers(stack, self.specs(stack))
+            layers = zip(stack.layers, self.specs(stack), strict=True)
+            self._on_cpu = [cpu_run.lower_layer(layer, spec, index) for index, (layer, spec) in enumerate(layers)]
         return self._on_cpu
 
     def on_gpu(self, stack: Part) -> list[LoweredLayer | None]:
@@ -468,11 +471,12 @@ class CompiledStack:
             return str(error)
 
     def _new_step(self, stack: Part, head: Weight | None, logits: Logits) -> TokenStep | None:
-        layers = [layer.spec for layer in self.on_cpu(stack) if isinstance(layer, CompiledLayer)]
+        specs = zip(self.specs(stack), self.on_cpu(stack), strict=True)
+        layers = [spec for spec, lowered in specs if isinstance(spec, LayerSpec) and isinstance(lowered, DecoderLayer)]
         reuses = [layer.kv_source is not None for layer in layers]
         if len(layers) < len(stack.layers) or reuses != sorted(reuses):
             return None
-        if any(map(needs_eager, layers)) and stack.config._attn_implementation != "eager":
+        if any(needs_eager(layer.attention.heads) for layer in layers) and stack.config._attn_implementation != "eager":
             return None
         ends = None if head is None else Head(head, None), logits
         spec = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), *ends)

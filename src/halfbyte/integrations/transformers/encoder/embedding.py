@@ -24,7 +24,8 @@ from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward
 from halfbyte.nn.modules.quantized import QuantEmbedding
 from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.embed import NormedEmbeddings, ids_fit
-from halfbyte.ops.transformer.weights import LayerNorm, why_not_packed
+from halfbyte.ops.transformer.sublayers import Norm
+from halfbyte.ops.transformer.weights import why_not_packed
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
@@ -126,5 +127,5 @@ def _fused_and_frozen(module: Part) -> tuple[NormedEmbeddings, Frozen] | None:
     if why_not(module) is not None:
         return None
     tables = [getattr(module, name) for name in tables_of(module) or ()]
-    norm = module.LayerNorm
-    return NormedEmbeddings([table.packed for table in tables], LayerNorm(norm.weight, norm.bias, norm.eps)), Frozen(module)
+    norm = Norm(module.LayerNorm.weight, module.LayerNorm.eps, layer_norm=True, bias=module.LayerNorm.bias)
+    return NormedEmbeddings([table.packed for table in tables], norm), Frozen(module)

@@ -19,7 +19,7 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from halfbyte.bounded import by_object
 from halfbyte.decoder.families.encoders import ENCODER_STACKS, Stack
-from halfbyte.integrations.transformers.decoder.compiled_layers import visible
+from halfbyte.integrations.transformers.decoder.run import visible
 from halfbyte.integrations.transformers.decoder.stack import LAYER_BY_LAYER, output_class, why_left, why_unknown_output
 from halfbyte.integrations.transformers.encoder.encoding import lowered_layer
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, is_true, unset, why_unknown
@@ -219,9 +219,9 @@ def _compiled_and_frozen(stack: nn.Module) -> tuple[list[EncoderLayer | str], Fr
 
 
 def _through(compiled: Sequence[EncoderLayer | str], modules: nn.ModuleList, given: Input) -> Tensor:
-    """The hidden states after the last layer."""
+    """The hidden states after the last layer. Between native calls they are float32, whatever the model's dtype."""
     x, mask, bias = given
-    seen = visible(mask, _HIDDEN)
+    dtype, seen = x.dtype, visible(mask, _HIDDEN)
     most, index = max(1, _MOST_BYTES // max(1, x.nbytes)), 0
     while index < len(compiled):
         layers = list[EncoderLayer]()
@@ -230,9 +230,17 @@ def _through(compiled: Sequence[EncoderLayer | str], modules: nn.ModuleList, giv
                 break
             layers.append(layer)
         if layers:
-            x = run_layers(layers, x, seen, bias)[-1]
+            x = run_layers(layers, x, seen, bias)
         else:
-            found = modules[index](x, mask, *(() if bias is None else (bias,)))
+            found = modules[index](_rounded(x, dtype), mask, *(() if bias is None else (bias,)))
             x = found[0] if isinstance(found, tuple) else found
         index += max(1, len(layers))
-    return x
+    return _rounded(x, dtype)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Hidden states in the model's dtype. Those that are too large for it saturate, as in Whisper's layers, and do not overflow."""
+    if x.dtype == dtype:
+        return x
+    most = torch.finfo(dtype).max
+    return x.clamp(-most, most).to(dtype)

@@ -20,8 +20,8 @@ from halfbyte.integrations.transformers.optimize.replaced import name_in_transfo
 from halfbyte.nn.fused import GeluLinear
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.parallel.parallelize import part_of
-from halfbyte.ops.transformer.decoder import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.encoder import EncoderLayer, why_not
+from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from halfbyte.errors import check_type
-from halfbyte.integrations.transformers.decoder import compiled_layers, layer_gpu
+from halfbyte.integrations.transformers.decoder import cpu_run, layer_gpu
 from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec
 from halfbyte.integrations.transformers.decoder.stack import compile_stack, is_stack
 from halfbyte.integrations.transformers.encoder import embedding
@@ -68,4 +68,4 @@ def why_not_native(layer: nn.Module, device: str = "cuda") -> str | None:
     if isinstance(spec, str):
         return spec
     part = cast("Part", layer)
-    return compiled_layers.why_not_lowered(part, spec) if device == "cpu" else layer_gpu.why_not_decoded(part, spec)
+    return cpu_run.why_not_lowered(part, spec) if device == "cpu" else layer_gpu.why_not_decoded(part, spec)

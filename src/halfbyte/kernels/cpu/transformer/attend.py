@@ -81,7 +81,7 @@ class AttendSpec:
         unit_offset: Whether norms multiply by 1 + weight.
         capped: Whether scores have a softcap.
         sinks: Whether there are attention sinks, float32 [H].
-        rope_interleaved, norm_after_rope, projections, v_norm: As in `ops.transformer.decoder.Heads`.
+        rope_interleaved, norm_after_rope, projections, v_norm: As in `ops.transformer.sublayers.Heads`.
     """
 
     dim: int

@@ -63,7 +63,7 @@ class Size(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The heads of attention, as `ops.transformer.decoder.Heads` has them, with addresses in place of tensors.
+    """The heads of attention, as `ops.transformer.sublayers.Heads` has them, with addresses in place of tensors.
 
     Attributes:
         sinks: Address of float32 [H]; 0: none.
@@ -86,7 +86,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """The attention sublayer of a layer, as `ops.transformer.decoder.Attention` has it, by the addresses of its tensors, which the caller
+    """The attention sublayer of a layer, as `ops.transformer.sublayers.Attention` has it, by the addresses of its tensors, which the caller
     must keep alive. Tensors that are not packed are float32.
 
     Attributes:

@@ -22,7 +22,7 @@ _pack_one = struct.Struct("<q").pack_into
 
 @dataclass(frozen=True, eq=False)
 class MLP:
-    """The MLP of a layer, as `ops.transformer.decoder.MLP` has it, by the addresses of its tensors, which the caller must keep alive.
+    """The MLP of a layer, as `ops.transformer.sublayers.MLP` has it, by the addresses of its tensors, which the caller must keep alive.
 
     Attributes:
         residual_multiplier: 1 where there is a `post_norm`.

@@ -21,7 +21,7 @@ _UP = PRODUCT.offset("up")
 
 @dataclass(frozen=True, eq=False)
 class PerLayerInput:
-    """What a layer does with its per-layer input, as `ops.transformer.decoder.PerLayerInput` has it, by the addresses of its tensors.
+    """What a layer does with its per-layer input, as `ops.transformer.sublayers.PerLayerInput` has it, by the addresses of its tensors.
 
     Attributes:
         activation: f

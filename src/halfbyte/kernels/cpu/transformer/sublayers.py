@@ -36,7 +36,7 @@ Fields = dict[str, int | tuple[float, float]]  # arguments of a step by the name
 
 
 class Norm(NamedTuple):
-    """RMSNorm or LayerNorm, as `ops.transformer.decoder.Norm` has it, by the addresses of its weight and bias, float32 [K]."""
+    """RMSNorm or LayerNorm, as `ops.transformer.sublayers.Norm` has it, by the addresses of its weight and bias, float32 [K]."""
 
     weight: int
     eps: float

@@ -76,7 +76,7 @@ def launch(
     length   int64, one number, where new tokens begin; None: 0
     norms    of queries and of keys, weights [D], with equal other settings; None: there are none
     rotary_dim   R; 0: no rope
-    rope_interleaved, norm_after_rope, v_norm   as `ops.transformer.decoder.Heads` has them
+    rope_interleaved, norm_after_rope, v_norm   as `ops.transformer.sublayers.Heads` has them
     others   as in Static
     """
     batch, tokens, heads, dim = queries.shape

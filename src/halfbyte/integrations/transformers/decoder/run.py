@@ -1,0 +1,130 @@
+"""A call through all layers of a decoder stack: what its layers are called with, and how transformers computes one of them.
+
+`Run` calls each layer as transformers does. Its subclasses, `CpuRun` (cpu_run.py) and `GpuRun` (gpu_run.py), compute natively what they can
+and leave other layers to it: layers that are not compiled, and those whose cache or mask is of another kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from halfbyte.integrations.transformers.cache.kv_entry import SharedStates
+from halfbyte.integrations.transformers.decoder.live_layer import shared_kv
+from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
+
+if TYPE_CHECKING:
+    from halfbyte.integrations.transformers.modules import Part
+
+
+class Call(NamedTuple):
+    """A call of a stack, as its layers see it.
+
+    Attributes:
+        masks: Of each layer: bool [B, 1, t, T], or a float one that is added to scores, or None: causal.
+        rotary: Of each layer: cosines and sines [B or 1, t, R].
+        past: The cache of all layers, or None.
+        positions: As transformers passes them on to layers.
+        rope_positions: Those that rope takes.
+        per_layer: The layers' own inputs [B, t, L, P], or None.
+        shared: Keys and values that layers reuse.
+        keep: Number of last tokens whose results are wanted; 0: of all.
+        visual: Which tokens are those of images [B, t], or None.
+        deepstack: What is added to these after each of the first layers (Qwen3-VL).
+    """
+
+    masks: Sequence[Tensor | None]
+    rotary: Sequence[tuple[Tensor, Tensor]]
+    past: Cache | None
+    positions: Tensor | None
+    rope_positions: Tensor
+    per_layer: Tensor | None
+    shared: SharedStates
+    keep: int | Tensor
+    visual: Tensor | None
+    deepstack: Sequence[Tensor]
+
+    def cut(self, tokens: int) -> Call:
+        """The same for the last tokens alone."""
+        masks = [None if mask is None else mask[:, :, -tokens:] for mask in self.masks]
+        rotary = [(cos[:, -tokens:], sin[:, -tokens:]) for cos, sin in self.rotary]
+        per_layer_input = None if self.per_layer is None else self.per_layer[:, -tokens:]
+        return self._replace(masks=masks, rotary=rotary, per_layer=per_layer_input, keep=0)
+
+
+class Run:
+    """A call through all layers of a stack, each computed as transformers does it; subclasses compute them natively."""
+
+    def __init__(self, stack: Part, call: Call) -> None:
+        """Prepare a call of a stack."""
+        self._modules, self._call = stack.layers, call
+        self._eager: bool = stack.config._attn_implementation == "eager"  # whose masks are added to scores
+        self._shared = [shared_kv(layer) for layer in stack.layers]
+        self._shares = any(shared.kind is not None for shared in self._shared)
+        self._visible: dict[int, Tensor | None] = {}  # by the ids of masks, which several layers have in common
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute the hidden states [B, t, K] after the last layer. Between layers they may be float32, whatever x's dtype."""
+        index, count = 0, len(self._modules)
+        self._dtype = x.dtype
+        while index < count:
+            keep = self._call.keep
+            if self._shares and type(keep) is int and self._may_cut(index, x, keep):
+                x, self._call = x[:, -keep:], self._call.cut(keep)
+            x, index = self._some(x, index)
+            if index <= len(self._call.deepstack):
+                x = self._with_visual(x, self._call.deepstack[index - 1])
+        return x.to(self._dtype)
+
+    def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
+        """The hidden states after the layer `first`, or after more, and the index of the next one."""
+        return self._by_transformers(x, first), first + 1
+
+    def _by_transformers(self, x: Tensor, index: int) -> Tensor:
+        call, module = self._call, self._modules[index]
+        more: dict[str, object] = {"use_cache": call.past is not None, KV_CACHE: call.past}
+        if call.per_layer is not None:
+            more["per_layer_input"] = call.per_layer[:, :, index]
+        if self._shares:
+            more["shared_kv_states"] = call.shared
+        positions = {"position_ids": call.positions, "position_embeddings": call.rotary[index]}
+        y: Tensor = module(x.to(self._dtype), attention_mask=call.masks[index], **positions, **more)
+        return y
+
+    def _shown(self, mask: Tensor | None) -> Tensor | None:
+        """`visible` of a mask of the call."""
+        if mask is None:
+            return None
+        if id(mask) not in self._visible:
+            self._visible[id(mask)] = visible(mask)
+        return self._visible[id(mask)]
+
+    def _may_cut(self, first: int, x: Tensor, keep: int) -> bool:
+        """Whether the layers from one on need the last tokens alone, as they add no keys and values (Gemma 4)."""
+        if not 0 < keep < x.shape[1] or not all(shared.reuses for shared in self._shared[first:]):
+            return False
+        # Without a mask torch's attention takes tokens for the first ones of a text, not for the last.
+        known_places = all(mask is not None for mask in self._call.masks)
+        return known_places or (keep == 1 and not getattr(self._call.past, "is_compileable", False))
+
+    def _with_visual(self, x: Tensor, embeddings: Tensor) -> Tensor:
+        """Add the embeddings [n, K] of images to the hidden states of their tokens."""
+        visual = self._call.visual
+        if visual is None:
+            return x
+        y = x.clone()
+        y[visual] += embeddings.to(x.dtype)
+        return y
+
+
+def visible(mask: Tensor | None, hidden: float | None = None) -> Tensor | None:
+    """The bool mask that does what one does which is added to scores, if it has nothing but 0 and at most `hidden`, by default the least
+    number or -inf; or as it is."""
+    if mask is None or not mask.is_floating_point():
+        return mask
+    seen = mask == 0
+    return seen if bool((seen | (mask <= (torch.finfo(mask.dtype).min if hidden is None else hidden))).all()) else mask
