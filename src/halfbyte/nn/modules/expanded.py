@@ -77,7 +77,7 @@ def expanded(model: nn.Module, wanted: Wanted = lambda name: True, *, attention:
     collapse_(model, places, lambda name: isinstance(model.get_submodule(name), QuantModule))
 
 
-def originals(places: Places) -> dict[int, Tensor]:
+def transposed_views(places: Places) -> dict[int, Tensor]:
     """The transposed views that replace weights: id of the original -> the view."""
     found: dict[int, Tensor] = {}
     for place in places.values():
