@@ -90,24 +90,24 @@ class _Fused(nn.Module):
         return self.fused(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        return _unpickled, (_own_class(self), self.__dict__)
+        return _unpickled, (_original_class(self), self.__dict__)
 
 
-def _own_class(model: _Fused) -> type[nn.Module]:
+def _original_class(model: _Fused) -> type[nn.Module]:
     """Return the class of a fused module before it was fused."""
-    _, own = type(model).__bases__
-    return cast("type[nn.Module]", own)
+    _, original = type(model).__bases__
+    return cast("type[nn.Module]", original)
 
 
 def _restore_class(model: _Fused) -> None:
     """Undo the fusion of a module."""
     model.__dict__.pop(REMARK, None)
-    model.__class__ = _own_class(model)  # type: ignore[assignment]
+    model.__class__ = _original_class(model)  # type: ignore[assignment]
 
 
-def _unpickled(own_class: type[nn.Module], state: dict[str, object]) -> nn.Module:
+def _unpickled(original_class: type[nn.Module], state: dict[str, object]) -> nn.Module:
     """Return a copied or unpickled module, fused: its class was made at run time, so that pickle cannot name it."""
-    model = own_class.__new__(own_class)
+    model = original_class.__new__(original_class)
     model.__dict__.update(state)
     fuse_convolutions_(model)
     return model

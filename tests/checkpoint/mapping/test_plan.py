@@ -44,11 +44,11 @@ class Files:
         return False
 
 
-def everything(found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Decisions:
+def every_weight(found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Decisions:
     return {candidate.name: FMT if candidate.reason is None else candidate.reason for candidate in found}
 
 
-def nothing(found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Decisions:
+def no_weight(found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Decisions:
     return {candidate.name: "as it is" for candidate in found}
 
 
@@ -63,7 +63,7 @@ def value(plan: Plan, name: str, files: Files) -> Tensor:
 
 
 @pytest.mark.parametrize("inputs_first", [False, True])
-@pytest.mark.parametrize(("choose", "suffix"), [(everything, ".weight"), (nothing, "")])
+@pytest.mark.parametrize(("choose", "suffix"), [(every_weight, ".weight"), (no_weight, "")])
 def test_stacks_of_experts_are_stored_as_weights_of_modules_where_they_are_quantized(
     choose: Choose, suffix: str, inputs_first: bool
 ) -> None:
@@ -71,12 +71,12 @@ def test_stacks_of_experts_are_stored_as_weights_of_modules_where_they_are_quant
     plan = plan_model(config, files, choose)
     floats = files.tensors[f"{EXPERTS}.down_proj"].float()
     name = f"{EXPERTS}.down_proj{suffix}"
-    assert (name in plan.weights) == (choose is everything)
-    assert (name in plan.plain) == (choose is nothing)
+    assert (name in plan.weights) == (choose is every_weight)
+    assert (name in plan.plain) == (choose is no_weight)
     assert plan.stored_name(f"{EXPERTS}.down_proj") == name
     # Codes are outputs first.
-    assert torch.equal(value(plan, name, files), floats.mT if inputs_first and choose is everything else floats)
-    if choose is everything:
+    assert torch.equal(value(plan, name, files), floats.mT if inputs_first and choose is every_weight else floats)
+    if choose is every_weight:
         assert plan.weights[name].transposed == inputs_first
         assert plan.weights[name].kind == "Experts"
 
@@ -85,7 +85,7 @@ def test_tied_tensors_are_stored_once() -> None:
     config, files = mixture("Qwen3MoeDecoderLayer")
     config["tie_word_embeddings"] = True
     files.tensors["lm_head.weight"] = files.tensors["model.embed_tokens.weight"].clone()
-    plan = plan_model(config, files, everything)
+    plan = plan_model(config, files, every_weight)
     assert plan.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert plan.unused == {"lm_head.weight": "equal to model.embed_tokens.weight, to which it is tied"}
     rows = {row.name: row for row in report(plan, files, ()).rows}
@@ -97,15 +97,15 @@ def test_what_is_missing_and_what_has_another_shape() -> None:
     config, files = mixture("Qwen3MoeDecoderLayer")
     norm = files.tensors.pop("model.norm.weight")
     with pytest.raises(CheckpointError, match=r"no file has model\.norm\.weight, which Qwen3MoeForCausalLM needs"):
-        plan_model(config, files, everything)
+        plan_model(config, files, every_weight)
     files.tensors["model.norm.weight"] = norm[:-1]
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is .*, but config\.json makes it \[48\]"):
-        plan_model(config, files, everything)
+        plan_model(config, files, every_weight)
 
 
 def test_without_an_architecture_matrices_called_weight_are_those_of_linears() -> None:
     files = Files({"up.weight": torch.ones(4, 8), "table": torch.ones(4, 8), "norm.weight": torch.ones(4)})
-    plan = plan_by_rule(files, everything)
+    plan = plan_by_rule(files, every_weight)
     assert isinstance(plan.weights["up.weight"].format, Format)
     assert plan.linears == {"up.weight"}
     assert {name: about.reason for name, about in plan.about.items()} == {"table": NOT_A_WEIGHT, "norm.weight": NOT_A_WEIGHT}

@@ -42,7 +42,7 @@ def expand_(model: nn.Module, wanted: Wanted = lambda name: True, *, attention: 
     saving_parts = tuple(f"{name}." if name else "" for name, module in model.named_modules() if hasattr(module, "save_pretrained"))
     shared_with_others = {id(p) for m in model.modules() if not is_conv1d(m) for p in m.parameters(recurse=False)}
     views: dict[int, nn.Parameter] = {}  # id of a Conv1D's weight -> its view, which all modules with that weight share
-    made: dict[int, Replacement] = {}  # id of a module -> its replacement
+    built: dict[int, Replacement] = {}  # id of a module -> its replacement
     replacements: Replacements = {}
 
     def replacement_of(name: str, module: nn.Module) -> Replacement | None:
@@ -50,17 +50,17 @@ def expand_(model: nn.Module, wanted: Wanted = lambda name: True, *, attention: 
             weight = cast(Tensor, module.weight)
             if type(weight) is not nn.Parameter or id(weight) in shared_with_others:
                 return None
-            return made.get(id(module)) or Conv1DLinear(module, views.setdefault(id(weight), transposed_parameter(weight)))
+            return built.get(id(module)) or Conv1DLinear(module, views.setdefault(id(weight), transposed_parameter(weight)))
         stacks = stack_names(module)
         if stacks and why_not_experts(module) is None and any(wanted(f"{name}.{stack}") for stack in stacks):
-            return made.get(id(module)) or MixtureOfExperts(module)
+            return built.get(id(module)) or MixtureOfExperts(module)
         if attention and is_attention(module) and not name.startswith(saving_parts) and any(wanted(f"{name}.{part}") for part in PARTS):
-            return made.get(id(module)) or Attention(cast(nn.MultiheadAttention, module))
+            return built.get(id(module)) or Attention(cast(nn.MultiheadAttention, module))
         return None
 
     for name, module in modules:
         if (replacement := replacement_of(name, module)) is not None:
-            made[id(module)] = replacements[name] = replacement
+            built[id(module)] = replacements[name] = replacement
     for name, replacement in replacements.items():
         model.set_submodule(name, replacement)
     return replacements
