@@ -269,3 +269,14 @@ def test_formats_and_codes_are_frozen() -> None:
         as_format("q4_0").bits = 8  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         random_codes(as_format("q4_0"), (1, 32)).shape = (2, 16)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_codes_of_floats_are_exact(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    extremes = [0.0, -0.0, limits.max, -limits.max, limits.smallest_normal, limits.smallest_normal * limits.eps]
+    weight = torch.cat((torch.randn(2, 15), torch.tensor(extremes).repeat(2, 1)), dim=1).to(dtype)
+    codes = Codes.of_floats(weight)
+    assert codes.format.is_of_floats
+    assert torch.equal(codes.dequantize(dtype), weight)
+    assert not as_format("int4_g32").is_of_floats

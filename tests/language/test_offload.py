@@ -396,7 +396,7 @@ def test_a_report(folder: Path, gpu: None, monkeypatch: pytest.MonkeyPatch) -> N
     for said in ("on the CPU: the routed experts of layers 0-1", "CPU memory 50.0 GB/s", "a prompt of 512 tokens: ", " decode steps: "):
         assert said in text
     document = report.to_json()
-    assert set(document) == {"measured", "plan", "expected"}
+    assert set(document) == {"measured", "plan", "expected", "in_floating_point"}
     assert report.expected is not None
     assert report.expected.streamed_seconds is not None
     assert LanguageModel.open(folder).report().to_json()["plan"] is None

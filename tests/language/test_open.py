@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import halfbyte as hb
 from halfbyte.checkpoint import convert, export, load
 from halfbyte.cli import main
+from halfbyte.decoder.cache import Cache
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.language.model import LanguageModel
 from halfbyte.nn.modules.experts import QuantExperts
@@ -290,3 +291,47 @@ def test_what_is_not_supported(folders: Path, tmp_path: Path) -> None:
         LanguageModel.open(tmp_path / "adapter", format="q8_0")
     with pytest.raises(UnsupportedError, match=r"q_proj are not quantized, .*: open a float model with a format, such as q4_0"):
         LanguageModel.open(folders / "float")
+
+
+# Layers that are not quantized: alone, all of an MLP, in some layers, one of two that are one product, with a head that torch multiplies.
+SKIPPED = {
+    "down_proj": ["model.layers.1.mlp.down_proj"],
+    "a layer": ["model.layers.1.*"],
+    "q_proj": ["*.q_proj"],
+    "gate_proj, of a product with up_proj": ["model.layers.0.mlp.gate_proj", "lm_head"],
+}
+
+
+@pytest.mark.parametrize("case", SKIPPED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_skipped_layers_run_in_floating_point(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    make_language_model(tmp_path / "float", tied=False)
+    LlamaForCausalLM.from_pretrained(tmp_path / "float", dtype=dtype).save_pretrained(tmp_path / "float")
+    convert(tmp_path / "float", tmp_path / "m", hb.Config("q8_0", compute="float", skip=SKIPPED[case]))
+    model = LanguageModel.open(tmp_path / "m")
+    assert distance(model.logits(IDS), transformers_logits(load(tmp_path / "m"))) < FLOAT
+    tokens = Cache(model.spec)
+    for token in IDS:
+        decoded = model._model.decode([token], tokens)
+    assert distance(decoded[0], model.logits(IDS)[-1]) < FLOAT
+    said = "in floating point, as in the checkpoint: model.layers."
+    assert said in str(model.report())
+    assert said in model.notes[0]
+    document = cast(list[str], model.report().to_json()["in_floating_point"])
+    assert set(document) >= {name for name in SKIPPED[case] if "*" not in name and name != "lm_head"}
+    assert {op.format for op in model.explain().program.ops if op.name == "down_proj"} <= {"q8_0", str(dtype)[6:]}
+
+
+# inputs_first: files have the experts of GPT-OSS as [E, K, N], which nothing says of codes in floating point.
+@pytest.mark.parametrize(("case", "inputs_first"), [("Qwen3MoeDecoderLayer", False), ("GptOssDecoderLayer", True)])
+def test_experts_that_are_skipped(case: str, inputs_first: bool, tmp_path: Path) -> None:
+    CASES[case]().save_pretrained(tmp_path / "float")
+    make_tokenizer().save_pretrained(tmp_path / "float")
+    convert(tmp_path / "float", tmp_path / "m", hb.Config("q8_0", compute="float", skip=["*.experts*"]))
+    if inputs_first:
+        with pytest.raises(UnsupportedError, match="the weights of the experts are not quantized"):
+            LanguageModel.open(tmp_path / "m")
+        return
+    opened = LanguageModel.open(tmp_path / "m")
+    assert distance(opened.logits(IDS), transformers_logits(load(tmp_path / "m"))) < FLOAT
+    assert {name.rpartition(".")[2] for name in opened.report().in_floating_point} == {"gate_up_proj", "down_proj"}

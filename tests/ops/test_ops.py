@@ -469,3 +469,20 @@ def test_clamps_with_one_end() -> None:
         for weights in torch.randn(2, 4, 8):
             found = [torch.autograd.grad((out * weights).sum(), x, retain_graph=True)[0] for out in (got, wanted)]
             torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("format", ["int8_g32_f32", "int4_g32_zp_bf16", "int4_channel_offset_f32", "inferllm_q8_0"])
+@pytest.mark.parametrize("method", ["absmax", "mse"])
+def test_weights_near_the_largest_float32_are_finite_as_codes_or_refused(format: str, method: str) -> None:
+    refusals = []
+    for peak in torch.linspace(0.96, 1.0, 9) * torch.finfo(torch.float32).max:  # codes round by up to 1/15 of the range, and scales
+        weight = torch.randn(4, 64)
+        weight[1, 7] = peak
+        try:
+            codes = ops.quantize(weight, format, method, name="fc.weight")
+        except FormatError as e:
+            refusals.append(str(e))
+        else:
+            assert torch.isfinite(codes.dequantize()).all()
+    assert len(refusals) < 9
+    assert all("fc.weight: its largest value is 3." in text and "multiply it by a power of two" in text for text in refusals)

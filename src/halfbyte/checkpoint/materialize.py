@@ -38,7 +38,7 @@ class Materializer:
             raise CheckpointError("the files name no architecture to build a model from")
         self.model = plan.model
         self._plan, self._reader, self._path = plan, reader, path
-        self._steps = {plan.renamed.get(target, target): step for step in plan.steps for target in step.targets}
+        self._steps = plan.step_of()
         layers, _ = decoder_layers(self.model)
         get_head = getattr(plan.model, "get_output_embeddings", None)
         head = None if get_head is None else get_head()
@@ -61,7 +61,6 @@ class Materializer:
             setattr(module, name, nn.Parameter(data, requires_grad=False) if is_parameter else data)
 
     def _read(self, name: str) -> Tensor:
-        step, plan = self._steps[name], self._plan
-        dtype = plan.dtype(name)
-        tensors = step.run(lambda source: self._reader.read(source, dtype))
-        return next(tensor for target, tensor in tensors.items() if plan.renamed.get(target, target) == name)
+        step, target = self._steps[name]
+        dtype = self._plan.dtype(name)
+        return step.run(lambda source: self._reader.read(source, dtype))[target]

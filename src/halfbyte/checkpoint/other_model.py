@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, ReadColumnOrder
 from halfbyte.checkpoint.mapping.architecture import known_architecture
-from halfbyte.checkpoint.mapping.plan import Misfits, plan_by_rule, plan_model, report
+from halfbyte.checkpoint.mapping.plan import About, Misfits, plan_by_rule, plan_model, report
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError
 from halfbyte.formats.codes import Codes, stored_tensors
@@ -49,7 +49,7 @@ class OtherModel(StoredModel):
             plan = plan_by_rule(entries, self._choose)
             self._notes.append("no architecture of transformers is named: names are those of the files")
         self._plan = plan
-        self._steps = {plan.renamed.get(target, target): (step, target) for step in plan.steps for target in step.targets}
+        self._steps = plan.step_of()
         self._orders: dict[str, ReadColumnOrder] = {}
         for name, weight in plan.weights.items():
             stored = entries.entries[self._steps[name][0].sources[0]].quantized
@@ -59,7 +59,7 @@ class OtherModel(StoredModel):
             if quantize is None and stored is not None and stored.order is not None:
                 self._orders[order_name(name)] = stored.order
                 plan.plain[order_name(name)] = TensorSpec(torch.int32, weight.shape[-1:])
-                plan.about[order_name(name)] = "tensor", "the order of the columns of a quantized weight"
+                plan.about[order_name(name)] = About("tensor", "the order of the columns of a quantized weight")
         self._report_dequantized()
         super().__init__(path, config, plan.weights, plan.plain, plan.tied)
 
@@ -77,12 +77,12 @@ class OtherModel(StoredModel):
         for step in plan.steps:
             stored_as = self._entries.stored_as(step.sources)
             for target in step.targets if stored_as is not None else ():
-                name = plan.renamed.get(target, target)
-                kind, reason = plan.about.get(name, ("", ""))
+                name = plan.stored_name(target)
+                kind, reason = plan.about.get(name, About("", ""))
                 if step.converts:
-                    plan.about[name] = kind, f"{stored_as}, dequantized: transformers keeps it fused, stacked or split"
+                    plan.about[name] = About(kind, f"{stored_as}, dequantized: transformers keeps it fused, stacked or split")
                 elif "dequantized" not in reason:
-                    plan.about[name] = kind, f"{stored_as}, dequantized: {reason}"
+                    plan.about[name] = About(kind, f"{stored_as}, dequantized: {reason}")
 
     def codes(self, name: str) -> Codes:
         (step, target), weight = self._steps[name], self.weights[name]

@@ -107,8 +107,11 @@ class _Conversion:
             plan = plan_by_rule(self._reader, lambda found, _: choose(found, config, kept))
             self._notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken as a Linear's")
         if not plan.weights:
-            left = sorted(plan.about.items(), key=lambda item: item[1][1] in (NOT_A_KIND, NOT_A_WEIGHT))
-            why = f": {left[0][0]} stays as it is ({left[0][1][1]})" if left else ", which has no tensors"
+            in_floats = sorted(plan.about.items(), key=lambda item: item[1].reason in (NOT_A_KIND, NOT_A_WEIGHT))
+            why = ", which has no tensors"
+            if in_floats:  # first those that a user would expect to be quantized
+                name, about = in_floats[0]
+                why = f": {name} stays as it is ({about.reason})"
             raise ArgumentError(f"there is nothing to quantize in {source}{why}")
         for name, weight in plan.weights.items():
             if name in plan.linears or weight.kind != "Embedding":
@@ -181,7 +184,7 @@ class _Conversion:
         plan, misfits = self._plan, dict[str, str]()
         done, total = 0, sum(spec.nbytes for spec in self._reader.specs().values())
         for step in plan.steps:
-            if not {plan.renamed.get(target, target) for target in step.targets} <= written:
+            if not {plan.stored_name(target) for target in step.targets} <= written:
                 misfits |= self._write_step(step, writer, written)
             done += sum(self._reader.spec(name).nbytes for name in step.sources)
             if self._progress is not None and self._calibration is None:
@@ -196,7 +199,7 @@ class _Conversion:
             The modules whose formats cannot hold their weights, with the reasons; FormatError where the config is strict.
         """
         plan, misfits = self._plan, dict[str, str]()
-        names = {target: plan.renamed.get(target, target) for target in step.targets}
+        names = {target: plan.stored_name(target) for target in step.targets}
         dtype = plan.dtype(next(iter(names.values())))
         method = UNCALIBRATED.get(self._config.method, self._config.method)
         for target, tensor in step.run(lambda name: self._reader.read(name, dtype)).items():

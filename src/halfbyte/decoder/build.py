@@ -33,9 +33,18 @@ class Tensors(Protocol):
     def same(self, name: str, other: str) -> bool:
         """Whether two tensors are one, or have the same values."""
 
-    def weight(self, names: Sequence[str], bias: Sequence[str] = ()) -> Weight | None:
-        """Read quantized weights and join them along N, with their biases; None where they are not quantized, or in
-        different formats."""
+    def weight(self, names: Sequence[str], bias: Sequence[str] = (), *, floats: bool = False) -> Weight | None:
+        """Read weights and join them along N, with their biases.
+
+        Args:
+            names: The weights.
+            bias: Their biases.
+            floats: Read weights that are not quantized, or are in formats that differ, in floating point, exactly (`Format.of_floats`);
+                not in a checkpoint without any quantized weight.
+
+        Returns:
+            None for weights that are not quantized, or are in formats that differ, unless they are read in floating point.
+        """
 
     def tensor(self, name: str) -> Tensor:
         """Read a tensor in floating point."""
@@ -129,7 +138,7 @@ def _per_layer_inputs(family: Family, config: TextConfig, tensors: Tensors) -> P
     if size == 0:
         return None
     table = tensors.table(f"model.{table_name}.weight")
-    projection = tensors.weight([f"model.{projection_name}.weight"])
+    projection = tensors.weight([f"model.{projection_name}.weight"], floats=True)
     if projection is None:
         raise UnsupportedError(f"its {projection_name} is not quantized")
     rows = table.packed if isinstance(table, Weight) else table
@@ -287,7 +296,7 @@ class _StoredLayer:
         weights, biases = self._tensors_of(names)
         if not biases and any(map(self._tensors.has, self._biases(names))):
             raise UnsupportedError(f"in layer {self._index} some of {joined(names)} have a bias, and some have none")
-        found = self._tensors.weight(weights, biases)
+        found = self._tensors.weight(weights, biases, floats=True)
         if found is None:
             raise self._no_common_format(joined(names))
         return found
@@ -338,7 +347,7 @@ class _StoredLayer:
 
     def _expert_stack(self, name: str) -> Weight:
         bias = [f"{name}_bias"] if self._tensors.has(f"{name}_bias") else []
-        found = self._tensors.weight([f"{name}.weight"], bias)
+        found = self._tensors.weight([f"{name}.weight"], bias, floats=True)
         if found is None:
             raise self._no_common_format("the experts")
         return found

@@ -209,7 +209,7 @@ def _positions(heads: Heads, layer: LayerSpec, ropes: Sequence[Rope], reads: tup
         over = ALL_HEADS if heads.qk_norm_whole else "each head"
         norm = heads.qk_norm[0]
         settings = _settings(over=over, eps=norm.eps, unit_offset=norm.unit_offset, layer_norm=norm.layer_norm, values=heads.v_norm)
-        ops.append(Op("qk_norm", "qk_norm", None, reads, tuple(norm.weight.shape), _dtype(norm.weight), settings, part=heads))
+        ops.append(Op("qk_norm", "qk_norm", None, reads, tuple(norm.weight.shape), _name(norm.weight.dtype), settings, part=heads))
     if heads.rotary_width:
         rope = ropes[layer.rope] if ropes else None
         which = layer.rope if len(ropes) > 1 else None
@@ -275,7 +275,7 @@ def _shared_expert(shared: SharedExpert) -> Iterator[Op]:
     if shared.gate is not None:  # down_proj times sigmoid(gate · x)
         reads = "shared_expert.down_proj", "mlp_norm"
         settings = (("function", "sigmoid(gate) * down"),)
-        yield Op("gate", "shared_expert_gate", None, reads, (1, *shared.gate.shape), _dtype(shared.gate), settings, part=shared.gate)
+        yield Op("gate", "shared_expert_gate", None, reads, (1, *shared.gate.shape), _name(shared.gate.dtype), settings, part=shared.gate)
 
 
 def _end(spec: DecoderSpec) -> Iterator[Op]:
@@ -313,7 +313,7 @@ def _added(sublayer: Attention | MLP | PerLayerInput, read: str, name: str, resi
 def _norm(name: str, norm: Norm, read: str) -> Op:
     settings = _settings(eps=norm.eps, unit_offset=norm.unit_offset, bias=norm.bias is not None)
     kind = "layer_norm" if norm.layer_norm else "rms_norm"
-    return Op(kind, name, None, (read,), tuple(norm.weight.shape), _dtype(norm.weight), settings, part=norm)
+    return Op(kind, name, None, (read,), tuple(norm.weight.shape), _name(norm.weight.dtype), settings, part=norm)
 
 
 def linear_op(name: str, weight: Weight, *reads: str, kind: str = "linear") -> Op:
@@ -339,11 +339,14 @@ def _settings(**settings: object) -> tuple[tuple[str, object], ...]:
 
 
 def _form(weight: Packed | Tensor) -> tuple[tuple[int, ...], str]:
-    return tuple(weight.shape), str(weight.codes_format) if isinstance(weight, Packed) else _dtype(weight)
+    if isinstance(weight, Tensor):
+        return tuple(weight.shape), _name(weight.dtype)
+    fmt = weight.codes_format
+    return tuple(weight.shape), _name(fmt.scale) if fmt.is_of_floats else str(fmt)
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_same(one: Norm, other: Norm) -> bool:

@@ -126,6 +126,12 @@ class Codes:
             data = pack_nibbles(nibbles(fmt, values))
         return cls(fmt, tuple(values.shape), data, scale, zero)
 
+    @classmethod
+    def of_floats(cls, weight: Tensor) -> Codes:
+        """A tensor [..., N, K] of float32, float16 or bfloat16 in the format `Format.of_floats`: dequantized, it is the same again."""
+        ones = torch.ones(weight.shape, dtype=torch.uint8, device=weight.device)
+        return cls.from_values(Format.of_floats(weight.dtype), ones, weight.contiguous())
+
     def values(self) -> Tensor:
         """The integer codes q, int16 [..., N, K]."""
         if self.format.bits == 8:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -121,6 +122,7 @@ class Source:
         inputs_first = moe is not None and moe.inputs_first
         self._inputs_first = {name for name in self._names if inputs_first and name.endswith(_STACKS)}
         self._quantize, self._formats = quantize, {}
+        self._has_codes = any(entry.quantized is not None for entry in entries.entries.values())
         if quantize is not None:
             from halfbyte.nn.config import choose
 
@@ -131,6 +133,7 @@ class Source:
             ]
             candidates += [Candidate(name.removesuffix(".weight"), "Experts", name) for name in self._stacks]
             self._formats = {name: each for name, each in choose(candidates, quantize).items() if isinstance(each, Format)}
+            self._has_codes = bool(self._formats)
 
     @staticmethod
     def _module_name(name: str, moe: MoEFamily | None) -> str:
@@ -166,6 +169,16 @@ class Source:
                 f"the columns of {name} are in another order than its inputs (GPTQ's desc_act), which kernels of whole layers do not read"
             )
         return Form(quantized.format, quantized.compute, quantized.activation)
+
+    def dtype(self, names: Sequence[str]) -> torch.dtype | None:
+        """Return the dtype in which these weights, outputs first, are held without rounding; None where the model has no quantized weights
+        at all, or where a weight of experts has its inputs first."""
+        if not self._has_codes or not self._inputs_first.isdisjoint(names):
+            return None
+        parts = chain.from_iterable(chain.from_iterable(self._stacks.get(name, [[name]])) for name in names)
+        entries = [self._entries.entries[self._names[part]] for part in parts]
+        dtypes = {torch.float32 if entry.quantized is not None else entry.spec.dtype for entry in entries}
+        return dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16} else torch.float32
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight's codes, or of a tensor in floating point."""
@@ -245,6 +258,8 @@ class PackedTensors:
     Attributes:
         dtype: Of activations.
         placement: What is packed for a CPU, where others are packed for a GPU.
+        in_floating_point: Names of the linear layers that are multiplied in floating point, as their weights are not quantized or are in
+            formats that differ.
     """
 
     def __init__(self, source: Source, *, sparse: bool | None = None, where: OnGpu | None = None, cache: PackedCache | None = None) -> None:
@@ -256,7 +271,7 @@ class PackedTensors:
             where: A GPU and its type of activations; None: the CPU, float32.
             cache: Weights that are packed for the CPU already; None: all are packed.
         """
-        self._cache, self.placement = cache, ON_GPU
+        self._cache, self.placement, self.in_floating_point = cache, ON_GPU, set[str]()
         self._source, self._names, self._sparse = source, source.names(), sparse
         self._device, self.dtype = (torch.device("cpu"), torch.float32) if where is None else where[:2]
         # A GPU packs one weight at a time, so that the memory for what lies in between is that of one; threads read others meanwhile.
@@ -278,12 +293,14 @@ class PackedTensors:
     def same(self, name: str, other: str) -> bool:
         return self._source.same(name, other)
 
-    def weight(self, names: Sequence[str], bias: Sequence[str] = ()) -> Weight | None:
+    def weight(self, names: Sequence[str], bias: Sequence[str] = (), *, floats: bool = False) -> Weight | None:
         for name in names:
             self._check(name)
-        forms = {self._source.form(name) for name in names}
-        first = next(iter(forms))
-        if len(forms) > 1 or first is None or (len(names) > 1 and first.format.block == "tensor"):
+        form = self._form(names)
+        is_float = form is None and floats
+        if is_float:
+            form = self._float_form(names)
+        if form is None:
             return None
         shapes = [self._source.shape(name) for name in names]
         for name, shape in zip(names, shapes, strict=True):
@@ -304,17 +321,32 @@ class PackedTensors:
             raise CheckpointError(f"{bias[0]} has {joined.shape[-1]} elements, its weight {rows} rows: not of one layer")
         shape = (*shapes[0][:-2], rows, shapes[0][-1])
         cache = self._cache if self._device_of(names[0]).type == "cpu" else None
-        whole = None if cache is None else cache.weight(names, first.format, shape, self._sparse)
+        whole = None if cache is None else cache.weight(names, form.format, shape, self._sparse)
         if whole is None:
-            whole = self._packed(names, first.format)
+            whole = self._packed(names, form.format, is_float=is_float)
             if cache is not None:
                 cache.add(names, whole)
-        return Weight(whole, joined, first.compute, first.activation)  # type: ignore[arg-type]
+        return Weight(whole, joined, form.compute, form.activation)  # type: ignore[arg-type]
 
-    def _packed(self, names: Sequence[str], fmt: Format) -> Packed:
+    def _form(self, names: Sequence[str]) -> Form | None:
+        """Return how weights are quantized; None where they are not, or not so that they can be joined."""
+        forms = {self._source.form(name) for name in names}
+        form = forms.pop()
+        return None if forms or form is None or (len(names) > 1 and form.format.block == "tensor") else form
+
+    def _float_form(self, names: Sequence[str]) -> Form | None:
+        """Return the form in which weights are held in floating point, and note that they are; None where `Source.dtype` is."""
+        dtype = self._source.dtype(names)
+        if dtype is None:
+            return None
+        self.in_floating_point.update(name.removesuffix(".weight") for name in names)
+        return Form(Format.of_floats(dtype), "float", "block")
+
+    def _packed(self, names: Sequence[str], fmt: Format, *, is_float: bool) -> Packed:
         device = self._device_of(names[0])
         try:
-            parts = [self._source.codes(name) for name in names]
+            source = self._source
+            parts = [Codes.of_floats(source.floats(name).to(fmt.scale)) if is_float else source.codes(name) for name in names]
             if device.type != "cpu" or not _fill_panels(parts):
                 parts = [_joined(parts, _ROWS)]
         except FormatError as e:
@@ -372,7 +404,7 @@ def _fill_panels(parts: Sequence[Codes]) -> bool:
 class _SizedTensors(PackedTensors):
     """Weights without their bytes."""
 
-    def _packed(self, names: Sequence[str], fmt: Format) -> Packed:
+    def _packed(self, names: Sequence[str], fmt: Format, *, is_float: bool) -> Packed:
         shapes = [self._source.shape(name) for name in names]
         shape = (*shapes[0][:-2], sum(shape[-2] for shape in shapes), shapes[0][-1])
         return Packed(fmt, shape, "", torch.empty(0, dtype=torch.uint8, device="meta"))

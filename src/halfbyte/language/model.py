@@ -26,7 +26,7 @@ from halfbyte.language.chat_template import render
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 from halfbyte.language.device import find_device, find_gpu, fitting, free_memory, no_memory_to_run
 from halfbyte.language.generate import MOST_GUESSES, Batch, Generation, run, steps
-from halfbyte.language.report import LanguageReport, Times
+from halfbyte.language.report import LanguageReport, Times, in_words
 from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 from halfbyte.memory import size_text
@@ -69,10 +69,11 @@ class LanguageModel:
         draft: LanguageModel | None = None,
         dtype: torch.dtype = torch.float16,
         plan: Plan | None = None,
+        in_floating_point: Sequence[str] = (),
     ) -> None:
         """Make a model of a specification; `LanguageModel.open` reads one from a checkpoint. Its weights' device computes, a GPU with
-        activations of `dtype`, and for what a plan leaves there the CPU."""
-        self.spec, self.tokenizer, self.path, self.plan = spec, tokenizer, path, plan
+        activations of `dtype`, and for what a plan leaves there the CPU. `in_floating_point`: as in `LanguageReport`."""
+        self.spec, self.tokenizer, self.path, self.plan, self._in_floating_point = spec, tokenizer, path, plan, tuple(in_floating_point)
         self._model, self._int8, self._times = _lowered(spec, dtype, plan), int8_cache, Times()
         self._set_speculation(speculate, draft)
 
@@ -134,7 +135,8 @@ class LanguageModel:
             opened = open_spec(source, format=format, sparse=sparse, device=target, dtype=dtype, request=request)
             tokenizer = Tokenizer.open(source, opened.header)
             try:
-                return cls(opened.spec, tokenizer, source, int8_cache=cache == "int8", dtype=opened.dtype, plan=opened.plan)
+                settings: dict[str, Any] = {"dtype": opened.dtype, "plan": opened.plan, "in_floating_point": opened.in_floating_point}
+                return cls(opened.spec, tokenizer, source, int8_cache=cache == "int8", **settings)
             except ArgumentError as e:
                 raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
 
@@ -185,8 +187,9 @@ class LanguageModel:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Which ops are computed by torch's operations on a GPU, as there is no kernel for them, and why."""
-        return self._model.notes
+        """Which ops are computed by torch's operations on a GPU, as there is no kernel for them, and why; and which linear layers are
+        computed in floating point."""
+        return (*in_words(self._in_floating_point), *self._model.notes)
 
     @property
     def most_sequences(self) -> int:
@@ -273,11 +276,12 @@ class LanguageModel:
             print(model.report())
         """
         if self.plan is None:
-            return LanguageReport(replace(self._times))
+            return LanguageReport(replace(self._times), in_floating_point=self._in_floating_point)
         from halfbyte.decoder.offload.expected import expected
         from halfbyte.decoder.offload.rates import rates_of
 
-        return LanguageReport(replace(self._times), self.plan, expected(self.plan, rates_of(self.spec.embedding.device)))
+        expectation = expected(self.plan, rates_of(self.spec.embedding.device))
+        return LanguageReport(replace(self._times), self.plan, expectation, self._in_floating_point)
 
     def explain(self, device: torch.device | str | None = None, rows: int = 1, *, dtype: torch.dtype | None = None) -> DecoderExplanation:
         """Say which kernels decode one new token of each of several sequences: the model's program, op by op.
@@ -335,12 +339,14 @@ class Opened(NamedTuple):
         dtype: Of activations.
         header: Of a GGUF file, or None.
         plan: What is on the CPU, the rest on a GPU, where that was asked for.
+        in_floating_point: As in `LanguageReport`.
     """
 
     spec: DecoderSpec
     dtype: torch.dtype
     header: File | None
     plan: Plan | None = None
+    in_floating_point: tuple[str, ...] = ()
 
 
 def open_spec(
@@ -392,7 +398,7 @@ def open_spec(
         raise CheckpointError(f"the tensors of {source} do not fit together: {e}") from e
     tensors.store()
     spec = spec if plan is None else replace(spec, max_positions=plan.request.context)
-    return Opened(spec, tensors.dtype, header, plan)
+    return Opened(spec, tensors.dtype, header, plan, tuple(sorted(tensors.in_floating_point)))
 
 
 def _does_not_fit(source: Path, device: torch.device | str, free: str, *, is_planned: bool) -> ArgumentError:

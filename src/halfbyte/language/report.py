@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -74,16 +75,20 @@ class LanguageReport:
         times: Of what it has generated.
         plan: What is on the CPU, the rest on a GPU; None: all is on one device.
         expected: Rates of the machine, and the times of the plan that follow from them; None where there is no plan.
+        in_floating_point: Linear layers whose weights the checkpoint has in floating point, or, joined in one product, in formats that
+            differ: they are multiplied in floating point, exactly, and take more time and memory than quantized ones.
     """
 
     times: Times
     plan: Plan | None = None
     expected: Expected | None = None
+    in_floating_point: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """Return what is said as a document of JSON."""
         plan = None if self.plan is None else self.plan.to_json()
-        return {"measured": vars(self.times), "plan": plan, "expected": None if self.expected is None else self.expected.to_json()}
+        expected = None if self.expected is None else self.expected.to_json()
+        return {"measured": vars(self.times), "plan": plan, "expected": expected, "in_floating_point": [*self.in_floating_point]}
 
     def __str__(self) -> str:
         times, lines = self.times, [] if self.plan is None else [str(self.plan), str(self.expected)]
@@ -92,4 +97,13 @@ class LanguageReport:
             lines.append(f"measured of {times.prompt_tokens} tokens of prompts: {rate:.1f} tokens/s")
         if times.steps:
             lines.append(f"measured of {times.steps} decode steps: {time_text(times.step_seconds / times.steps)} each")
-        return "\n".join(lines) or "nothing was generated yet"
+        return "\n".join([*in_words(self.in_floating_point), *lines]) or "nothing was generated yet"
+
+
+def in_words(in_floating_point: Sequence[str]) -> list[str]:
+    """Say in one line which linear layers are computed in floating point; an empty list for none."""
+    names = in_floating_point
+    if not names:
+        return []
+    others = f" and {len(names) - 1} other{'s' * (len(names) > 2)}" if len(names) > 1 else ""
+    return [f"in floating point, as in the checkpoint: {names[0]}{others}"]

@@ -16,8 +16,7 @@ from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.described import NOT_A_KIND, Candidate
 from halfbyte.nn.kinds import FLOAT_MODULES, kind_of
 from halfbyte.nn.modules.conv import fold_of
-from halfbyte.nn.modules.experts import MixtureOfExperts, stacks
-from halfbyte.nn.modules.experts import why_not as why_not_experts
+from halfbyte.nn.modules.experts import MixtureOfExperts, stack_names, why_not_experts
 from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.quantized import QuantModule, why_not_hooks
 from halfbyte.nn.modules.scaled import factor_of
@@ -52,7 +51,7 @@ def candidates(model: nn.Module, *, without_data: bool = False) -> list[Candidat
             narrow = reason is None and 0 < _channels(module) < _NARROW
             found.append(Candidate(name, kind_of(module), id(module.weight), reason, narrow))
         elif not isinstance(module, QuantModule) and any(True for _ in direct_tensors(module)):
-            reason = why_not_experts(module) if stacks(module) else STACKED if _stacked(module) else NOT_A_KIND
+            reason = why_not_experts(module) if stack_names(module) else STACKED if _stacked(module) else NOT_A_KIND
             if isinstance(module, MixtureOfExperts):
                 reason = "the biases of experts"
             elif isinstance(module, LowRankLinear):

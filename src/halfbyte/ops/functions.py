@@ -211,7 +211,8 @@ def linear(
     """Multiply activations with a quantized weight: x [..., K] · dequantize(packed)ᵀ + bias + residual.
 
     Gradients flow to x, bias and residual (dX = dY · W); the weight is frozen. A row of x with a NaN or infinity gives a row of NaN under
-    "int8".
+    "int8". Products of codes and activations are summed over a block, of B elements, before they are scaled: from |x| = 3.4e38 / (128 B)
+    on, 8e34 for B = 32, these sums may leave float32's range, and the result may be infinite or NaN.
 
     Args:
         x: [..., K] in float32, bfloat16 or float16.

@@ -12,6 +12,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 
 _NORMAL = torch.finfo(torch.float32).smallest_normal
+_LARGEST = torch.finfo(torch.float32).max
 _SMALL = 2.0**-100  # largest scales from here on need no look at the weight
 _CHUNK = 1 << 22  # elements checked at a time: temporaries take a few MB whatever the tensor's size
 
@@ -73,16 +74,25 @@ def non_finite(tensor: Tensor, name: str, *, infinities: bool = False) -> str | 
 
 
 def check_scales(codes: Codes, weight: Tensor, name: str) -> None:
-    """Raise FormatError for a weight that is too small for the dtype of its scales: where rounding the largest scale moves the
-    largest weights by more than half a code, or where that scale, or that of the largest weight, is subnormal in float32: the
-    reciprocals of those a little smaller overflow. Weights of zeros are accepted, and so are blocks that are small compared with others.
+    """Raise FormatError for a weight that is too small or too large for its scales.
 
-    With offsets the scales may be small since weights are similar. There it counts whether one is moved by more than a code of the largest.
+    Too small: rounding the largest scale moves the largest weights by more than half a code; or that scale, or that of the largest
+    weight, is subnormal in float32: the reciprocals of those a little smaller overflow. Weights of zeros are accepted, and so are blocks
+    that are small compared with others. With offsets the scales may be small since weights are similar. There it counts whether one is
+    moved by more than a code of the largest.
+
+    Too large: scale * q, the scale rounded up, exceeds float32 (or scale * q + offset does).
     """
     fmt, limits = codes.format, torch.finfo(codes.format.scale)
     if not weight.numel():
         return
     largest, unit = float(codes.scale.abs().max()), limits.smallest_normal * limits.eps
+    offset = float(codes.zero.abs().max()) if fmt.zero == "offset" and codes.zero is not None else 0.0
+    if largest * max(-fmt.q_min, fmt.q_max) + offset > _LARGEST / 2 and not bool(torch.isfinite(codes.dequantize()).all()):
+        raise FormatError(
+            f"{name}: its largest value is {float(weight.abs().max()):.6g}, which {fmt} codes round beyond {_LARGEST:.6g}, the largest "
+            "float32: multiply it by a power of two below 1, and what it computes by the inverse"
+        )
     if largest < max(fmt.q_max * unit, _SMALL) and (amax := float(weight.abs().max())) > 0:
         if largest >= max(fmt.q_max * unit, _NORMAL) and amax >= fmt.q_max * _NORMAL:
             return

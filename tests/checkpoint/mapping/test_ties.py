@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.checkpoint.mapping.architecture import Step, rename
-from halfbyte.checkpoint.mapping.plan import Plan, _settle_ties
+from halfbyte.checkpoint.mapping.ties import Settled, settle_ties
 from halfbyte.errors import CheckpointError
 from halfbyte.io.tensors import TensorSpec
 
@@ -31,9 +31,6 @@ class Files:
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         raise NotImplementedError
 
-    def outputs_first(self, name: str) -> bool:
-        return True
-
 
 def model_of(**modules: nn.Module) -> nn.Module:
     model = nn.Module()
@@ -52,10 +49,8 @@ def tied() -> nn.Module:
     return model_of(a=a, b=b, c=linear())
 
 
-def settled(model: nn.Module, *steps: Step, equal: bool) -> Plan:
-    plan = Plan(list(steps))
-    _settle_ties(plan, model, Files(equal=equal))
-    return plan
+def settled(model: nn.Module, *steps: Step, equal: bool) -> Settled:
+    return settle_ties(model, steps, Files(equal=equal))
 
 
 def renamed(*names: str) -> list[Step]:
@@ -68,16 +63,16 @@ def no_run(read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
 
 def test_of_equal_tensors_the_second_is_dropped() -> None:
     model = tied()
-    plan = settled(model, *renamed("a.weight", "b.weight"), equal=True)
-    assert [list(step.targets) for step in plan.steps] == [["a.weight"]]
-    assert plan.unused == {"b.weight": "equal to a.weight, to which it is tied"}
+    found = settled(model, *renamed("a.weight", "b.weight"), equal=True)
+    assert [list(step.targets) for step in found.steps] == [["a.weight"]]
+    assert found.dropped == {"b.weight": "equal to a.weight, to which it is tied"}
     assert model.get_parameter("a.weight") is model.get_parameter("b.weight")
 
 
 def test_different_parameters_are_untied() -> None:
     model = tied()
-    plan = settled(model, *renamed("a.weight", "b.weight"), equal=False)
-    assert len(plan.steps) == 2
+    found = settled(model, *renamed("a.weight", "b.weight"), equal=False)
+    assert len(found.steps) == 2
     assert model.get_parameter("a.weight") is not model.get_parameter("b.weight")
 
 
@@ -101,9 +96,9 @@ def test_a_module_under_two_names_cannot_have_two_values() -> None:
 
 def test_a_step_that_gives_other_tensors_too_is_not_dropped() -> None:
     split = Step(("fused",), {"b.weight": SPEC, "c.weight": SPEC}, no_run, converts=True)
-    plan = settled(tied(), *renamed("a.weight"), split, equal=True)
-    assert split in plan.steps
-    assert plan.unused == {}
+    found = settled(tied(), *renamed("a.weight"), split, equal=True)
+    assert split in found.steps
+    assert found.dropped == {}
 
 
 def test_equal_sources_of_which_one_is_converted_are_not_equal_tensors() -> None:

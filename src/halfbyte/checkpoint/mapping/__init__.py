@@ -1,6 +1,6 @@
 """Which tensor of the files is which of the model.
 
-architecture.py        what transformers knows of a model; plan.py: which tensor of the files is which of the model;
-                       left_out.py: and which does not matter
+plan.py                what becomes of each tensor of the files; left_out.py: tensors without a place in the model; ties.py: tied ones
+architecture.py        transformers' model of a config.json, and its mapping of names
 generation_settings.py values of generation_config.json
 """

@@ -21,7 +21,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.nn.calibration.folding import same_outputs
 from halfbyte.nn.calibration.runs import Moments, Runs
 from halfbyte.nn.kinds import relative_distance
-from halfbyte.nn.modules.experts import stack_before
+from halfbyte.nn.modules.experts import up_stack_of
 from halfbyte.quantizers.awq import AWQ, search_scale
 from halfbyte.quantizers.check import check_scales
 from halfbyte.quantizers.mse import mse
@@ -51,9 +51,9 @@ def quantize_experts(
     """
     done = []
     # Second products first, because the weights of the first ones may be divided.
-    for name in sorted(formats, key=lambda name: stack_before(name, formats) is None):
+    for name in sorted(formats, key=lambda name: up_stack_of(name, formats) is None):
         weight, fmt = block.get_submodule(name).get_parameter("weight"), formats[name]
-        before = stack_before(name, formats)
+        before = up_stack_of(name, formats)
         up = None if before is None or options is None else block.get_submodule(before).get_parameter("weight")
         if up is not None and not _divides(runs, i, block, up, weight):
             up = None

@@ -1,5 +1,11 @@
-"""Temporary replacement of modules so that each weight is the `weight` of a module, outputs first, as the rest of halfbyte expects:
-for transformers' stacked experts (experts.py) and Conv1D (transposed.py), and for torch's MultiheadAttention (attention.py).
+"""Temporary replacement of modules by others in which each matrix is the `weight` [N, K] of a module of its own, as quantizers, checkpoints
+and calibration expect it.
+
+    transformers' module of experts   `MixtureOfExperts`, with a child for each stack (experts.py)
+    transformers' Conv1D              `Conv1DLinear`, whose weight is the transposed view of the Conv1D's (transposed.py)
+    torch's MultiheadAttention        `Attention`, with a child for each projection (attention.py)
+
+`expand_` replaces them, `collapse_` undoes it but for those that were quantized meanwhile; `expanded` is both as a context.
 """
 
 from __future__ import annotations
@@ -11,81 +17,91 @@ from typing import cast
 from torch import Tensor, nn
 
 from halfbyte.nn.modules.attention import PARTS, Attention, is_attention
-from halfbyte.nn.modules.experts import MixtureOfExperts, StackedExperts, stacks, why_not
+from halfbyte.nn.modules.experts import MixtureOfExperts, StackedExperts, stack_names, why_not_experts
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.modules.transposed import Conv1DLinear, is_conv1d, transposed_parameter
 
-Wanted = Callable[[str], bool]
-Place = MixtureOfExperts | Conv1DLinear | Attention
-Places = dict[str, Place]
+Wanted = Callable[[str], bool]  # whether a weight is, by the name of the module that it is the `weight` of while modules are replaced
+Replacement = MixtureOfExperts | Conv1DLinear | Attention
+Replacements = dict[str, Replacement]
 
 
-def expand_(model: nn.Module, wanted: Wanted = lambda name: True, *, attention: bool = False) -> Places:
-    """Replace the modules with weights in another layout of which at least one, by its name "….c_attn" or "….experts.down_proj", is
-    wanted; returns the replacements by name.
+def expand_(model: nn.Module, wanted: Wanted = lambda name: True, *, attention: bool = False) -> Replacements:
+    """Replace the modules of `model` of which at least one weight is wanted.
 
-    attention  torch's MultiheadAttention too, except within models that save themselves, as transformers' do, under torch's names
+    Args:
+        model: The model itself is never replaced.
+        wanted: Names such as "….c_attn" and "….experts.down_proj".
+        attention: Replace MultiheadAttention, too, except within parts that save themselves, as transformers' models do, under torch's
+            names.
+
+    Returns:
+        The replacements by name. A module with several names has one replacement.
     """
     modules = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
-    places: Places = {}
-    expanded_places: dict[int, Place] = {}
-    selves = tuple(f"{name}." if name else "" for name, module in model.named_modules() if hasattr(module, "save_pretrained"))
-    views: dict[int, nn.Parameter] = {}
-    elsewhere = {id(p) for m in model.modules() if not is_conv1d(m) for p in m.parameters(recurse=False)}
-    for name, module in modules:
+    saving_parts = tuple(f"{name}." if name else "" for name, module in model.named_modules() if hasattr(module, "save_pretrained"))
+    shared_with_others = {id(p) for m in model.modules() if not is_conv1d(m) for p in m.parameters(recurse=False)}
+    views: dict[int, nn.Parameter] = {}  # id of a Conv1D's weight -> its view, which all modules with that weight share
+    built: dict[int, Replacement] = {}  # id of a module -> its replacement
+    replacements: Replacements = {}
+
+    def replacement_of(name: str, module: nn.Module) -> Replacement | None:
         if is_conv1d(module) and wanted(name):
-            if type(weight := module.weight) is not nn.Parameter or id(weight) in elsewhere:
-                continue
-            if id(module) not in expanded_places:
-                expanded_places[id(module)] = Conv1DLinear(module, views.setdefault(id(weight), transposed_parameter(weight)))
-        elif stacks(module) and why_not(module) is None and any(wanted(f"{name}.{stack}") for stack in stacks(module)):
-            if id(module) not in expanded_places:
-                expanded_places[id(module)] = MixtureOfExperts(module)
-        elif attention and is_attention(module) and not name.startswith(selves) and any(wanted(f"{name}.{part}") for part in PARTS):
-            if id(module) not in expanded_places:
-                expanded_places[id(module)] = Attention(cast(nn.MultiheadAttention, module))
-        else:
-            continue
-        places[name] = expanded_places[id(module)]
-    for name, place in places.items():
-        model.set_submodule(name, place)
-    return places
+            weight = cast(Tensor, module.weight)
+            if type(weight) is not nn.Parameter or id(weight) in shared_with_others:
+                return None
+            return built.get(id(module)) or Conv1DLinear(module, views.setdefault(id(weight), transposed_parameter(weight)))
+        stacks = stack_names(module)
+        if stacks and why_not_experts(module) is None and any(wanted(f"{name}.{stack}") for stack in stacks):
+            return built.get(id(module)) or MixtureOfExperts(module)
+        if attention and is_attention(module) and not name.startswith(saving_parts) and any(wanted(f"{name}.{part}") for part in PARTS):
+            return built.get(id(module)) or Attention(cast(nn.MultiheadAttention, module))
+        return None
+
+    for name, module in modules:
+        if (replacement := replacement_of(name, module)) is not None:
+            built[id(module)] = replacements[name] = replacement
+    for name, replacement in replacements.items():
+        model.set_submodule(name, replacement)
+    return replacements
 
 
-def collapse_(model: nn.Module, places: Places, keep: Wanted = lambda name: False) -> None:
-    """The inverse of `expand_`, except for replacements with a weight that `keep` names."""
-    for name, place in places.items():
-        if isinstance(place, Conv1DLinear):
+def collapse_(model: nn.Module, replacements: Replacements, keep: Wanted = lambda name: False) -> None:
+    """Undo `expand_`, except for replacements with a weight that `keep` names."""
+    for name, replacement in replacements.items():
+        if isinstance(replacement, Conv1DLinear):
             if not keep(name):
-                model.set_submodule(name, place._float[0])
-        elif any(keep(f"{name}.{part}") for part in (PARTS if isinstance(place, Attention) else stacks(place._float[0]))):
-            place.release()
+                model.set_submodule(name, replacement._float[0])
+            continue
+        parts = PARTS if isinstance(replacement, Attention) else stack_names(replacement.float_module)
+        if any(keep(f"{name}.{part}") for part in parts):
+            replacement.release()
         else:
-            model.set_submodule(name, place.collapsed())
+            model.set_submodule(name, replacement.collapsed())
 
 
 @contextmanager
 def expanded(model: nn.Module, wanted: Wanted = lambda name: True, *, attention: bool = False) -> Iterator[None]:
-    """A context in which modules are replaced as by `expand_`. Afterwards only replacements with a quantized weight remain; none after an
-    error."""
-    places = expand_(model, wanted, attention=attention)
+    """Replace modules as `expand_` does while the context lasts. Afterwards only replacements with a quantized weight remain; none after
+    an error."""
+    replacements = expand_(model, wanted, attention=attention)
     try:
         yield
     except BaseException:
-        collapse_(model, places)
+        collapse_(model, replacements)
         raise
-    collapse_(model, places, lambda name: isinstance(model.get_submodule(name), QuantModule))
+    collapse_(model, replacements, lambda name: isinstance(model.get_submodule(name), QuantModule))
 
 
-def originals(places: Places) -> dict[int, Tensor]:
-    """The transposed views that replace weights: id of the original -> the view."""
-    found: dict[int, Tensor] = {}
-    for place in places.values():
-        if isinstance(place, Conv1DLinear):
-            found[id(place._float[0].weight)] = place.weight
-        elif isinstance(place, MixtureOfExperts) and place.transposed:
-            for name in stacks(place._float[0]):
-                child = place.get_submodule(name)
+def transposed_views(replacements: Replacements) -> dict[int, Tensor]:
+    """Return the transposed views that replace weights which are inputs first: id of the float model's parameter -> the view."""
+    views: dict[int, Tensor] = {}
+    for replacement in replacements.values():
+        if isinstance(replacement, Conv1DLinear):
+            views[id(replacement._float[0].weight)] = replacement.weight
+        elif isinstance(replacement, MixtureOfExperts) and replacement.transposed:
+            for name in stack_names(replacement.float_module):
+                child = replacement.get_submodule(name)
                 if isinstance(child, StackedExperts):
-                    found[id(place._float[0].get_parameter(name))] = child.weight
-    return found
+                    views[id(replacement.float_module.get_parameter(name))] = child.weight
+    return views

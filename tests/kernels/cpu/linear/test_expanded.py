@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from samples import random_codes
 from support import RUNNABLE, activations, run_linear
 
+from halfbyte.errors import ArgumentError
 from halfbyte.formats import Format
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.linear import expanded
@@ -76,3 +78,9 @@ def test_gelu_and_nan() -> None:
     assert y[7].isnan().all()
     assert not y[torch.arange(m) != 7].isnan().any()
     assert torch.equal(run_linear(packing, x, packed).nan_to_num(nan=-7), y.nan_to_num(nan=-7))
+
+
+def test_gelu_with_a_clamp_is_refused() -> None:
+    kernel = LinearKernel(Format(4, 32), 40, 96, torch.float32, "float", "block", gelu="none", isa=ISAS[0])
+    with pytest.raises(ArgumentError, match=r"followed by GELU is not clamped, got clamp=\(0.0, inf\)"):
+        kernel(torch.randn(3, 96), pack(random_codes(Format(4, 32), (40, 96))).data.data_ptr(), None, 0.0, math.inf)

@@ -214,7 +214,7 @@ class LiveLayer:
         experts = _get(self._layer, name)
         if not isinstance(experts, MixtureOfExperts):
             raise UnsupportedError("its experts are not quantized")
-        stacks = experts.gated()
+        stacks = experts.gated_stacks()
         if isinstance(stacks, str):
             raise UnsupportedError(stacks)
         return stacks.gate_up, stacks.down, stacks.clamped

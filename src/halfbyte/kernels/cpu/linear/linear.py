@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfbyte.errors import KernelError
+from halfbyte.errors import ArgumentError, KernelError
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR
@@ -152,7 +152,12 @@ class LinearKernel:
 
         Returns:
             [..., N] in x's dtype.
+
+        Raises:
+            ArgumentError: A clamp of a kernel with GELU, whose epilogue has none.
         """
+        if self.tile_spec.gelu and (low > -math.inf or high < math.inf):
+            raise ArgumentError(f"a product followed by GELU is not clamped, got clamp=({low}, {high}): clamp its result")
         *lead, k = x.shape
         m = math.prod(lead)
         out = x.new_empty((*lead, self.geometry.n), dtype=self.out_dtype)
