@@ -260,6 +260,10 @@ class ISA:
         """Stored 4-bit codes (quads), or indices in a table of them -> pairs of bfloat16 weights for each of `bf16_order`, exactly."""
         raise self._lacks("bf16_codes")
 
+    def bf16_pairs(self, f: Function, first: Value, second: Value) -> Value:
+        """float, float -> int32 lanes: the first one rounded to bfloat16 in the low half, the second one in the high half; for `bf16_dot`."""
+        raise self._lacks("bf16_pairs")
+
     def bf16_multiply(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
         """acc + the two products of bfloat16 in each lane."""
         raise self._lacks("bf16_multiply")

@@ -5,7 +5,8 @@
     y = r + ((n · Wupᵀ + bias) * gelu(n · Wgateᵀ + bias)) · Wdownᵀ + bias       n = norm3(r)
 
 Products are those of `linear.py`; a norm is computed with the laying out of its rows (`step_sequence.py`), and the products by Wup and
-Wgate read the same rows. Everything between the steps is float32. `ops/transformer/cross_block.py` calls it.
+Wgate read the same rows. Everything between the steps is float32. Attention is that of `attend_bf16.py` beside products in int8 on CPUs
+with products of bfloat16, and else that of `attend_whole.py`. `ops/transformer/cross_block.py` calls it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from halfbyte.kernels.cpu.linear import driver
 from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
 from halfbyte.kernels.cpu.plan_cache import PlanCache
 from halfbyte.kernels.cpu.step_sequence import PRODUCT, Product, Step, StepSequence, phase
-from halfbyte.kernels.cpu.transformer import attend_whole
+from halfbyte.kernels.cpu.transformer import attend_bf16, attend_whole
+from halfbyte.kernels.cpu.transformer.attend_bf16 import AttendPairsSpec
 from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, WholeSpec
 from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, shared_memory
 
@@ -85,7 +87,7 @@ class _Plan:
         self._threads, m, rows = size.threads, size.batch * size.tokens, size.batch * size.context
         width, k = block.o.k, block.o.n  # H D, K
         products = [(block.kv, rows), *((p, m) for p in (block.qkv, block.o, block.q, block.cross_o, block.up, block.down))]
-        scratch_bytes = max(attend_whole.sizes(n, size.tokens, width // block.heads, current())[1] for n in (size.tokens, size.context))
+        scratch_bytes = max(_attention(block, n, size.tokens)[2] for n in (size.tokens, size.context))
         self._memory = shared_memory(
             "cross_block",
             (
@@ -136,7 +138,7 @@ class _Plan:
     ) -> None:
         """Add the step of attention. `query`, `keys`: address and bytes of a row; values lie behind the keys of all heads."""
         dim = block.o.k // block.heads
-        padded, thread_bytes = attend_whole.sizes(length, size.tokens, dim, current())
+        function, padded, thread_bytes = _attention(block, length, size.tokens)
         fields: Fields = {
             "out": out,
             "batch": size.batch,
@@ -152,7 +154,7 @@ class _Plan:
         places = ("q", *query, size.tokens), ("k", *keys, length), ("v", keys[0] + 4 * block.o.k, keys[1], length)
         for name, at, row, tokens in places:
             fields |= {name: at, f"{name}_batch": tokens * row, f"{name}_head": 4 * dim, f"{name}_token": row}
-        self._blocks.append(arguments(WHOLE, compiled(attend_whole.build, WholeSpec(dim, False), current()), fields))
+        self._blocks.append(arguments(WHOLE, function, fields))
 
     def run(self, x: int, context: int, y: int) -> None:
         """Fill in the addresses of a call, and run it."""
@@ -162,3 +164,11 @@ class _Plan:
         _pack(self._last, _OUT, y)
         _pack(self._last, _RESIDUAL, self._last_residual - y)
         self._sequence.run()
+
+
+def _attention(block: CrossBlock, length: int, tokens: int) -> tuple[int, int, int]:
+    """The code of attention to `length` keys; keys with their padding, and bytes of scratch memory of a thread."""
+    isa, dim = current(), block.o.k // block.heads
+    if isa.bf16_dot and block.qkv.kernel.inner == "int8":
+        return compiled(attend_bf16.build, AttendPairsSpec(dim), isa), *attend_bf16.sizes(length, dim)
+    return compiled(attend_whole.build, WholeSpec(dim, masked=False), isa), *attend_whole.sizes(length, tokens, dim, isa)
