@@ -2,8 +2,9 @@
 
 A `ResnetBlock2D` becomes four native calls: GroupNorm with SiLU, which adds the time embedding, quantizes where the convolution behind it
 has a scale for each image, and writes channels_last; and convolutions, of which the second one adds the residual. Its result is
-channels_last, as the images of the blocks behind it then are. A `Transformer2DModel` leaves its tokens as they lie, which is channels_last.
-Attention processors call halfbyte's attention in place of torch's.
+channels_last, as the images of the blocks behind it then are, and that of `conv_in` is. A `Transformer2DModel` leaves its tokens as they
+lie, which is channels_last; a `BasicTransformerBlock` is one native call (`fused_transformers.py`). Attention processors call halfbyte's
+attention in place of torch's.
 
 Modules keep their classes' names, parameters and places. What these forwards do not compute is computed by diffusers': in training, for
 gradients, under torch.compile, on GPUs, with hooks within a block, or where one of its layers was replaced. The names of its classes and of
@@ -50,6 +51,9 @@ def fuse_blocks_(model: nn.Module) -> None:
             module.__class__ = _fused_class(_Transformer, kind)
         if kind.__module__ == _BLOCKS and kind.__name__ == "BasicTransformerBlock" and not isinstance(module, _TransformerBlock):
             module.__class__ = _fused_class(_TransformerBlock, kind)
+        first = module._modules.get("conv_in")
+        if type(first) is QuantConv2d and kind.__module__.startswith("diffusers."):
+            first.leaves_channels_last = True
         of_attention = kind.__module__ == _ATTENTION and kind.__name__ == "Attention"
         if of_attention and type(module.processor) is getattr(sys.modules[_ATTENTION], "AttnProcessor2_0", None):
             cast(_Attention, module).processor = _processor()
