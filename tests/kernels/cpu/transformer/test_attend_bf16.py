@@ -49,7 +49,7 @@ def reference(q: Tensor, kv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 @isas
 @pytest.mark.parametrize(
     ("batch", "heads", "tokens", "keys", "dim"),
-    [(1, 1, 1, 1, 4), (2, 3, 5, 5, 8), (1, 2, 33, 77, 20), (2, 1, 70, 130, 40), (1, 2, 16, 9, 80), (1, 1, 130, 300, 64), (1, 1, 31, 128, 16)],
+    [(1, 1, 1, 1, 4), (2, 3, 5, 5, 8), (1, 2, 9, 77, 20), (2, 1, 70, 130, 40), (1, 2, 6, 9, 80), (1, 1, 130, 300, 64), (1, 1, 31, 128, 16)],
 )
 def test_against_float64(batch: int, heads: int, tokens: int, keys: int, dim: int, isa: ISA) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -261,7 +261,7 @@ class ISA:
         raise self._lacks("bf16_codes")
 
     def bf16_pairs(self, f: Function, first: Value, second: Value) -> Value:
-        """float, float -> int32 lanes: the first one rounded to bfloat16 in the low half, the second one in the high half; for `bf16_dot`."""
+        """float, float -> int32 lanes: both rounded to bfloat16, the first one in the low half; for `bf16_dot`."""
         raise self._lacks("bf16_pairs")
 
     def bf16_multiply(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
