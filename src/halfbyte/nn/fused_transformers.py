@@ -57,8 +57,6 @@ class _Block(Protocol):
 
 def _lowered(block: _Block, module: nn.Module) -> CrossBlock | str:
     """The native form of a block, or why there is none."""
-    from halfbyte.nn.fused import FusedLinear, Geglu  # which imports fused_blocks.py, and that this file
-
     if block.norm_type != "layer_norm" or block.only_cross_attention or block.attn2 is None or block.pos_embed is not None:
         return "it has other norms, attentions or embeddings"
     if hasattr(block, "fuser") or block._chunk_size is not None:
@@ -69,7 +67,8 @@ def _lowered(block: _Block, module: nn.Module) -> CrossBlock | str:
         return "it drops outputs"
     net = list(next(block.ff.children()).children()) if type(block.ff).__name__ == "FeedForward" else ()
     geglu, *rest = net or (None,)
-    if type(geglu) is not Geglu or type(geglu.proj) is not QuantLinear or [type(layer) for layer in rest] != [nn.Dropout, QuantLinear]:
+    proj = getattr(geglu, "proj", None)
+    if type(geglu).__name__ != "Geglu" or type(proj) is not QuantLinear or [type(layer) for layer in rest] != [nn.Dropout, QuantLinear]:
         return "its feed-forward is no GEGLU of quantized layers"
     if block.attn1.heads != block.attn2.heads:
         return "its attentions have different heads"
@@ -77,7 +76,7 @@ def _lowered(block: _Block, module: nn.Module) -> CrossBlock | str:
         return "an attention has norms, a residual, or a processor of its own"
     to_q, cross_q, cross_k = block.attn1.to_q, block.attn2.to_q, block.attn2.to_k
     outs = block.attn1.to_out[0], block.attn2.to_out[0]
-    fused = type(to_q) is FusedLinear and to_q.count == _QKV and type(cross_k) is FusedLinear and cross_k.count == _KV
+    fused = (getattr(to_q, "count", 1), getattr(cross_k, "count", 1)) == (_QKV, _KV)  # of FusedLinear
     if not fused or any(type(linear) is not QuantLinear for linear in (cross_q, *outs)):
         return "layers of an attention are not quantized and fused"
     native_norms = list[Norm]()
@@ -85,7 +84,7 @@ def _lowered(block: _Block, module: nn.Module) -> CrossBlock | str:
         if type(norm) is not nn.LayerNorm or norm.weight is None:
             return "a norm is no LayerNorm with a weight"
         native_norms.append(Norm(norm.weight, norm.eps, layer_norm=True, bias=norm.bias))
-    qkv, o, q, kv, cross_o, up_gate, down = map(_weight, (to_q, outs[0], cross_q, cross_k, outs[1], geglu.proj, net[2]))
+    qkv, o, q, kv, cross_o, up_gate, down = (_weight(linear) for linear in (to_q, outs[0], cross_q, cross_k, outs[1], proj, rest[1]))
     parts = (qkv, o), (q, kv, cross_o), (up_gate, down), native_norms, block.attn1.heads
     return why_not(*parts) or CrossBlock(*parts)
 
@@ -99,5 +98,6 @@ def _is_other(attention: _Attention) -> bool:
     return (kind.__module__, kind.__name__) != ("diffusers.models.attention_processor", "AttnProcessor2_0")
 
 
-def _weight(linear: QuantLinear) -> Weight:
+def _weight(linear: nn.Module) -> Weight:
+    assert isinstance(linear, QuantLinear)
     return Weight(*linear.together, linear.compute, linear.activation)  # type: ignore[arg-type]

@@ -49,10 +49,10 @@ class CrossBlock:
             raise ArgumentError(f"a native call does not compute this block: {reason}")
         up, gate = _halves(feed_forward[0])
         self._tensors = tensors = TensorAddresses()
-        products = [tensors.product(weight) for weight in (*self_attention, *cross_attention, up)]
-        products += [tensors.product(gate, gelu="none"), tensors.product(feed_forward[1])]
+        qkv, o, q, kv, cross_o = (tensors.product(weight) for weight in (*self_attention, *cross_attention))
+        feed = tensors.product(up), tensors.product(gate, gelu="none"), tensors.product(feed_forward[1])
         first, second, third = (native_norm(tensors, norm) for norm in norms)
-        self._native = cross_block.CrossBlock(*products, (first, second, third), heads)
+        self._native = cross_block.CrossBlock(qkv, o, q, kv, cross_o, *feed, (first, second, third), heads)
         self._widths = self_attention[0].packed.shape[1], cross_attention[1].packed.shape[1]
 
     def fits(self, x: Tensor, context: Tensor) -> bool:

@@ -73,7 +73,12 @@ def test_products_in_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention is by pairs of bfloat16, where there are such, beside products in int8 alone."""
     built: list[int] = []
     sizes = attend_bf16.sizes
-    monkeypatch.setattr(attend_bf16, "sizes", lambda length, dim: built.append(dim) or sizes(length, dim))
+
+    def counted(length: int, dim: int) -> tuple[int, int]:
+        built.append(dim)
+        return sizes(length, dim)
+
+    monkeypatch.setattr(attend_bf16, "sizes", counted)
     x, context = torch.randn(2, 33, K), torch.randn(2, 9, CONTEXT)
     for compute in ("float", "int8"):
         weights, norms = parts(compute)
