@@ -11,5 +11,6 @@ Quantizing in place
   convert.py      `quantize_`; report.py: what became of each module, and why
   dequantized.py  the float forms of modules, of a model or of layers that are trained
 Faster
-  fused.py, fused_convolutions.py    `fuse_`; fused_blocks.py: blocks of diffusers on CPUs
+  fused.py, fused_convolutions.py    `fuse_`; fused_blocks.py, fused_transformers.py: blocks of diffusers on CPUs
+  frozen.py       whether a module is still what something was compiled from
 """

@@ -2,9 +2,9 @@
 
 A `ResnetBlock2D` becomes four native calls: GroupNorm with SiLU, which adds the time embedding, quantizes where the convolution behind it
 has a scale for each image, and writes channels_last; and convolutions, of which the second one adds the residual. Its result is
-channels_last, as the images of the blocks behind it then are. On GPUs torch norms; torch.compile fuses that with the copy to channels_last.
-On CPUs a `Transformer2DModel` leaves its tokens as they lie, which is channels_last, and attention processors call halfbyte's attention in
-place of torch's.
+channels_last, as the images of the blocks behind it then are, and that of `conv_in` is. On GPUs torch norms; torch.compile fuses that with
+the copy to channels_last. On CPUs a `Transformer2DModel` leaves its tokens as they lie, which is channels_last; a `BasicTransformerBlock`
+is one native call (`fused_transformers.py`). Attention processors call halfbyte's attention in place of torch's.
 
 Modules keep their classes' names, parameters and places. What these forwards do not compute is computed by diffusers': in training, for
 gradients, on CPUs under torch.compile, with hooks within a block, or where one of its layers was replaced. The names of its classes and of
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from halfbyte.nn.fused_transformers import compiled
 from halfbyte.nn.modules.conv import QuantConv2d
 from halfbyte.nn.modules.quantized import has_global_hooks, has_hooks
 from halfbyte.nn.report import REMARK
@@ -32,14 +33,14 @@ from halfbyte.ops.transformer import attention
 from halfbyte.versions import why_untested
 
 _RESNET, _ATTENTION = "diffusers.models.resnet", "diffusers.models.attention_processor"
-_TRANSFORMER = "diffusers.models.transformers.transformer_2d"
+_TRANSFORMER, _BLOCKS = "diffusers.models.transformers.transformer_2d", "diffusers.models.attention"
 _Kind = TypeVar("_Kind", bound=nn.Module)
 
 
 def fuse_blocks_(model: nn.Module) -> None:
     """Replace the forwards of residual blocks and the processors of attention in `model`, in place."""
     homes = {type(module).__module__ for module in model.modules()}
-    if homes.isdisjoint((_RESNET, _ATTENTION, _TRANSFORMER)) or why_untested("diffusers") is not None:
+    if homes.isdisjoint((_RESNET, _ATTENTION, _TRANSFORMER, _BLOCKS)) or why_untested("diffusers") is not None:
         return
     for module in list(model.modules()):
         kind = type(module)
@@ -48,6 +49,11 @@ def fuse_blocks_(model: nn.Module) -> None:
             setattr(module, REMARK, "computed together: norms with their activations, the second convolution with the residual")
         if kind.__module__ == _TRANSFORMER and kind.__name__ == "Transformer2DModel" and not isinstance(module, _Transformer):
             module.__class__ = _fused_class(_Transformer, kind)
+        if kind.__module__ == _BLOCKS and kind.__name__ == "BasicTransformerBlock" and not isinstance(module, _TransformerBlock):
+            module.__class__ = _fused_class(_TransformerBlock, kind)
+        first = module._modules.get("conv_in")
+        if type(first) is QuantConv2d and kind.__module__.startswith("diffusers."):
+            first.leaves_channels_last = True
         of_attention = kind.__module__ == _ATTENTION and kind.__name__ == "Attention"
         if of_attention and type(module.processor) is getattr(sys.modules[_ATTENTION], "AttnProcessor2_0", None):
             cast(_Attention, module).processor = _processor()
@@ -96,7 +102,14 @@ def _normed_conv(
     return y if residual is None or within is not None else y + residual
 
 
-class _Block(nn.Module):
+class _Mixin(nn.Module):
+    """The first base class of a class of diffusers with a forward of halfbyte's."""
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return _blank, type(self).__bases__, self.__dict__
+
+
+class _Block(_Mixin):
     """Mixed in before diffusers' ResnetBlock2D (the second base class) to replace its forward."""
 
     norm1: nn.GroupNorm
@@ -136,11 +149,8 @@ class _Block(nn.Module):
             return False
         return _on_gpu(x) or supports(x, self.norm1, self.norm2, added=temb) is None
 
-    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        return _blank, (_Block, type(self).__mro__[2]), self.__dict__
 
-
-class _Transformer(nn.Module):
+class _Transformer(_Mixin):
     """Mixed in before diffusers' Transformer2DModel: images become tokens, and tokens images, without copies; the first convolution takes
     what the norm quantizes, and the last one adds the residual."""
 
@@ -172,8 +182,42 @@ class _Transformer(nn.Module):
         image = hidden_states.reshape(batch_size, height, width, inner_dim).permute(0, 3, 1, 2)
         return cast(Tensor, self.proj_out(image, residual, channels_last=True))
 
-    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        return _blank, (_Transformer, type(self).__mro__[2]), self.__dict__
+
+class _TransformerBlock(_Mixin):
+    """Mixed in before diffusers' BasicTransformerBlock: one native call without masks and arguments of attention."""
+
+    @property
+    def halfbyte_remark(self) -> str:
+        """What `halfbyte.report` says of the block."""
+        block, _ = compiled(self)
+        return f"left to diffusers: {block}" if isinstance(block, str) else "one native call"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        timestep: Tensor | None = None,
+        cross_attention_kwargs: dict[str, object] | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> Tensor:
+        """hidden_states [B, T, K], encoder_hidden_states [B, S, E] -> [B, T, K]"""
+        x, context = hidden_states, encoder_hidden_states
+        given = attention_mask is None and encoder_attention_mask is None and not cross_attention_kwargs
+        if given and context is not None and not (self._is_watched() or self._needs_gradients(x, context)):
+            block, _ = compiled(self)
+            if not isinstance(block, str) and block.fits(x, context):
+                return block(x, context)
+        inputs = x, attention_mask, context, encoder_attention_mask, timestep, cross_attention_kwargs
+        return cast(Tensor, super().forward(*inputs, *args, **kwargs))
+
+    def _is_watched(self) -> bool:
+        return torch.compiler.is_compiling() or self.training or has_global_hooks()
+
+    def _needs_gradients(self, *inputs: Tensor) -> bool:
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *self.parameters()))
 
 
 def _blank(mixin: type[nn.Module], kind: type[nn.Module]) -> nn.Module:

@@ -63,6 +63,7 @@ class QuantConv2d(QuantModule):
     fold: Fold  # how the weight of the float layer became `packed`
     compute: str
     activation: str
+    leaves_channels_last = False  # whatever x is: `fused_blocks.py` sets it where channels_last is what follows reads
     float_class: type[nn.Module] | None = None  # a subclass of torch's convolution, whose forward it has; see subclassed.py
 
     def __init__(
@@ -97,6 +98,7 @@ class QuantConv2d(QuantModule):
     ) -> Tensor:
         """x [B, C, H, W] or [C, H, W] in float32, bfloat16 or float16 -> [B, Co, Ho, Wo] of the same dtype; with `added` to it, of whatever
         shape, and then clamped; `channels_last`: in this memory format whatever x has, which saves a copy."""
+        channels_last = channels_last or self.leaves_channels_last
         if self.padding_mode != "zeros":
             x = folded.pad_by_mode(x, self)
         if added is None or self.is_residual(added, x):

@@ -1,108 +1,20 @@
-"""Whether a module is still what it was when something was compiled from it.
-
-Compiled code reads weights by their addresses and has settings baked in. `Frozen` compares everything that the module's own code could
-read, instead of a list of what matters: so nothing can be forgotten.
-"""
+"""Whether modules of transformers are still what they were when something was compiled from them: `nn/frozen.py` with configurations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, eq, is_
-from typing import Any
+from collections.abc import Collection, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
-_version = attrgetter("_version")
-_class = attrgetter("__class__")
-_get: Callable[[dict[str, Any], str], object] = dict.get
-_CONTAINERS = (nn.Module, PreTrainedConfig, dict, list, tuple)
+from halfbyte.nn import frozen
+from halfbyte.nn.frozen import class_of
 
 
-class Frozen:
-    """The state of a module and of all that it consists of.
+class Frozen(frozen.Frozen):
+    """The state of a module, of all that it consists of, and of its configuration."""
 
-    That is the class and the attributes of every submodule, its parameters, buffers, submodules and hooks, the entries of lists,
-    dictionaries and configurations among the attributes; of tensors also where they lie and how often they were written to. Writes through
-    `Tensor.data` are not counted by torch, and not seen.
-
-    The check runs before each call, so the values are compared in C, without a Python loop.
-    """
-
-    def __init__(self, module: nn.Module, rewritten: Collection[nn.Module] = (), seen: set[int] | None = None) -> None:
-        """Remember the state of a module.
-
-        Args:
-            module: The module. It is not kept alive.
-            rewritten: Submodules whose own forward replaces their buffers; only their submodules and hooks are compared.
-            seen: Ids of what is compared elsewhere; those of what is compared here are added.
-        """
-        self._dicts, self._lists = list[dict[Any, Any]](), list[list[Any]]()
-        self._tensor_dicts, self._parts = list[Mapping[str, Tensor | None]](), list[nn.Module]()
-        self._attributes = list[dict[str, Any]]()  # of modules and configurations
-        self._seen = set[int]() if seen is None else seen
-        self._seen.add(id(module))
-        self._add(module, rewritten)
-        self._sizes = list(map(len, self._attributes))
-        named = [(attributes, name) for attributes in self._attributes for name in attributes if name not in _NOT_COMPARED]
-        self._owners, self._names = [owner for owner, _ in named], [name for _, name in named]
-        self._values = list(map(_get, self._owners, self._names))
-        self._empty = [entries for entries in (*self._dicts, *self._tensor_dicts) if not entries]
-        self._dicts = [entries for entries in self._dicts if entries]
-        self._tensor_dicts = [entries for entries in self._tensor_dicts if entries]
-        self._dict_copies, self._list_copies = [dict(entries) for entries in self._dicts], [list(entries) for entries in self._lists]
-        self._registered = _values(self._tensor_dicts)
-        self._classes = list(map(_class, self._parts))
-        others = chain(self._values, _values(self._dicts), chain.from_iterable(self._lists))
-        tensors = {id(value): value for value in (*self._registered, *others) if type(value) in (Tensor, nn.Parameter)}
-        self._tensors = list(tensors.values())
-        self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
-        self._versions = list(map(_version, self._counted))
-        del self._seen
-
-    def is_unchanged(self) -> bool:
-        """Whether the module is as it was."""
-        registered = _values(self._tensor_dicts)
-        return (
-            not any(self._empty)
-            and len(registered) == len(self._registered)
-            and all(map(is_, registered, self._registered))
-            and list(map(len, self._attributes)) == self._sizes
-            and _are_equal([list(map(_get, self._owners, self._names))], [self._values])
-            and _are_equal(self._dicts, self._dict_copies)
-            and _are_equal(self._lists, self._list_copies)
-            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-            and list(map(_version, self._counted)) == self._versions
-            and list(map(_class, self._parts)) == self._classes
-        )
-
-    def _add(self, module: nn.Module, rewritten: Collection[nn.Module]) -> None:
-        self._dicts += [module._modules, module._forward_pre_hooks, module._forward_hooks]
-        if module not in rewritten:
-            self._attributes.append(vars(module))
-            self._tensor_dicts += [module._parameters, module._buffers]
-            self._look_into((value for name, value in vars(module).items() if name not in _OF_TORCH), rewritten)
-        self._look_into(module._modules.values(), rewritten)
-
-    def _look_into(self, values: Iterable[object], rewritten: Collection[nn.Module]) -> None:
-        for value in values:
-            if id(value) in self._seen or not isinstance(value, _CONTAINERS):
-                continue
-            self._seen.add(id(value))
-            if isinstance(value, nn.Module):
-                self._parts.append(value)
-                self._add(value, rewritten)
-            elif isinstance(value, tuple):
-                self._look_into(value, rewritten)
-            elif isinstance(value, list):
-                self._lists.append(value)
-                self._look_into(value, rewritten)
-            else:
-                entries = value if isinstance(value, dict) else vars(value)
-                (self._dicts if isinstance(value, dict) else self._attributes).append(entries)
-                self._look_into(entries.values(), rewritten)
+    containers = (*frozen.Frozen.containers, PreTrainedConfig)
 
 
 class FrozenLayers:
@@ -118,7 +30,7 @@ class FrozenLayers:
     def __init__(self, stack: nn.Module, layers: Sequence[nn.Module], rewritten: Collection[nn.Module] = ()) -> None:
         """Remember the state of a stack; the arguments are those of `Frozen`."""
         seen = set(map(id, layers))
-        self._classes, self._layers = list(map(_class, layers)), list(layers)
+        self._classes, self._layers = list(map(class_of, layers)), list(layers)
         self.outer = Frozen(stack, rewritten, seen)
         self.layers = [Frozen(layer, rewritten, seen) for layer in layers]
 
@@ -128,22 +40,4 @@ class FrozenLayers:
 
     def is_unchanged_outside(self) -> bool:
         """Whether everything is as it was but what the layers consist of."""
-        return list(map(_class, self._layers)) == self._classes and self.outer.is_unchanged()
-
-
-def _values(dicts: Iterable[Any]) -> list[object]:
-    return [*chain.from_iterable(map(dict.values, dicts))]
-
-
-def _are_equal(entries: Iterable[object], copies: Iterable[object]) -> bool:
-    """Whether containers have the entries of their copies. What is the same object is not compared any further."""
-    try:
-        return all(map(eq, entries, copies))
-    except Exception:  # other objects, which can't be compared: tensors, arrays
-        return False
-
-
-# Attributes of every module, such as `_parameters`.
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-# `generate` sets how transformers' own experts are computed for decoding, and back: nothing that is compiled depends on it.
-_NOT_COMPARED = _OF_TORCH | {"_experts_implementation_internal"}
+        return list(map(class_of, self._layers)) == self._classes and self.outer.is_unchanged()

@@ -290,6 +290,10 @@ class ISA:
         """Return a vector of stored 4-bit codes, or indices in a table, as pairs of bfloat16 for each of `bf16_order`, exactly."""
         raise self._lacks("bf16_codes")
 
+    def bf16_pairs(self, f: Function, first: Value, second: Value) -> Value:
+        """float, float -> int32 lanes: both rounded to bfloat16, the first one in the low half; for `bf16_dot`."""
+        raise self._lacks("bf16_pairs")
+
     def bf16_multiply(self, f: Function, acc: Value, weights: Value, a: Value) -> Value:
         """Return acc + the two products of bfloat16 in each lane."""
         raise self._lacks("bf16_multiply")

@@ -317,6 +317,10 @@ class AVX512BF16(AVX512VNNI):
         words = stored.bits("<32 x i16>")
         return [f.call("<32 x i16>", "llvm.x86.avx512.permvar.hi.512", numbers, words >> (4 * s)) for s in range(4)]
 
+    def bf16_pairs(self, f: Function, first: Value, second: Value) -> Value:
+        halves = f.call("<32 x bfloat>", "llvm.x86.avx512bf16.cvtne2ps2bf16.512", second, first).bits("<32 x i16>")
+        return halves.shuffle([i // 2 + 16 * (i % 2) for i in range(32)]).bits(self.ints)
+
     def bf16_multiply(self, f: Function, acc: Value, weights: Value, pair: Value) -> Value:
         both = [v.bits("<32 x bfloat>") for v in (weights, pair)]
         return f.call(self.floats, "llvm.x86.avx512bf16.dpbf16ps.512", acc, *both)

@@ -18,6 +18,7 @@ Gimelshein, arXiv:1805.02867). A query whose keys are all masked gets 0, as in t
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -218,16 +219,7 @@ class _Whole(Emitter):
             rows = [k + f.umin(block * n + i, count - 1) * self.get("k_token") for i in range(n)]
             place = self.keys + block // _VECTORS * (4 * step * self.spec.dim) + block % _VECTORS * self.bytes
             for d in range(0, self.spec.dim, n):
-                square = [self._load(row, d) for row in rows]
-                half = n // 2
-                while half:  # swap the halves of squares of 2 * half that lie off their diagonals
-                    for i in range(n):
-                        if not i & half:
-                            a, b = square[i], square[i + half]
-                            square[i] = a.shuffle([j if not j & half else n + j - half for j in range(n)], b)
-                            square[i + half] = a.shuffle([j + half if not j & half else n + j for j in range(n)], b)
-                    half //= 2
-                for i, column in enumerate(square[: self.spec.dim - d]):
+                for i, column in enumerate(transposed([self._load(row, d) for row in rows])[: self.spec.dim - d]):
                     place.store(column, (d + i) * (4 * step), self.bytes)
 
     def _query(self, place: tuple[Value, Value, Value], start: Value, limit: Value) -> _Query:
@@ -328,6 +320,20 @@ class _Whole(Emitter):
                 for v in some:
                     y = totals[i * len(some) + v - first].value * inverse[i]
                     (out + place).store(y if counts[v] == self.lanes else y.shuffle(range(counts[v])), v * self.bytes, 4)
+
+
+def transposed(rows: Sequence[Value]) -> list[Value]:
+    """Return the columns of as many vectors as each has lanes, a power of two."""
+    n, square = len(rows), list(rows)
+    half = n // 2
+    while half:  # swap the halves of squares of 2 * half that lie off their diagonals
+        for i in range(n):
+            if not i & half:
+                a, b = square[i], square[i + half]
+                square[i] = a.shuffle([j if not j & half else n + j - half for j in range(n)], b)
+                square[i + half] = a.shuffle([j + half if not j & half else n + j for j in range(n)], b)
+        half //= 2
+    return square
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
