@@ -23,7 +23,7 @@ from halfbyte.kernels.gpu.conv.tile import places
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.linear import skinny_config
 from halfbyte.kernels.gpu.linear.skinny_config import BAND, Config
-from halfbyte.kernels.gpu.linear.skinny_tile import sums
+from halfbyte.kernels.gpu.linear.skinny_tile import tile_sums
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.problem import ConvProblem, Epilogue, Problem
 from halfbyte.layouts import convolution, gpu_tiles
@@ -83,9 +83,9 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
     Co]."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
     product = Problem("linear", problem.m, problem.n, geo.k, geo.format, problem.dtype)
-    static, per = skinny_config.compiled_for(product, config, clamps=epilogue.clamps)
+    static, part_slabs = skinny_config.compiled_for(product, config, clamps=epilogue.clamps)
     of_patches = Static(
-        **vars(replace(static, taps=sizes.taps, early=True, single_step=per == config.records)),
+        **vars(replace(static, taps=sizes.taps, early=True, single_step=part_slabs == config.records)),
         kernel_w=sizes.kernel[1],
         channels=sizes.channels,
         bounded=any(problem.window.padding),
@@ -101,7 +101,7 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
         problem.m,
         problem.n,
         geo.k,
-        per,
+        part_slabs,
         image,
         (1 / problem.out[1], 1 / problem.out[0]),
         window,
@@ -125,8 +125,8 @@ def _over(i, n, inverse):
         return ((i.to(tl.float32) + 0.5) * inverse).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["M", "per"])
-def _conv(x, weight, out, added, M, N, K, per, image, k_parts, window, bounds, S: tl.constexpr):
+@triton.jit(do_not_specialize=["M", "part_slabs"])
+def _conv(x, weight, out, added, M, N, K, part_slabs, image, k_parts, window, bounds, S: tl.constexpr):
     COLUMNS: tl.constexpr = S.columns
     OUTPUTS: tl.constexpr = S.outputs
     if S.pdl:
@@ -144,5 +144,5 @@ def _conv(x, weight, out, added, M, N, K, per, image, k_parts, window, bounds, S
     residual = None
     if added[1] is not None:
         residual = (added[1] + rm[None, :].to(tl.int64) * N + rn[:, None], (rn < N)[:, None] & (rm < M)[None, :])
-    total = sums(x, (first, y0, x0, image, window), weight, N, K, 0, per, 0, pn, None, residual, S)
+    total = tile_sums(x, (first, y0, x0, image, window), weight, N, K, 0, part_slabs, 0, pn, None, residual, S)
     write(total, out, (added[0], None), rn, rm, M, N, bounds[0], bounds[1], S.clamp)

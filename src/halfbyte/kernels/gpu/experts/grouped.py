@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu.arithmetic import in_groups
+from halfbyte.kernels.gpu.arithmetic import grouped_ordering
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.linear import skinny, skinny_config, skinny_tile
@@ -127,7 +127,7 @@ def launch(
     codes, scale, zero = gpu_tiles.views(weight, geo)  # of the first expert
     expert_strides = tuple(geo.nbytes // (t.element_size() if t is not None else 1) for t in (codes, scale, zero))
     columns = config.tile.columns
-    static, per_split = skinny_config.compiled_for(replace(problem, op="linear", compute="float"), config.tile, clamps=False)
+    static, part_slabs = skinny_config.compiled_for(replace(problem, op="linear", compute="float"), config.tile, clamps=False)
     static = replace(static, gates=gates)
     schedule = tile_schedule(ids, experts, columns) if config.sort else None
     tiles = pairs if schedule is None else len(schedule.expert)
@@ -148,7 +148,7 @@ def launch(
         n,
         k,
         x.stride(0),
-        per_split,
+        part_slabs,
         static,
         num_warps=config.tile.warps,
         early=config.tile.pdl,
@@ -326,9 +326,9 @@ def _expert_of(ids, pair, pairs, experts):
     return tl.where((e >= 0) & (e < experts), e, experts).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["pairs", "experts", "tiles", "top_k", "per_split"])
+@triton.jit(do_not_specialize=["pairs", "experts", "tiles", "top_k", "part_slabs"])
 def _grouped(
-    x, weight, ids, schedule, out, bias, pairs, experts, tiles, top_k, expert_strides, N, K, stride, per_split, S: tl.constexpr
+    x, weight, ids, schedule, out, bias, pairs, experts, tiles, top_k, expert_strides, N, K, stride, part_slabs, S: tl.constexpr
 ):  # fmt: skip
     """One tile: rows of an expert by S.outputs rows of its weight. `weight` has the sections of expert 0."""
     COLUMNS: tl.constexpr = S.columns
@@ -336,7 +336,7 @@ def _grouped(
     if S.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    pm, pn = in_groups(tl.program_id(0), tiles, tl.cdiv(N, OUTPUTS))
+    pm, pn = grouped_ordering(tl.program_id(0), tiles, tl.cdiv(N, OUTPUTS))
     column = tl.arange(0, S.width) % COLUMNS
     output_column = tl.arange(0, COLUMNS)
     if schedule is None:
@@ -363,7 +363,7 @@ def _grouped(
     added = (None, None)
     if bias is not None:
         added = (bias + expert * N, None)
-    total = skinny_tile.sums(x, rows // top_k, sections, N, K, stride, per_split, 0, pn, None, None, S)
+    total = skinny_tile.tile_sums(x, rows // top_k, sections, N, K, stride, part_slabs, 0, pn, None, None, S)
     total = tl.where(e < experts, total, float("nan"))
     if S.gated:
         HALF: tl.constexpr = S.outputs // 2
