@@ -311,7 +311,7 @@ class Static(CompileTime):
         bits, zero: Of the weight.
         padded: Elements of a block, with padding.
         block: Elements of a block without padding; 0 where blocks need none.
-        whole: One block along K.
+        per_channel: There is one quantization block along K.
         even: No element of K is out of bounds in any step.
         clamp: Whether y is clamped.
         early: Weights of the first step are loaded to registers before the kernel before has ended.
@@ -342,7 +342,7 @@ class Static(CompileTime):
     zero: Zero
     padded: int
     block: int
-    whole: bool
+    per_channel: bool
     even: bool
     clamp: bool
     early: bool
@@ -426,7 +426,7 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         paired=problem.paired,
         padded=geo.padded,
         block=0 if geo.contiguous else geo.block,
-        whole=geo.block_rows == 1,
+        per_channel=geo.block_rows == 1,
         even=geo.contiguous and problem.k % gpu_tiles.RECORD == 0 and part_slabs * chunks == geo.records,
         clamp=clamps,
         early=early,

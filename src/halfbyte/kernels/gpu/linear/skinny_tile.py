@@ -99,7 +99,7 @@ def tile_sums(x, rows, weight, N, K, stride, part_slabs, first_slab, pn, norm, r
         loaded = _load_codes(codes, codes_slab, 0, k_slabs, S)
         if PIPE:
             following = _load_codes(codes, codes_slab, STEP_SLABS, k_slabs, S)
-    if S.taps and S.mode == "sums" and S.whole:
+    if S.taps and S.mode == "sums" and S.per_channel:
         channel = tl.load(weight[1] + row_n)
     if S.pdl:
         gdc_wait()
@@ -138,7 +138,7 @@ def tile_sums(x, rows, weight, N, K, stride, part_slabs, first_slab, pn, norm, r
                 xs = _times(xs, _load_xs(fp, column_slab + t, k_slabs, K, S), S)
             scales, zeros = _load_params(weight, row_slab + t + STEP_SLABS, row_n, n_padded, k_slabs, S)
             total = _add_slabs(loaded, xs, scales_now, zeros_now, total, S)
-    if S.mode == "sums" and S.whole:
+    if S.mode == "sums" and S.per_channel:
         total *= _per_row(channel if S.taps else tl.load(weight[1] + row_n), S)
     if BATCH > 1:
         total = tl.sum(total, axis=0)
@@ -284,7 +284,7 @@ def _fetch_weight(weight, n_padded, k_slabs, part_slabs, first_slab, n, ROWS: tl
         row = n + i // K_PARTS
         inside = (i < CHUNKS) & (row < n_padded)
         _fetch(weight[0] + (row.to(tl.int64) * k_slabs + slab) * 128, tl.where(inside, 128 * tl.minimum(k_slabs - slab, S.ahead), 0))
-    if S.mode != "sums" or not S.whole:
+    if S.mode != "sums" or not S.per_channel:
         BLOCKS: tl.constexpr = K_PARTS * S.scales_ahead * S.groups
         i = tl.arange(0, _power_of_two(BLOCKS, S.threads))
         slab = first_slab + i % K_PARTS * part_slabs + i // K_PARTS % S.scales_ahead
@@ -322,7 +322,7 @@ def _load_params(weight, slab, row_n, n_padded, k_slabs, S: tl.constexpr):
         block_row = at // (S.padded // 128) if S.padded >= 128 else at * GROUPS
         offset = block_row * n_padded + row_n
         for g in tl.static_range(GROUPS):
-            scales += (tl.load(weight[1] + offset + g * n_padded) if S.mode != "sums" or not S.whole else 0,)  # type: ignore[assignment]
+            scales += (tl.load(weight[1] + offset + g * n_padded) if S.mode != "sums" or not S.per_channel else 0,)  # type: ignore[assignment]
             zeros += (tl.load(weight[2] + offset + g * n_padded) if S.zero != "none" else 0,)  # type: ignore[assignment]
     return scales, zeros
 
@@ -383,7 +383,7 @@ def _add_slab(codes, x, scales, zeros, total, S: tl.constexpr):
         values = decode.minus(values, None, S.bits, S.ptx)
     if S.mode == "sums":
         w = _operand(values, S)
-        if S.whole:
+        if S.per_channel:
             return dot(w, x, total)
         else:
             return total + dot(w, x, tl.zeros_like(total)) * _per_row(scales[0], S)
