@@ -282,12 +282,11 @@ def _dynamic(
     STEP: tl.constexpr = S.step
     PIECES: tl.constexpr = S.slab_k // S.step
     TAPS: tl.constexpr = S.taps
-    image_pixels = image.height * image.width
     group = tl.program_id(2)
     pn, rn, rn_stored, rm, b, y0, x0, tap_mask = rows_and_patches(M, N, packed.n_padded, image, window, S)
-    xp = x + b[None, :] * (image_pixels * image.pixel_stride) + group * image.group_channels
+    xp = x + b[None, :] * (image.height * image.width * image.pixel_stride) + group * image.group_channels
     pixels, blocks, count, channels = range_shape
-    ranges += group.to(tl.int64) * blocks * pixels + b * image_pixels
+    ranges += group.to(tl.int64) * blocks * pixels + b * (image.height * image.width)
     wp, scales, zeros = weight_at(weight, group, pn, rn_stored, packed, S)
     low, high = _range_at(ranges, count, y0, x0, 0, image, window, S, WITH_OFFSET)
     if not BLOCK_SCALES:

@@ -177,7 +177,7 @@ def multiply(
     )
 
 
-launch = activations.first(multiply, workspace_bytes)
+launch = activations.quantizing_launch(multiply, workspace_bytes)
 
 
 HALVES = tl.constexpr(

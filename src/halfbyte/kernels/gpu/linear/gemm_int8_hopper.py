@@ -208,7 +208,7 @@ def descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
-launch = activations.first(multiply, _workspace_bytes, early=not triton.knobs.runtime.interpret)
+launch = activations.quantizing_launch(multiply, _workspace_bytes, early=not triton.knobs.runtime.interpret)
 
 
 # The kernel. `S` is a Static, `operands` Operands, `ring` a Ring, `shape` a Shape, `outputs` Outputs.

@@ -152,8 +152,8 @@ def _skinny(x, weight, out, added, split_k, M, N, K, stride, part_slabs, bounds,
         HALF: tl.constexpr = S.outputs // 2
         GATES: tl.constexpr = S.gates
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, COLUMNS)), (1, 2, 0)))
-        rn = pn * HALF + tl.arange(0, HALF)
-        write(with_gates(gate, up, factor, GATES), out, added, rn, rm, M, N // 2, low, high, S.clamp)
+        y = with_gates(gate, up, factor, GATES)
+        write(y, out, added, pn * HALF + tl.arange(0, HALF), rm, M, N // 2, low, high, S.clamp)
     elif S.split:
         tiles = tl.num_programs(0)
         local = tl.arange(0, OUTPUTS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]

@@ -44,4 +44,4 @@ def multiply(
     skinny_hopper.multiply(problem, config, static, (x.q[: problem.m], x.scale), weight, out, epilogue, memory)
 
 
-launch = activations.first(multiply, skinny_hopper_config.workspace_bytes, early=not triton.knobs.runtime.interpret)
+launch = activations.quantizing_launch(multiply, skinny_hopper_config.workspace_bytes, early=not triton.knobs.runtime.interpret)
