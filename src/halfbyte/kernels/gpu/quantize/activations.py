@@ -10,14 +10,13 @@ A granule is the smallest piece of the padded K that belongs to one block: 32, 6
 the weight has several blocks, otherwise one for the row.
 
 Order of the codes along K (`Plan.order`): that in which kernels multiply the codes of the weight, so that the operands of an integer mma
-agree. "plain" is K's own, for bytes. The others follow from how nibbles are unpacked from 32-bit registers, each with (khalf, rowhalf, k) of
-`gpu_tiles.py`:
+agree. Except "plain" it follows from how nibbles are unpacked from 32-bit registers, with (khalf, rowhalf, k) of `gpu_tiles.py`:
 
-    "planes"          4 bits, granules of 128: the low nibbles of a register (khalf) are k = 0, 64, 1, 65 (+ 2*k4 + 8*khalf + 16*kt), the high ones 32 more:
-                      position 64*high + 32*kt + 16*khalf + 4*k4 + 2*k + upper  holds  64*upper + 32*high + 16*kt + 8*khalf + 2*k4 + k
-    "pairs"           4 bits, granules of 32 and 64: bytes of both khalves are collected first (PRMT), so that a plane of 32 stays together;
-                      and paired bytes:
-                      position 32*plane + 16*kt + 4*k4 + 2*khalf + k  holds  32*plane + 16*kt + 8*khalf + 2*k4 + k
+    "plain"    bytes: K's own
+    "planes"   4 bits, granules of 128: the low nibbles of a register (khalf) are k = 0, 64, 1, 65 (+ 2*k4 + 8*khalf + 16*kt), the high ones
+               32 more: position 64*high + 32*kt + 16*khalf + 4*k4 + 2*k + upper  holds  64*upper + 32*high + 16*kt + 8*khalf + 2*k4 + k
+    "pairs"    4 bits, granules of 32 and 64, and paired bytes: bytes of both khalves are collected first (PRMT), so that a plane of 32
+               stays together: position 32*plane + 16*kt + 4*k4 + 2*khalf + k  holds  32*plane + 16*kt + 8*khalf + 2*k4 + k
 
 Arithmetic: fma(x, inverse, 1.5 * 2^23) rounds the exact product to an integer, ties to even. Magnitudes are compared as bits, so that NaN
 and infinities are the greatest ones.
@@ -264,8 +263,8 @@ def _run(
 
 
 def quantizing_launch(multiply: Callable[..., None], workspace_bytes: Callable[..., int], *, early: bool = False) -> Callable[..., None]:
-    """Return the `launch` of a kernel's file, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue, memory)
-    with `workspace_bytes(problem, config)` bytes of memory; `early` as in `quantize_activation`."""
+    """Return the `launch` of a kernel's file, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue,
+    memory) with `workspace_bytes(problem, config)` bytes of memory; `early` as in `quantize_activation`."""
 
     def launch_both(problem: Problem, config: Any, x: Tensor, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue) -> None:
         """x [M, K], the weight's sections, out [M, N]."""
@@ -299,8 +298,8 @@ def _columns(HALF: tl.constexpr, G: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _words(c0, c1, GRANULES: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr):
-    """Return the codes of both halves, int32 [GRANULES, G / 2] each, in the order ORDER, as int32 words [GRANULES, G / 4] of four codes: two
-    consecutive ones of each half.
+    """Return the codes of both halves, int32 [GRANULES, G / 2] each, in the order ORDER, as int32 words [GRANULES, G / 4] of four codes:
+    two consecutive ones of each half.
 
     They are packed to words because Triton 3.6 permutes bytes twice where it converts the layout of an int8 tensor within a warp.
     """
