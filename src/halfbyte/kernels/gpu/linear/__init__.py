@@ -1,4 +1,4 @@
-"""Linear layers on GPUs. `dispatch/gpu.py` lists the kernels, docs/engineering/gpu-kernels.md says which one is taken when.
+"""Linear layers on GPUs. docs/engineering/gpu-kernels.md says which kernel is taken when.
 
 Each kernel's file has `supports`, `configs` (the best guess first) and `launch`.
 

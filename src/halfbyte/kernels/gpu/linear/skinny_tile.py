@@ -50,6 +50,7 @@ def tile_sums(x, rows, weight, N, K, stride, part_slabs, first_slab, pn, norm, r
     norm        None, or the weight [K] and eps of an RMSNorm of x
     residual    None, or (pointers, mask) of a tile that is added to the sums: it is loaded together with x, not after the sums
     """
+    # The K slabs and rows of the weight of each row and column of the product, and where they begin in memory.
     if S.block > 0:
         full = (K - 1) // S.block
         k_slabs = tl.cdiv(full * S.padded + K - full * S.block, 128)
@@ -83,6 +84,7 @@ def tile_sums(x, rows, weight, N, K, stride, part_slabs, first_slab, pn, norm, r
     else:
         codes = weight[0] + row_n.to(tl.int64)[:, None] * (k_slabs * 128) + row_slab[:, None] * 128 + tl.arange(0, 128)[None, :]
         codes_slab = row_slab[:, None]
+    # What does not depend on the preceding kernel is loaded, or prefetched to the L2 cache, before that has ended: weights.
     if S.ahead > 0:
         if S.gated:
             _fetch_weight(weight, n_padded, k_slabs, part_slabs, first_slab, _row(0, pn, N, S), S.outputs // 2, S)
@@ -105,6 +107,7 @@ def tile_sums(x, rows, weight, N, K, stride, part_slabs, first_slab, pn, norm, r
         gdc_wait()
     if residual is not None:
         added = tl.load(residual[0], mask=residual[1], other=0.0)
+    # The first step, if its weights are loaded already (S.early).
     total = tl.zeros((BATCH, ROWS, WIDTH) if BATCH > 1 else (ROWS, WIDTH), tl.float32)
     start = 0
     if S.early:
@@ -121,6 +124,7 @@ def tile_sums(x, rows, weight, N, K, stride, part_slabs, first_slab, pn, norm, r
         total = _add_slabs(loaded, xs, scales, zeros, total, S)
         start += STEP_SLABS
         scales, zeros = _load_params(weight, row_slab + STEP_SLABS, row_n, n_padded, k_slabs, S)
+    # The other steps.
     if PIPE:
         for t in tl.range(start, part_slabs, STEP_SLABS, num_stages=1):
             loaded, xs, scales_now, zeros_now = following, xs_next, scales, zeros
