@@ -355,12 +355,12 @@ class Addition:
     """What happens to int8 codes before they are written: `how` of them and of others.
 
     other   int8 [m, n]; what broadcasts with the codes where they are added afterwards (`of`)
-    leads   the codes are the Combination's first tensor, `other` is its second; or the other way around
+    codes_first   the codes are the Combination's first tensor, `other` is its second; or the other way around
     """
 
     other: Tensor
     how: Combination
-    leads: bool
+    codes_first: bool
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -372,7 +372,7 @@ class Addition:
         other = self.other
         if other.shape != codes.shape:
             codes, other = torch.broadcast_tensors(codes, other)
-        return (codes, self.how, other) if self.leads else (other, self.how, codes)
+        return (codes, self.how, other) if self.codes_first else (other, self.how, codes)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -414,6 +414,6 @@ class Epilogue:
         return self.low, self.high, *(() if self.addition is None else self.addition.numbers)
 
     @property
-    def leads(self) -> bool:
+    def codes_first(self) -> bool:
         """Whether codes are the first tensor of the addition."""
-        return self.addition is not None and self.addition.leads
+        return self.addition is not None and self.addition.codes_first

@@ -56,7 +56,7 @@ def test_formats(monkeypatch: pytest.MonkeyPatch) -> None:
             convolution = ConvProblem(Filter(fmt, 64, 128, (3, 3)), Window(), 1, (8, 8), torch.bfloat16)
             config = conv_tile.Config(64, 64, 128, 1, 4, 1)
             x = torch.empty(1, 8, 8, 128, dtype=torch.bfloat16)
-            calls.append(lambda c=convolution, s=config, x=x: conv_tile.static_of(c, s, x, "weights", fill=False, clamp=False))
+            calls.append(lambda c=convolution, s=config, x=x: conv_tile.compiled_for(c, s, x, "weights", clamp=False))
         for call in calls:
             with pytest.raises(UnsupportedError, match=what):
                 call()

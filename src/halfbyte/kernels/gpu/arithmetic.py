@@ -9,7 +9,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: float32 has a spacing of 1 there
 MAGIC_BITS = tl.constexpr(0x4B400000)
 LOG2E = tl.constexpr(1.4426950408889634)
-GROUP = tl.constexpr(8)  # consecutive tiles along M: see `in_groups`
+GROUP = tl.constexpr(8)  # consecutive tiles along M: see `grouped_ordering`
 
 
 @triton.jit
@@ -66,10 +66,10 @@ def clamped(total, low, high):
 
 
 @triton.jit
-def added(code, other, numbers, LEADS: tl.constexpr):
+def added(code, other, numbers, CODES_FIRST: tl.constexpr):
     """Return the codes of the sum of two tensors of int8 codes, as in `problem.Addition`."""
-    first = code if LEADS else other
-    second = other if LEADS else code
+    first = code if CODES_FIRST else other
+    second = other if CODES_FIRST else code
     total = fma(second.to(tl.float32), numbers[1], fma(first.to(tl.float32), numbers[0], numbers[2]))
     return ((tl.minimum(tl.maximum(total, numbers[3]), numbers[4]) + MAGIC) - MAGIC).to(tl.int8)
 
@@ -93,13 +93,13 @@ def requantized(acc, requant, low, high, BITS: tl.constexpr):
 
 
 @triton.jit
-def in_groups(number, tiles_m, tiles_n):
-    """Return where tile `number` is along M and N. GROUP tiles along M follow each other for each tile along N, so that both operands
-    are found in the L2 cache."""
-    width = GROUP * tiles_n
-    first = number // width * GROUP
-    size = tl.minimum(tiles_m - first, GROUP)
-    return first + number % width % size, number % width // size
+def grouped_ordering(number, tiles_m, tiles_n):
+    """Return the indices along M and N of tile `number`. GROUP tiles along M follow each other for each tile along N, so that the
+    operands of tiles that run at the same time are found in the L2 cache."""
+    group_tiles = GROUP * tiles_n
+    first_m = number // group_tiles * GROUP
+    group_size = tl.minimum(tiles_m - first_m, GROUP)
+    return first_m + number % group_tiles % group_size, number % group_tiles // group_size
 
 
 # Split-K: programs (p, 0 …) share the K of tile p; each stores its sums, and the last to arrive adds them up in order, deterministically.

@@ -282,7 +282,7 @@ def packed_qconv2d(
 ) -> Tensor:
     """`qconv2d` with a PackedConv. `addition`: what happens to the codes then, with others [B, Co, Ho, Wo]."""
     other = None if addition is None else addition.other
-    added = None if addition is None else (addition.numbers, addition.leads)
+    added = None if addition is None else (addition.numbers, addition.codes_first)
     key = key_of((x, table, other), window_numbers, in_zero, clamp, added)
     replay = packed.calls.get(key)
     if replay is not None and current_recording() is None and (y := replay(x, packed.data, table, other)) is not None:
@@ -330,7 +330,7 @@ def _qconv2d(
         rows = table[0, :3, : round_up(n, TABLE_PANEL)].contiguous()
         y = cuda.qlinear(_pixels(x, plan, in_zero), weight, rows, str(plan.sizes.matrix_format), n, k, low, high)
         return _image(y, plan), None
-    settings = "qconv2d", in_zero, low, high, addition and addition.numbers, addition and addition.leads
+    settings = "qconv2d", in_zero, low, high, addition and addition.numbers, addition and addition.codes_first
     given: _Operands = (x, weight, table, None if addition is None else addition.other)
     if addition is not None:
         addition = replace(addition, other=_rows(addition.other))

@@ -148,8 +148,8 @@ def test_few(shape: str, format: str, gpu: Gpu, device: torch.device) -> None:
 def test_few_shares(config: tuple[int, int, int, int, bool], gpu: Gpu, device: torch.device) -> None:
     """Parts of K of one step and of several, which are read ahead or not, and more warps than there are parts."""
     bands, columns, warps, records, ahead = config
-    chosen = replace(conv_few.configs(ConvProblem(*_FEW_PROBLEM), gpu)[0], bands=bands, columns=columns, batch=warps, warps=warps)
-    check("int8_channel", "stride, dilation", torch.float16, gpu, device, replace(chosen, records=records, ahead=int(ahead)), conv_few)
+    base = replace(conv_few.configs(ConvProblem(*_FEW_PROBLEM), gpu)[0], bands=bands, columns=columns, batch=warps, warps=warps)
+    check("int8_channel", "stride, dilation", torch.float16, gpu, device, replace(base, records=records, ahead=int(ahead)), conv_few)
 
 
 _FEW_PROBLEM = Filter(as_format("int8_channel"), 64, 64, (1, 1)), Window(), 1, (4, 4), torch.float16
@@ -162,13 +162,13 @@ def table_of(codes: Codes, sizes: Filter, bias: Tensor | None, *scales: float) -
     return cuda_conv.table(rows, sums, sizes, int(scales[1]))
 
 
-def addition_to(codes: Tensor, *, leads: bool) -> Addition:
+def addition_to(codes: Tensor, *, codes_first: bool) -> Addition:
     other = torch.randint(-128, 128, codes.shape, dtype=torch.int8).to(codes.device)
-    return Addition(other, Combination(torch.int8, 0.37, -3.5, 0.21, -100.0, 90.0), leads)
+    return Addition(other, Combination(torch.int8, 0.37, -3.5, 0.21, -100.0, 90.0), codes_first)
 
 
 @pytest.mark.parametrize(
-    ("format", "in_zero", "chosen"),
+    ("format", "in_zero", "selects_address"),
     [
         ("int8_channel", 0, True),
         ("int8_channel", -7, True),
@@ -178,7 +178,7 @@ def addition_to(codes: Tensor, *, leads: bool) -> Addition:
     ],
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_integers(shape: str, format: str, in_zero: int, chosen: bool, gpu: Gpu, device: torch.device) -> None:
+def test_integers(shape: str, format: str, in_zero: int, selects_address: bool, gpu: Gpu, device: torch.device) -> None:
     batch, height, width, channels, groups, outputs, kernel, window = SHAPES[shape]
     codes, sizes = codes_of(format, channels, groups, outputs, kernel)
     problem = ConvProblem(sizes, window, batch, (height, width), torch.int8)
@@ -188,12 +188,12 @@ def test_integers(shape: str, format: str, in_zero: int, chosen: bool, gpu: Gpu,
     weight, table = convolution.pack_gpu(codes, sizes).data.to(device), table_of(codes, sizes, bias, *scales).to(device)
     memory = cuda_conv.with_channels(in_memory(x, device), sizes, in_zero)
     out = torch.full((problem.m, outputs), 99, dtype=torch.int8, device=device)
-    config = replace(conv.configs(problem, gpu)[0], chosen=chosen)
+    config = replace(conv.configs(problem, gpu)[0], selects_address=selects_address)
     conv.launch(problem, config, memory, weight, out, Epilogue.of_codes(table, in_zero, (-120, 127)))
     expected = conv_reference.qconv2d(x, codes, kernel, window, bias, 0.02, in_zero, out_scale, 3, groups, (-120, 127))
     wrong = ~expected.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2))
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} are wrong"
-    addition, both = addition_to(out, leads=chosen), torch.empty_like(out)
+    addition, both = addition_to(out, codes_first=selects_address), torch.empty_like(out)
     conv.launch(problem, config, memory, weight, both, Epilogue.of_codes(table, in_zero, (-120, 127), addition))
     assert torch.equal(both, elementwise.combine(*addition.of(out)))
 
@@ -397,7 +397,7 @@ def test_hopper(shape: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, 
                 conv_hopper.launch(problem, config, in_memory(x, device), weight, out, Epilogue.of_codes(table, in_zero, (-120, 127)))
             wanted = conv_reference.qconv2d(x, codes, kernel, window, bias, *scales, 1, (-120, 127))  # type: ignore[arg-type]
             assert wanted.agrees(out.cpu().view(batch, *problem.out, outputs).permute(0, 3, 1, 2)).all(), (config, in_zero)
-        addition, both = addition_to(out, leads=config.sweep), torch.empty_like(out)
+        addition, both = addition_to(out, codes_first=config.sweep), torch.empty_like(out)
         with gluon_interpreter.interpreted(conv_hopper) if interpreted else nullcontext():
             conv_hopper.launch(
                 problem, config, in_memory(x, device), weight, both, Epilogue.of_codes(table, in_zero, (-120, 127), addition)

@@ -91,11 +91,14 @@ def test_rows_of_x_may_lie_apart(gpu: Gpu, device: torch.device, interpreted: bo
 @pytest.mark.parametrize("arch", GPUS)
 @pytest.mark.parametrize("m", [1, 2, 8, 16, 33, 64, 100, 128])
 def test_a_config_for_every_shape(arch: str, m: int) -> None:
+    matrix_columns = 8 if GPUS[arch].backend == "cuda" else 16  # that a matrix instruction has at least
     for n, k in ((1, 1), (4096, 4096), (151936, 896), (8192, 28672), (33, 100000)):
-        problem = Problem("linear", m, n, k, as_format("int4_g128"), H)
-        assert skinny.supports(problem, GPUS[arch]) is None
-        found = skinny.configs(problem, GPUS[arch])
-        assert found
-        for config in found:
-            assert config.columns * config.slices >= (8 if GPUS[arch].backend == "cuda" else 16)
-            assert config.warps == config.batch or (config.batch == 1 and config.warps <= config.bands * config.slices)
+        for name in ("int4_g128", "int8_g128"):
+            problem = Problem("linear", m, n, k, as_format(name), H)
+            assert skinny.supports(problem, GPUS[arch]) is None
+            found = skinny.configs(problem, GPUS[arch])
+            assert found
+            for config in found:
+                assert config.columns * config.slices >= matrix_columns
+                assert config.stages >= 1
+                assert config.warps == config.batch or (config.batch == 1 and config.warps <= config.bands * config.slices)

@@ -224,9 +224,9 @@ def test_what_comes_before_the_kernel_before_has_ended(
         monkeypatch.setattr(skinny.launcher, "run", lambda *a, early, run=skinny.launcher.run, **o: run(*a, **o))
     problem = Problem("linear", 1, 40, k, as_format(name), dtype)
     config = skinny_config.Config(1, 1, 8, ahead=4, ptx=not interpreted, **how)
-    static, per = skinny_config.compiled_for(problem, config, clamps=False)
+    static, part_slabs = skinny_config.compiled_for(problem, config, clamps=False)
     assert static.early
-    assert static.pipe == (problem.format.bits == 4 and how["records"] <= 2 and per >= 3 * how["records"])
+    assert static.pipe == (problem.format.bits == 4 and how["records"] <= 2 and part_slabs >= 3 * how["records"])
     codes = random_codes(problem.format, (40, k))
     views = gpu_tiles.views(gpu_tiles.pack(codes).data.to(device), gpu_tiles.geometry(problem.format, (40, k)))
     x, factor, out = torch.randn(1, k).to(dtype), (1 + torch.randn(k) / 4).to(dtype), torch.full((1, 40), torch.nan, dtype=dtype)

@@ -1,8 +1,9 @@
-"""Convolutions on GPUs, and what lies between them. docs/engineering/convolution-kernels.md says which one is taken when.
+"""Convolutions, pools and elementwise operations between them, on GPUs. docs/engineering/convolution-kernels.md says which kernel is taken
+when. Each kernel's file has `supports`, `configs` (the best guess first) and `launch`.
 
-implicit_gemm.py, few.py, teams.py, hopper.py    products of patches; tile.py: parts of them; hopper_tile.py, hopper_write.py: the last
-                                                 one's kernel
-dynamic.py, image.py                             activations quantized on the fly
-depthwise.py, stem.py, library.py                each channel by itself; images of few channels; cuDNN
-pool.py, elementwise.py                          pools, and sums of tensors
+implicit GEMM          implicit_gemm.py, with parts that are shared in tile.py; hopper.py (wgmma and TMA), whose kernel is hopper_tile.py
+                       and hopper_write.py; few.py and teams.py for few pixels
+dynamic quantization   dynamic.py (a scale for each block or patch), image.py (for each image)
+other convolutions     depthwise.py; stem.py (few input channels); library.py (cuDNN)
+other operations       pool.py; elementwise.py (sums and products of tensors)
 """

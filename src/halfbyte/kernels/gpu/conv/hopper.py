@@ -248,7 +248,7 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
         direct=_direct(problem, config.pixels),
         bounded=table is not None and table.shape[1] > 4 and any(window.padding),
         clamp=epilogue.clamps,
-        leads=epilogue.leads,
+        codes_first=epilogue.codes_first,
         unit=16 if problem.n % 16 == 0 else 8,
         stride=window.stride[0],
         slots=config.slots,

@@ -47,7 +47,7 @@ class Static(CompileTime):
         direct: Warpgroups multiply 64 pixels by outputs instead of 64 outputs by pixels.
         bounded: Taps may be outside of the image.
         clamp: Whether y is clamped.
-        leads: Of an Addition.
+        codes_first: Whether this kernel's codes are the first tensor of an `Addition`.
         unit: Divides the number of outputs.
         stride: Of the convolution.
         slots: Slots in shared memory, of 64 outputs of all pixels, for a residual that TMA loads; 0: none.
@@ -69,7 +69,7 @@ class Static(CompileTime):
     direct: bool
     bounded: bool
     clamp: bool
-    leads: bool
+    codes_first: bool
     unit: int
     stride: int
     slots: int

@@ -118,8 +118,8 @@ def _codes(acc, table, requant, at, image, window, bounds, row, S: gl.constexpr)
 @gluon.jit
 def _added(codes, residual, bounds, S: gl.constexpr):
     """Return codes plus residual, requantized as in `arithmetic.added`."""
-    first = codes if S.leads else residual
-    second = residual if S.leads else codes
+    first = codes if S.codes_first else residual
+    second = residual if S.codes_first else codes
     LAYOUT: gl.constexpr = codes.type.layout
     scale = gl.full(codes.shape, bounds[2], gl.float32, layout=LAYOUT)
     offset = gl.full(codes.shape, bounds[4], gl.float32, layout=LAYOUT)

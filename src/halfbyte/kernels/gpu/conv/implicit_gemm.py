@@ -31,14 +31,15 @@ from halfbyte.kernels.gpu.arithmetic import dot, requantization, requantized, st
 from halfbyte.kernels.gpu.conv.tile import (
     Config,
     Mode,
-    distance,
+    compiled_for,
     finish,
-    of_y,
+    output_at,
+    packed_shape,
     padded_channels,
     patches,
-    places,
+    pixel_stride,
     rows_and_patches,
-    static_of,
+    shapes,
     weight_at,
     words_of,
 )
@@ -168,13 +169,22 @@ def launch(
     mode = _mode(geo, problem.dtype)
     if integer:
         mode = "image" if epilogue.table is None else "int8"
-    static = static_of(problem, config, x, mode, fill=epilogue.outside != 0, clamp=epilogue.clamps, leads=epilogue.leads)
+    static = compiled_for(
+        problem,
+        config,
+        x,
+        mode,
+        clamp=epilogue.clamps,
+        outside_from_table=epilogue.outside != 0,
+        codes_first=epilogue.codes_first,
+    )
     scratch: tuple[Tensor, Tensor] | None = None
     if config.split > 1:
         memory = workspace(out.device, workspace_bytes(problem, config)) if memory is None else memory
         sums = memory.view(torch.int32 if integer else torch.float32)
         scratch = sums, locks(out.device, tiles * sizes.groups)
-    image, window = places(problem, x)
+    image, window = shapes(problem, x)
+    table_strides = (table.stride(1), table.stride(0)) if table is not None and mode == "int8" else (0, 0)  # of rows, and of groups
     launcher.run(
         _conv,
         (tiles, config.split, sizes.groups),
@@ -186,11 +196,11 @@ def launch(
         scratch,
         problem.m,
         n,
-        (geo.n_padded, geo.k_padded, geo.nbytes, -(-sizes.taps * static.channels // static.slab_k)),
+        packed_shape(problem, static),
         image,
         window,
         epilogue.numbers,
-        (table.stride(1), table.stride(0)) if table is not None and mode == "int8" else (0, 0),
+        table_strides,
         static,
         num_warps=config.warps,
         early=config.pdl,
@@ -272,39 +282,39 @@ def _spread(values, S: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bounds, rows, S: tl.constexpr):
+def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bounds, table_strides, S: tl.constexpr):
     """Compute a tile [BN outputs, BM pixels] of a group, or a part of its K: program ids are (tile, part of K, group).
 
-    added: bias and residual; scratch: partial sums and locks of split-K; packed: (n_padded, k_padded, group_bytes, steps); rows: strides of
-    `table`.
+    added: bias and residual; scratch: partial sums and locks of split-K; packed, image, window: a PackedShape, ImageShape and WindowShape;
+    bounds: `Epilogue.numbers`; table_strides: of a row and of a group of `table`.
     """
     BN: tl.constexpr = S.block_n
     BM: tl.constexpr = S.block_m
     tl.static_assert(S.integer or S.scaled or S.mode == "sums", "a mode that has no code")
     if S.pdl:
         gdc_launch_dependents()
-    n_padded, _k_padded, _group_bytes, steps = packed
-    height, width, _ho, _wo, _pixel, channels = image
+    n_padded, steps = packed.n_padded, packed.k_slabs
+    row_stride, group_stride = table_strides
     group = tl.program_id(2)
-    pn, rn, rni, rm, b, y0, x0, reached = rows_and_patches(M, N, n_padded, image, window, S)
-    xp = x + b[None, :] * (height * width * distance(image, S))
-    if S.pixel == 0:
-        xp += group * channels
-    fill = x
-    if S.fill:
-        fill = (table + group * rows[1] + 3 * rows[0]).to(tl.pointer_type(tl.int8))
+    pn, rn, rn_stored, rm, b, y0, x0, tap_mask = rows_and_patches(M, N, n_padded, image, window, S)
+    xp = x + b[None, :] * (image.height * image.width * pixel_stride(image, S))
+    if S.pixel_stride == 0:
+        xp += group * image.group_channels
+    outside = x
+    if S.outside_from_table:
+        outside = (table + group * group_stride + 3 * row_stride).to(tl.pointer_type(tl.int8))  # in_zero, in each element of row 3
     first, end = 0, steps
     if S.split > 1:
         share = tl.cdiv(steps, tl.num_programs(1))
         first = tl.program_id(1) * share
         end = tl.minimum(first + share, steps)
-    wp, scale, zero = weight_at(weight, group, pn, rni, packed, S)
+    wp, scale, zero = weight_at(weight, group, pn, rn_stored, packed, S)
     # Loads of the epilogue are issued before the products.
     requant = rn
     if S.mode == "int8":
-        requant = requantization(table + group * rows[1], tl.minimum(rn, N - 1), rows[0])
+        requant = requantization(table + group * group_stride, tl.minimum(rn, N - 1), row_stride)
     elif S.sums_scaled:
-        requant = tl.load(scale + rni)
+        requant = tl.load(scale + rn_stored)
     if S.pdl:
         gdc_wait()
     if S.integer:
@@ -315,27 +325,27 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
                 words = words_of(w, S)
                 for j in tl.static_range(4):
                     q = ((words >> 4 * j & 15) - 8).to(tl.int8)
-                    acc = tl.dot(q, patches(xp, fill, y0, x0, reached, t * 4 + j, image, window, S, 32), acc, out_dtype=tl.int32)
+                    acc = tl.dot(q, patches(xp, outside, y0, x0, tap_mask, t * 4 + j, image, window, S, 32), acc, out_dtype=tl.int32)
             else:
-                acc = tl.dot(w, patches(xp, fill, y0, x0, reached, t, image, window, S, S.step), acc, out_dtype=tl.int32)
+                acc = tl.dot(w, patches(xp, outside, y0, x0, tap_mask, t, image, window, S, S.step), acc, out_dtype=tl.int32)
     else:
         acc = tl.zeros([BN, BM], tl.float32)
         s = rn
         z = rn
         if S.scaled:
-            s = _load_params(scale, first, rni, n_padded, S)
+            s = _load_params(scale, first, rn_stored, n_padded, S)
         if S.zero != "none":
-            z = _load_params(zero, first, rni, n_padded, S)
+            z = _load_params(zero, first, rn_stored, n_padded, S)
         for t in tl.range(first, end, num_stages=S.stages):
             # The next step's scales are fetched while this one is multiplied: they are too short for Triton to copy ahead.
             s_next = s
             z_next = z
-            if not S.whole:
-                s_next = _load_params(scale, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
+            if not S.per_channel:
+                s_next = _load_params(scale, tl.minimum(t + 1, steps - 1), rn_stored, n_padded, S)
                 if S.zero != "none":
-                    z_next = _load_params(zero, tl.minimum(t + 1, steps - 1), rni, n_padded, S)
+                    z_next = _load_params(zero, tl.minimum(t + 1, steps - 1), rn_stored, n_padded, S)
             w = tl.load(wp + t * S.slab_stride)
-            xs = patches(xp, fill, y0, x0, reached, t, image, window, S, S.step)
+            xs = patches(xp, outside, y0, x0, tap_mask, t, image, window, S, S.step)
             if x.dtype.element_ty == tl.float32 or S.mode == "exact":
                 acc = dot(_weights_exact(w, s, z, S).to(xs.dtype), xs, acc)
             else:
@@ -352,9 +362,9 @@ def _conv(x, weight, table, out, added, scratch, M, N, packed, image, window, bo
         tl.store(scratch[1] + tile, 0)
     if S.mode == "int8":
         y = requantized(acc, requant, bounds[0], bounds[1], 8)
-        at, mask = of_y(rn, rm, M, N, group)
+        at, mask = output_at(rn, rm, M, N, group)
         if added[1] is not None:
-            y = add_codes(y, tl.load(added[1] + at, mask=mask, other=0), bounds[2:], S.leads)
+            y = add_codes(y, tl.load(added[1] + at, mask=mask, other=0), bounds[2:], S.codes_first)
         tl.store(out + at, y, mask=mask)
     else:
         if S.mode == "sums":

@@ -1,6 +1,7 @@
 """Mixtures of experts on GPUs.
 
-grouped.py, grouped_hopper.py, grouped_int8_hopper.py, grouped_dequantized.py    the linear layers of all experts at once
-routing.py                                                                       what lies around them
-crossing.py                                                                      rows that cross to experts on the CPU, and back
+linear layers of all experts   grouped.py (few rows per expert, any GPU), grouped_hopper.py (many rows), grouped_int8_hopper.py (W4A8),
+                               grouped_dequantized.py (torch's grouped product, very many rows)
+router, weighted sum           routing.py
+experts on the CPU             crossing.py: transfers of activations
 """

@@ -1,12 +1,12 @@
-"""Rows that cross between a GPU and the CPU's memory without copies or host functions between launches: kernels store to pinned memory and
-wait for words in it.
+"""Transfers of activations between a GPU and experts on the CPU by kernels alone, without copies or host functions between launches:
+kernels store to pinned memory and poll flags in it.
 
     send      z, ids, weights → pinned memory; then the number of crossings so far → flags[READY]
     receive   waits until flags[DONE] is that number; out = x + y + shared, with y from pinned memory
 
-`kernels/cpu/transformer/experts.py` is the other side: it waits for READY, and sets DONE after it has stored y. A word is written by a
-release and read by an acquire of the whole system, so what was stored before it is seen after it. A wait ends after some 20 s, with NaN in
-`out`, so that no failure of the host leaves a GPU that never becomes idle.
+`kernels/cpu/transformer/experts.py` is the other side: it waits for READY, and sets DONE after it has stored y. Flags are written with
+release and read with acquire semantics of system scope, so what was stored before a flag is visible after it. Polling ends after some 20 s,
+with NaN in `out`, so that a failure of the host does not leave the GPU busy for ever.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from halfbyte.kernels.gpu.arithmetic import INTERPRETED
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.machine import Gpu
 
-MOST_ROWS = 64  # that one program stores: more are copied before
-_WIDE = 512
+MOST_ROWS = 64  # that the one program of `_send` stores: more are copied before
+_WIDE = 512  # elements of a program of `_receive`
 _POLLS = 1 << 24  # each takes the link's latency, about 1 µs
 _RELEASE = tl.constexpr("{st.release.sys.global.b64 [$1], $2; mov.b32 $0, 0;}")
 _ACQUIRE = tl.constexpr("ld.acquire.sys.global.b64 $0, [$1];")
@@ -35,9 +35,9 @@ def launch_send(gpu: Gpu, rows: tuple[Tensor, Tensor, Tensor], to: tuple[Tensor,
     Args:
         gpu: Where.
         rows: z, ids and weights, contiguous.
-        to: The same in pinned memory, float32, int64, float32; at most MOST_ROWS rows are stored, of none the flag alone.
-        count: int64 [1] on the GPU, which counts crossings.
-        flags: int64 in pinned memory.
+        to: The same in pinned memory, float32, int64, float32. More than MOST_ROWS rows are not stored: the caller has copied them.
+        count: int64 [1] on the GPU, the number of crossings so far: incremented.
+        flags: int64 in pinned memory: READY becomes the new count.
     """
     (z, ids, weights), pdl = rows, launcher.starts_early(gpu)
     m = len(z) if len(z) <= MOST_ROWS else 0
@@ -46,7 +46,10 @@ def launch_send(gpu: Gpu, rows: tuple[Tensor, Tensor, Tensor], to: tuple[Tensor,
 
 
 def launch_receive(gpu: Gpu, x: Tensor, y: Tensor, shared: Tensor | None, out: Tensor, count: Tensor, flags: Tensor) -> None:
-    """out = x + (y + shared), rounded once, x and out [M, K], y float32 [M, K] in pinned memory, shared float32 [M, K] or None."""
+    """Wait until DONE of `flags` is `count`, then write out = x + (y + shared), rounded once.
+
+    x and out are [M, K], y float32 [M, K] in pinned memory, shared float32 [M, K] or None.
+    """
     (m, k), pdl = x.shape, launcher.starts_early(gpu)
     grid = m, -(-k // _WIDE)
     launcher.run(_receive, grid, x, y, shared, out, count, flags, k, _WIDE, _POLLS, pdl, num_warps=4, early=pdl)

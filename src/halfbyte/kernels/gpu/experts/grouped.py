@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu.arithmetic import in_groups
+from halfbyte.kernels.gpu.arithmetic import grouped_ordering
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.linear import skinny, skinny_config, skinny_tile
@@ -36,7 +36,12 @@ from halfbyte.machine import Gpu
 MOST_COLUMNS = 64
 _COUNT_CHUNK = 1024  # ids that `_sort` counts at a time where nothing was counted before
 _SORT_BLOCK = 128  # ids that are sorted at a time
-_MOST_PROGRAMS = 128
+_MOST_PROGRAMS = 128  # of `_sort`
+# Thread blocks of _LARGE_BANDS per multiprocessor from which large tiles are faster, if they have more than 8 columns: from times of six
+# shapes of experts in q4_0 and q8_0 on an H200.
+_ENOUGH_BLOCKS, _LARGE_BANDS = 1.5, 8
+_DIRECT = 3  # experts for each pair from which pairs are not sorted: few have an expert in common
+_MANY_ROWS = 64  # pairs for each expert from which products are half of the work, and wide tiles are faster
 
 
 class TileSchedule(NamedTuple):
@@ -78,12 +83,12 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     """Return configs, the best guess first."""
     pairs, experts = problem.m, problem.experts
     active = min(pairs, experts)
-    if 3 * pairs <= experts:
+    if _DIRECT * pairs <= experts:
         return tuple(Config(tile, False) for tile in _tile_configs(problem, gpu, 1, pairs))
-    # A weight is read once per tile: tiles 1.5 times as wide as the mean leave most experts with one. It matters less with so many rows
-    # that products are half of the work. Rules and limits come from measurements on an H100.
+    # A weight is read once per tile: with tiles 1.5 times as wide as the mean number of rows, most experts have one. Rules and limits come
+    # from measurements on an H100.
     columns = max(2, triton.next_power_of_2(-(-3 * pairs // (2 * experts))))
-    columns = min(columns, 32 if pairs < 64 * experts else MOST_COLUMNS)
+    columns = min(columns, 32 if pairs < _MANY_ROWS * experts else MOST_COLUMNS)
     candidates = []
     for size in (columns, 2 * columns, columns // 2):
         if 1 <= size <= MOST_COLUMNS:
@@ -91,14 +96,14 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     return tuple(candidates)
 
 
-def _tile_configs(problem: Problem, gpu: Gpu, columns: int, count: int) -> list[skinny_config.Config]:
-    """Return the configs of `skinny` for `columns` rows and a weight as high as those of `count` tiles together."""
-    linear = replace(problem, op="linear", compute="float", m=columns, n=problem.n * count, experts=1)
-    candidates = list(dict.fromkeys(replace(config, split=1) for config in skinny.configs(linear, gpu)))
-    # Rules from times of an H200, six shapes of experts in q4_0 and q8_0.
-    many = -(-problem.n // (8 * skinny_config.BAND)) * count >= 1.5 * gpu.sms
-    fewer = problem.format.bits == 8  # records at once
-    return sorted(candidates, key=lambda config: (-config.bands, config.records if fewer else 0)) if columns > 8 and many else candidates
+def _tile_configs(problem: Problem, gpu: Gpu, columns: int, tiles: int) -> list[skinny_config.Config]:
+    """Return the configs of `skinny` for `columns` rows and a weight that has the rows of the weights of all `tiles`."""
+    linear = replace(problem, op="linear", compute="float", m=columns, n=problem.n * tiles, experts=1)
+    candidates = list(dict.fromkeys(replace(config, split=1) for config in skinny_config.configs(linear, gpu)))
+    if columns <= 8 or -(-problem.n // (_LARGE_BANDS * skinny_config.BAND)) * tiles < _ENOUGH_BLOCKS * gpu.sms:
+        return candidates
+    # Large tiles first; with 8 bits those with few K slabs a step.
+    return sorted(candidates, key=lambda config: (-config.bands, config.records if problem.format.bits == 8 else 0))
 
 
 def gated(problem: Problem, config: Config) -> Config | None:
@@ -127,7 +132,7 @@ def launch(
     codes, scale, zero = gpu_tiles.views(weight, geo)  # of the first expert
     expert_strides = tuple(geo.nbytes // (t.element_size() if t is not None else 1) for t in (codes, scale, zero))
     columns = config.tile.columns
-    static, per_split = skinny_config.compiled_for(replace(problem, op="linear", compute="float"), config.tile, clamps=False)
+    static, part_slabs = skinny_config.compiled_for(replace(problem, op="linear", compute="float"), config.tile, clamps=False)
     static = replace(static, gates=gates)
     schedule = tile_schedule(ids, experts, columns) if config.sort else None
     tiles = pairs if schedule is None else len(schedule.expert)
@@ -148,7 +153,7 @@ def launch(
         n,
         k,
         x.stride(0),
-        per_split,
+        part_slabs,
         static,
         num_warps=config.tile.warps,
         early=config.tile.pdl,
@@ -326,9 +331,9 @@ def _expert_of(ids, pair, pairs, experts):
     return tl.where((e >= 0) & (e < experts), e, experts).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["pairs", "experts", "tiles", "top_k", "per_split"])
+@triton.jit(do_not_specialize=["pairs", "experts", "tiles", "top_k", "part_slabs"])
 def _grouped(
-    x, weight, ids, schedule, out, bias, pairs, experts, tiles, top_k, expert_strides, N, K, stride, per_split, S: tl.constexpr
+    x, weight, ids, schedule, out, bias, pairs, experts, tiles, top_k, expert_strides, N, K, stride, part_slabs, S: tl.constexpr
 ):  # fmt: skip
     """One tile: rows of an expert by S.outputs rows of its weight. `weight` has the sections of expert 0."""
     COLUMNS: tl.constexpr = S.columns
@@ -336,7 +341,7 @@ def _grouped(
     if S.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    pm, pn = in_groups(tl.program_id(0), tiles, tl.cdiv(N, OUTPUTS))
+    pm, pn = grouped_ordering(tl.program_id(0), tiles, tl.cdiv(N, OUTPUTS))
     column = tl.arange(0, S.width) % COLUMNS
     output_column = tl.arange(0, COLUMNS)
     if schedule is None:
@@ -363,7 +368,7 @@ def _grouped(
     added = (None, None)
     if bias is not None:
         added = (bias + expert * N, None)
-    total = skinny_tile.sums(x, rows // top_k, sections, N, K, stride, per_split, 0, pn, None, None, S)
+    total = skinny_tile.tile_sums(x, rows // top_k, sections, N, K, stride, part_slabs, 0, pn, None, None, S)
     total = tl.where(e < experts, total, float("nan"))
     if S.gated:
         HALF: tl.constexpr = S.outputs // 2

@@ -1,7 +1,7 @@
-"""y [P, N] as in `grouped.py`, with the weights written out once and multiplied by torch's grouped product: for many rows an expert.
+"""y [P, N] as in `grouped.py`, with the weights dequantized to memory and multiplied by torch's grouped product: for many rows per expert.
 
-What it costs besides the product is one pass over all experts' weights and memory for them, so it wins where each expert has hundreds
-of rows. Nothing is read back: where each expert's rows end is known to the device alone.
+In addition to the product it takes one pass over all experts' weights, and memory for them, so it wins where each expert has hundreds of
+rows. The host does not synchronize: only the device knows where each expert's rows end.
 
 Arithmetic: weights are rounded once to bfloat16, sums are float32 and rounded once, and once more where there is a bias.
 """
@@ -23,12 +23,15 @@ from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-_BLOCK = 1024
+_BLOCK = 1024  # elements of y that a program of `_put` takes
+# Rows per expert from which it is faster than the other kernels, by whether those scale sums or dequantize weights.
+_LEAST_ROWS = {"sums": 384, "weights": 256}
+_MEMORY_SHARE = 32  # dequantized weights take at most this part of the GPU's memory
 
 
 @dataclass(frozen=True)
 class Config:
-    """No choices."""
+    """There is nothing to choose."""
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -39,16 +42,17 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"torch has no grouped product that runs on {gpu.name} without waiting for it"
     if problem.dtype != torch.bfloat16 or problem.n % 8 or problem.k % 8:
         return "torch's grouped product takes bfloat16 and sizes that are multiples of 8"
-    least = 384 if skinny_config.mode(problem) == "sums" else 256
+    least = _LEAST_ROWS["sums" if skinny_config.mode(problem) == "sums" else "weights"]
     if problem.m < least * problem.experts:
         return f"to write the weights out takes longer than to multiply {problem.m} rows by them: from {least} rows an expert on"
     nbytes = 2 * problem.experts * problem.n * problem.k
-    if nbytes > gpu.memory // 32:
-        return f"the weights written out are {nbytes >> 20} MiB, over a 32nd of the memory of {gpu.name}"
+    if nbytes > gpu.memory // _MEMORY_SHARE:
+        return f"the weights written out are {nbytes >> 20} MiB, over 1 / {_MEMORY_SHARE} of the memory of {gpu.name}"
     return None
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
+    """Return the only config."""
     return (Config(),)
 
 
@@ -67,13 +71,13 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
 
 @triton.jit(do_not_specialize=["experts"])
 def _put(y, order, ids, out, bias, N, experts, BLOCK: tl.constexpr):
-    """Write a row of y, + the bias, to its place."""
+    """Write row program_id(0) of y [P, N], sorted by expert, with its expert's bias to row order[row] of out; NaN for an unknown expert."""
     row = tl.program_id(0).to(tl.int64)
-    to = tl.load(order + row).to(tl.int64)
-    e = tl.load(ids + to).to(tl.int64)
+    pair = tl.load(order + row).to(tl.int64)
+    e = tl.load(ids + pair).to(tl.int64)
     valid = (e >= 0) & (e < experts)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(y + row * N + n, mask=valid & (n < N)).to(tl.float32)  # rows of unknown experts were not written
     if bias is not None:
         total += tl.load(bias + tl.where(valid, e, 0) * N + n, mask=n < N).to(tl.float32)
-    tl.store(out + to * N + n, tl.where(valid, total, float("nan")).to(out.dtype.element_ty), mask=n < N)
+    tl.store(out + pair * N + n, tl.where(valid, total, float("nan")).to(out.dtype.element_ty), mask=n < N)

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu.arithmetic import in_groups
+from halfbyte.kernels.gpu.arithmetic import grouped_ordering
 from halfbyte.kernels.gpu.experts import grouped
 from halfbyte.kernels.gpu.hopper.epilogue import OUT, QUARTERS, Outputs, quarters_of, write_rows
 from halfbyte.kernels.gpu.hopper.gluon_compat import thread_barrier
@@ -174,7 +174,7 @@ def tile_at(number, schedule, shape, WIDTH: gl.constexpr):
     """Return the `Tile` with this number, for tiles of WIDTH rows of the weight, and its place along M."""
     tiles = gl.load(schedule.counters)
     width = gl.cdiv(shape.n, WIDTH)
-    pm, pn = in_groups(gl.minimum(number, tiles * width - 1), tiles, width)
+    pm, pn = grouped_ordering(gl.minimum(number, tiles * width - 1), tiles, width)
     rows = gl.load(schedule.rows + pm, mask=number < tiles * width, other=0)
     return Tile(gl.load(schedule.expert + pm), gl.load(schedule.start + pm), rows, pn), pm
 
@@ -242,7 +242,7 @@ def _gather_rows(schedule, gather, chunks, S: gl.constexpr):
     lane = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LANES))
     number = gl.atomic_add(schedule.counters + 2, 1, sem="relaxed")
     while number < tiles * chunks * PARTS:
-        pm, chunk = in_groups(number // PARTS, tiles, chunks)
+        pm, chunk = grouped_ordering(number // PARTS, tiles, chunks)
         skipped = number % PARTS * NARROWEST
         count = gl.minimum(gl.load(schedule.rows + pm) - skipped, NARROWEST)
         start = gl.load(schedule.start + pm) + skipped

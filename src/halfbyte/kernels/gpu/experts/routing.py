@@ -1,4 +1,4 @@
-"""What lies around the products of a mixture of experts. With h [M, K], in float32:
+"""Router, top-k choice and weighted sum of a mixture of experts. With h [M, K], in float32:
 
     z = norm(h), rounded to its type           norm(h) = h / sqrt(mean(h²) + eps) * weight, or * (1 + weight)
     logits = z · routerᵀ + bias                [M, E]

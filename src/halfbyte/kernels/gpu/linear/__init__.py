@@ -1,10 +1,11 @@
 """Linear layers on GPUs. docs/engineering/gpu-kernels.md says which kernel is taken when.
 
-skinny.py, skinny_hopper.py                        floats, few rows; skinny_tile.py: the tile of the former;
-                                                   skinny_config.py, skinny_hopper_config.py: what they are compiled for, the latter also
-                                                   which tiles
-gemm_hopper.py, dequantized.py, plain.py           floats, many rows
-gemm_int8.py, skinny_int8_hopper.py, gemm_int8_hopper.py    integers
-skinny_rounded.py, rounded.py                               integers, multiplied as floats
-qlinear.py                                                  int8 codes in and out
+Each kernel's file has `supports`, `configs` (the best guess first) and `launch`.
+
+floats, few rows    skinny.py; its tile is in skinny_tile.py, its configs are in skinny_config.py. On Hopper skinny_hopper.py, with the tile
+                    of hopper/skinny_tile.py and the configs of skinny_hopper_config.py
+floats, many rows   gemm_hopper.py; dequantized.py (dequantizes the weight for cuBLAS); plain.py (torch's operations, without Triton)
+int8, few rows      skinny_int8_hopper.py; skinny_rounded.py (integers that are multiplied as floats)
+int8, many rows     gemm_int8.py, gemm_int8_hopper.py; rounded.py (as skinny_rounded.py)
+int8 in and out     qlinear.py
 """

@@ -1,7 +1,7 @@
-"""y [M, N] = x [M, K] · Wᵀ with the weight written out once and multiplied by cuBLAS (rocBLAS): for many rows, where nothing better is.
+"""y [M, N] = x [M, K] · Wᵀ with the weight dequantized to memory and multiplied by cuBLAS (rocBLAS): for many rows.
 
-What it costs besides the product is one pass over the weight, so it wins where the product takes long: 8-bit weights and GPUs that
-have no kernel of their own for many rows.
+In addition to the product it takes one pass over the weight, so it wins where the product takes long: for 8-bit weights, and on GPUs that
+have no other kernel for many rows.
 
 Arithmetic: the weight is rounded once to x's type, sums are float32 and rounded once. float32 is multiplied as torch's settings say.
 """
@@ -24,8 +24,8 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.machine import Gpu
 
-_LEAST_M = 256
-_TILE = 64
+_LEAST_M = 256  # rows of x from which the product takes longer than to dequantize the weight
+_TILE = 64  # rows and columns of y that a program of `_finish` takes
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Config:
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
-    """Why `problem` is not for this way, or None."""
+    """Return the reason why this kernel does not compute `problem`, or None."""
     if problem.op != "linear" or problem.compute != "float":
         return f"it multiplies in floating point, not {problem.op} in {problem.compute}"
     if problem.m < _LEAST_M:
@@ -50,7 +50,7 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
 
 
 def launch(problem: Problem, config: Config, x: Tensor, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue) -> None:
-    """x [M, K] times the weight of these sections -> out [M, N], contiguous."""
+    """Launch the kernels for x [M, K] and the weight's sections; out is [M, N], contiguous."""
     m, n, k, element = problem.m, problem.n, problem.k, problem.dtype.itemsize
     plain = epilogue.bias is None and epilogue.residual is None and not epilogue.clamps
     at = round_up(n * k * element, 256)
@@ -64,12 +64,12 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: gpu_tiles.Views,
     sums = memory[at : at + 4 * m * n].view(torch.float32).view(m, n)
     launcher.run(_LIBRARY, (1,), x, dense, sums)
     grid = (-(-n // _TILE), -(-m // _TILE))
-    ends = (epilogue.low, epilogue.high)
-    launcher.run(_finish, grid, sums, out, (epilogue.bias, epilogue.residual), m, n, ends, CLAMP=epilogue.clamps, TILE=_TILE)
+    added, bounds = (epilogue.bias, epilogue.residual), (epilogue.low, epilogue.high)
+    launcher.run(_finish, grid, sums, out, added, m, n, bounds, CLAMP=epilogue.clamps, TILE=_TILE)
 
 
 class _Library:
-    """torch's matrix product as `launch.run` starts kernels. It is not replayed: tapes are of Triton's launches only."""
+    """torch's matrix product with the interface of a kernel, for `launch.run`. It is not replayed: tapes have Triton's launches only."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> object:
         return self._multiply
@@ -89,6 +89,7 @@ _LIBRARY = _Library()
 
 @triton.jit(do_not_specialize=["M"])
 def _finish(sums, out, added, M, N, bounds, CLAMP: tl.constexpr, TILE: tl.constexpr):
+    """Write a tile of the epilogue of `sums`, float32 [M, N]; `added`: bias and residual, `bounds`: those of the clamp."""
     rn = tl.program_id(0) * TILE + tl.arange(0, TILE)
     rm = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = (rn < N)[:, None] & (rm < M)[None, :]

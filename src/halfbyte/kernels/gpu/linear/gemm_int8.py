@@ -30,7 +30,7 @@ from torch import Tensor
 from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, requantization, requantized, store_partial, sum_partials
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.quantize import activations
-from halfbyte.kernels.gpu.quantize.activations import Quantized, aligned
+from halfbyte.kernels.gpu.quantize.activations import Plan, Quantized, aligned
 from halfbyte.kernels.gpu.runtime.launch import run
 from halfbyte.kernels.gpu.runtime.scratch import locks
 from halfbyte.kernels.gpu.weight_kinds import zero_number
@@ -38,10 +38,24 @@ from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
+_FEW_ROWS = 16  # rows of x up to which the time is spent on reading the weight
+_LEAST_SLABS = 8  # K is split further while each program has at least so many K slabs,
+_MOST_SPLIT = 16  # and over fewer programs than these
+
 
 @dataclass(frozen=True)
 class Config:
-    """block_m rows of x and block_n of the weight a program, `records` of 128 k a step; K split over `split` programs."""
+    """How a program computes its tile.
+
+    Attributes:
+        block_m: Rows of x.
+        block_n: Rows of the weight.
+        records: K slabs of 128 that are multiplied at a time.
+        split: Programs that share the K of a tile.
+        stages: Steps in flight through shared memory.
+        warps: Of a program.
+        asm: Whether codes are converted by PTX instructions (NVIDIA).
+    """
 
     block_m: int
     block_n: int
@@ -49,10 +63,11 @@ class Config:
     split: int
     stages: int
     warps: int
-    asm: bool = True  # inline PTX
+    asm: bool = True
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Return the reason why this kernel does not compute `problem`, or None."""
     if problem.op != "linear" or problem.compute != "int8":
         return f"it multiplies integers of a linear layer, not {problem.op} in {problem.compute}"
     if problem.m < 1 or problem.n < 1 or problem.k < 1:
@@ -61,25 +76,44 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
+    """Return one config: the best guess."""
     plan = activations.plan(problem)
-    m, records = problem.m, plan.k_padded // gpu_tiles.RECORD
-    # The scales of a record's blocks are fetched ahead: the more there are, the fewer rows the registers hold.
-    largest = 128 if plan.whole else 64 if plan.granule == gpu_tiles.RECORD else 16 if plan.with_offset and not plan.whole_row else 32
-    least = 8 if plan.granule == gpu_tiles.RECORD else 16
-    block_m = max(least, min(largest, triton.next_power_of_2(m)))
+    m, slabs = problem.m, plan.k_padded // gpu_tiles.RECORD
+    block_m = max(_least_block_m(plan), min(_most_block_m(plan), triton.next_power_of_2(m)))
     block_n = 64 if block_m <= 64 else 128
     tiles = -(-problem.n // block_n) * -(-m // block_m)
-    # Programs to keep all multiprocessors reading. Where blocks are scaled, several on each hide each other's waits.
-    wanted = gpu.sms * (0.95 if plan.whole and m <= 16 else 1 if plan.whole else 3.5 if m <= 16 else 1.5)
+    wanted_programs = _programs_per_sm(plan) * gpu.sms
     split = 1
-    while tiles * split < wanted and records >= 8 * split and split < 16:
+    while tiles * split < wanted_programs and slabs >= _LEAST_SLABS * split and split < _MOST_SPLIT:
         split *= 2
-    wide = 2 if plan.whole and block_m <= 64 and records % 2 == 0 else 1
+    step_slabs = 2 if plan.whole and block_m <= 64 and slabs % 2 == 0 else 1
     stages = 4 if gpu.shared > 120 << 10 or block_m < 128 else 3
     if gpu.backend == "hip":
         stages = 1  # Triton 3.6's pipeliner for AMD fails on a load that two dots take
     asm = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
-    return (Config(block_m, block_n, wide, split, stages, 4 if block_m <= 64 else 8, asm),)
+    return (Config(block_m, block_n, step_slabs, split, stages, 4 if block_m <= 64 else 8, asm),)
+
+
+def _programs_per_sm(plan: Plan) -> float:
+    """Return the programs per multiprocessor that K is split for: one keeps it reading; where blocks are scaled, several hide each other's
+    latency."""
+    if plan.whole:
+        return 0.95 if plan.m <= _FEW_ROWS else 1.0
+    return 3.5 if plan.m <= _FEW_ROWS else 1.5
+
+
+def _most_block_m(plan: Plan) -> int:
+    """Return the largest block_m that fits in registers. Scales of a K slab's blocks are loaded ahead: the more there are, the fewer
+    rows."""
+    if plan.whole:
+        return 128
+    if plan.granule == gpu_tiles.RECORD:
+        return 64
+    return 16 if plan.with_offset and not plan.whole_row else 32
+
+
+def _least_block_m(plan: Plan) -> int:
+    return 8 if plan.granule == gpu_tiles.RECORD else 16
 
 
 def _tiles(problem: Problem, config: Config) -> int:
@@ -177,7 +211,7 @@ def multiply(
     )
 
 
-launch = activations.first(multiply, workspace_bytes)
+launch = activations.quantizing_launch(multiply, workspace_bytes)
 
 
 HALVES = tl.constexpr(

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu.arithmetic import in_groups
+from halfbyte.kernels.gpu.arithmetic import grouped_ordering
 from halfbyte.kernels.gpu.hopper.epilogue import Outputs
 from halfbyte.kernels.gpu.hopper.int8_tile import (
     Operands,
@@ -208,7 +208,7 @@ def descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
-launch = activations.first(multiply, _workspace_bytes, early=not triton.knobs.runtime.interpret)
+launch = activations.quantizing_launch(multiply, _workspace_bytes, early=not triton.knobs.runtime.interpret)
 
 
 # The kernel. `S` is a Static, `operands` Operands, `ring` a Ring, `shape` a Shape, `outputs` Outputs.
@@ -230,7 +230,7 @@ def _half_tile(shape, S: gl.constexpr):
     """Return the half of a tile of the last wave that this program multiplies: whether it has one, its first row of x, its place along
     N."""
     tiles_m, tiles_n, whole = _count_tiles(shape, S)
-    pm, pn = in_groups(gl.minimum(whole + gl.program_id(0) // 2, tiles_m * tiles_n - 1), tiles_m, tiles_n)
+    pm, pn = grouped_ordering(gl.minimum(whole + gl.program_id(0) // 2, tiles_m * tiles_n - 1), tiles_m, tiles_n)
     first = pm * S.block_m + gl.program_id(0) % 2 * (S.block_m // 2)
     return gl.program_id(0) < 2 * (tiles_m * tiles_n - whole), first, pn
 
@@ -247,7 +247,7 @@ def _produce(operands, ring, shape, S: gl.constexpr):
     """The producer warp: load the stages of all tiles of this program."""
     tiles_m, tiles_n, whole = _count_tiles(shape, S)
     tile = gl.program_id(0) // S.split
-    pm, pn = in_groups(tile, tiles_m, tiles_n)
+    pm, pn = grouped_ordering(tile, tiles_m, tiles_n)
     first, count = _slabs_of_program(shape, S)
     loaded = gl.minimum(count, S.stages)
     if not S.early:
@@ -261,7 +261,7 @@ def _produce(operands, ring, shape, S: gl.constexpr):
     phase = gl.where(loaded == S.stages, 0, 1)
     # Not `for`: Triton 3.6 would take a variable that only bounds a loop inside of it for dead, and keep its first value.
     while tile < whole:
-        pm, pn = in_groups(tile, tiles_m, tiles_n)
+        pm, pn = grouped_ordering(tile, tiles_m, tiles_n)
         stage, phase = load_tile(
             operands, WeightOffset(0, 0), ring, pm * S.block_m, pn, first + loaded, first + count, stage, phase, shape, S
         )  # fmt: skip
@@ -284,7 +284,7 @@ def _consume(ring, staging, x_params, w_params, outputs, scratch, shape, PANEL: 
     first, count = _slabs_of_program(shape, S)
     gdc_wait()
     for tile in range(gl.program_id(0) // S.split, whole, gl.num_programs(0) // S.split):
-        pm, pn = in_groups(tile, tiles_m, tiles_n)
+        pm, pn = grouped_ordering(tile, tiles_m, tiles_n)
         n = (pn * S.panels + PANEL) * 64
         stage, phase = multiply_tile(
             ring, x_params, w_params, target, scratch, tile, pm * S.block_m, n, first, count, stage, phase, PANEL, S

@@ -20,6 +20,7 @@ from halfbyte.machine import Gpu
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
+    """Return the reason why this kernel does not compute `problem`, or None."""
     if problem.op != "qlinear":
         return f"it is for qlinear, not {problem.op}"
     if problem.m < 1 or problem.n < 1 or problem.k < 1:
@@ -32,6 +33,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
+    """Return configs, the best guess first."""
     return gemm_int8.configs(problem, gpu)
 
 

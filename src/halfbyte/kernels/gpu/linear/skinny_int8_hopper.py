@@ -1,8 +1,8 @@
 """y [M, N] = x [M, K] · Wᵀ on integer tensor cores with few rows M on Hopper: W8A8 and W4A8, one scale per channel and per row of x.
 
-A first pass quantizes x (`quantize/activations.py`), and `skinny_hopper.py` multiplies: its first weights are loaded meanwhile. Arithmetic:
-that
-of `gemm_int8.py` with one block per row of x and of the weight.
+A first pass quantizes x (`quantize/activations.py`), and `skinny_hopper.py` multiplies: its first weights are loaded meanwhile.
+
+Arithmetic: that of `gemm_int8.py` with one block per row of x and of the weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-_MOST_M = 64
+_MOST_M = 64  # rows of x of a tile
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -44,4 +44,4 @@ def multiply(
     skinny_hopper.multiply(problem, config, static, (x.q[: problem.m], x.scale), weight, out, epilogue, memory)
 
 
-launch = activations.first(multiply, skinny_hopper_config.workspace_bytes, early=not triton.knobs.runtime.interpret)
+launch = activations.quantizing_launch(multiply, skinny_hopper_config.workspace_bytes, early=not triton.knobs.runtime.interpret)

@@ -1,26 +1,26 @@
-"""float32 sums [outputs, columns] of a few rows of x with a weight in 4 or 8 bits: the tile that `skinny.py` and `experts/grouped.py` are
-made of.
+"""`tile_sums`: float32 sums [outputs, columns] of a tile of W · xᵀ with few rows of x, for a weight in 4 or 8 bits. `skinny.py` (linear
+layers), `experts/grouped.py` and `conv/few.py` call it and write the sums.
 
-A block of threads computes `bands` * 16 rows of the weight by `columns` rows of x. Where x has few rows, the 8 columns that a matrix
-instruction has at least are filled with `slices` of K: tile row (band, slice, row) reads its own slice of the weight, tile column
-(slice, column) holds that slice of x, and of the product the parts where both slices are the same are summed at the end, inside the
-block. Where rows of x fill the columns, each warp of a block may still have a part of K of its own (`batch`): a product for each part,
-summed at the end.
+A thread block computes `bands` * 16 rows of the weight by `columns` rows of x. A matrix instruction has 8 columns at least. If x has fewer
+rows, the columns are filled with `slices` of K: row (band, slice, row) of the operand is from its own slice of the weight, column (slice,
+column) from the same slice of x, and in the product only the parts where both slices are the same count; they are summed at the end, inside
+the block. If the rows of x fill the columns, each warp of a block may still have a part of K of its own (`batch`): the product has a batch
+dimension, which is summed at the end. So a thread block's K is cut into batch * slices parts of `part_slabs` K slabs of 128.
 
-8 bits: a lane multiplies the 16 bytes that it read, which follow each other in a row of the weight. So k is in another order than
-memory's, and x's is changed to it while x goes through shared memory, as it has to anyway, whatever the order of these bytes is. (Several
-stages without Hopper's instructions for four warps: bytes change lanes.)
+8 bits: a lane multiplies the 16 bytes that it loaded, which are consecutive in a row of the weight. So k is in another order than in
+memory, and x is permuted accordingly (`permuted_k`) while it goes through shared memory, as it has to anyway. (With several stages and
+without wgmma, bytes change lanes instead.)
 
-Arithmetic: codes minus point are exact in float16 and bfloat16. What happens to scales:
+Arithmetic: codes minus point are exact in float16 and bfloat16. `mode` says what happens to scales:
 
-    sums      the matrix unit sums (q - point) * x of a block in float32, and the sum is multiplied by the block's scale in float32
-    weights   the weight is made in x's type, from a scale (and offset) rounded to it: one multiplication, or fused multiply-add
-    exact     the weight is made in float32. float16: rounded once. float32 x: weights and activations are cut into three bfloat16
+    sums      the matrix unit sums (q - point) * x of a quantization block in float32; the sum is multiplied by the scale in float32
+    weights   the weight is dequantized to x's type, with scale (and offset) rounded to it: one multiplication, or fused multiply-add
+    exact     the weight is dequantized in float32. float16: rounded once. float32 x: weights and activations are cut into three bfloat16
               pieces that hold all of their bits, and the six products of pieces that matter are summed
 
-A norm of one row of x takes no pass of its own: x times the norm's weight, rounded to x's type, is multiplied, and the sums are divided
-by the root of the mean of its squares at the end. Gates take none either: half of a tile's rows are from the upper half of the weight
-and half from the lower, so that a gate and what it gates meet in one block.
+RMSNorm of one row of x is part of this kernel: x times the norm's weight, rounded to x's type, is multiplied, and the sums are divided by
+the root of the mean of the squares of x at the end. Gates are, too: half of a tile's rows are from the upper half of the weight and half
+from the lower, so that the sums of a gate and of what it multiplies are in the same thread block.
 """
 
 from __future__ import annotations
@@ -38,72 +38,80 @@ from halfbyte.kernels.gpu.epilogue import squares_of
 
 
 @triton.jit
-def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.constexpr):
-    """float32 [outputs, columns] of the tile, over `per` records of each slice; `rows` are the rows of x in [width] columns, or of a
-    convolution's patches (S.taps) the places that `conv_tile.of_patches` takes.
+def tile_sums(x, rows, weight, N, K, stride, part_slabs, first_slab, pn, norm, residual, S: tl.constexpr):
+    """Return the sums float32 [outputs, columns] of tile `pn` along N.
 
-    norm      None, or (its weight [K], eps): that of x is multiplied
-    residual  None, or (pointers, mask) of what is added at the end: it is read with x, not after the sums
+    x           its first element; ignored for a convolution (S.taps)
+    rows        [width] the rows of x in the columns of the product; of a convolution its patches, as `conv.tile.of_patches` takes them
+    weight      codes, scales and zeros, or None
+    stride      elements from one row of x to the next
+    part_slabs  K slabs of each part
+    first_slab  K slab at which the first part begins; the others follow it
+    norm        None, or the weight [K] and eps of an RMSNorm of x
+    residual    None, or (pointers, mask) of a tile that is added to the sums: it is loaded together with x, not after the sums
     """
+    # The K slabs and rows of the weight of each row and column of the product, and where they begin in memory.
     if S.block > 0:
         full = (K - 1) // S.block
-        records = tl.cdiv(full * S.padded + K - full * S.block, 128)
+        k_slabs = tl.cdiv(full * S.padded + K - full * S.block, 128)
     else:
-        records = tl.cdiv(K, 128)
+        k_slabs = tl.cdiv(K, 128)
     ROWS: tl.constexpr = S.rows
     WIDTH: tl.constexpr = S.width
     BATCH: tl.constexpr = S.batch
-    RECORDS: tl.constexpr = S.records
+    STEP_SLABS: tl.constexpr = S.records
     row = tl.arange(0, BATCH * ROWS)
-    row_slab = first + (row // ROWS * S.slices + row // 16 % S.slices) * per
+    row_slab = first_slab + (row // ROWS * S.slices + row // 16 % S.slices) * part_slabs
     n_padded = tl.cdiv(N, 64) * 64
     row_n = tl.minimum(_row(row % ROWS // (16 * S.slices) * 16 + row % 16, pn, N, S), n_padded - 1)
     column = tl.arange(0, WIDTH)
-    column_slab = first + column // S.columns * per
+    column_slab = first_slab + column // S.columns * part_slabs
     if S.taps:
         xp = rows
     else:
         xp = x + rows.to(tl.int64) * stride
     if BATCH > 1:
-        column_slab = column_slab[None, None, :] + tl.arange(0, BATCH)[:, None, None] * (S.slices * per)
+        column_slab = column_slab[None, None, :] + tl.arange(0, BATCH)[:, None, None] * (S.slices * part_slabs)
         if not S.taps:
             xp = xp[None, None, :]
     else:
         column_slab = column_slab[None, :]
         xp = xp[None, :]
     if S.bits == 4:
-        codes, codes_slab = _words_at(weight[0], pn, N, n_padded, records, per, first, S)
+        codes, codes_slab = _words_at(weight[0], pn, N, n_padded, k_slabs, part_slabs, first_slab, S)
     elif S.permuted_k:
-        codes, codes_slab = _bytes_at(weight[0], pn, N, n_padded, records, per, first, S)
+        codes, codes_slab = _bytes_at(weight[0], pn, N, n_padded, k_slabs, part_slabs, first_slab, S)
     else:
-        codes = weight[0] + row_n.to(tl.int64)[:, None] * (records * 128) + row_slab[:, None] * 128 + tl.arange(0, 128)[None, :]
+        codes = weight[0] + row_n.to(tl.int64)[:, None] * (k_slabs * 128) + row_slab[:, None] * 128 + tl.arange(0, 128)[None, :]
         codes_slab = row_slab[:, None]
+    # What does not depend on the preceding kernel is loaded, or prefetched to the L2 cache, before that has ended: weights.
     if S.ahead > 0:
         if S.gated:
-            _fetch_weight(weight, n_padded, records, per, first, _row(0, pn, N, S), S.outputs // 2, S)
-            _fetch_weight(weight, n_padded, records, per, first, _row(S.outputs // 2, pn, N, S), S.outputs // 2, S)
+            _fetch_weight(weight, n_padded, k_slabs, part_slabs, first_slab, _row(0, pn, N, S), S.outputs // 2, S)
+            _fetch_weight(weight, n_padded, k_slabs, part_slabs, first_slab, _row(S.outputs // 2, pn, N, S), S.outputs // 2, S)
         else:
-            _fetch_weight(weight, n_padded, records, per, first, _row(0, pn, N, S), S.outputs, S)
-    scales, zeros = _load_params(weight, row_slab, row_n, n_padded, records, S)
+            _fetch_weight(weight, n_padded, k_slabs, part_slabs, first_slab, _row(0, pn, N, S), S.outputs, S)
+    scales, zeros = _load_params(weight, row_slab, row_n, n_padded, k_slabs, S)
     if norm is not None:
         fp = norm[0] + tl.zeros_like(rows)[None, :]
         if S.early:
-            factors = _load_xs(fp, column_slab, records, K, S)
+            factors = _load_xs(fp, column_slab, k_slabs, K, S)
     PIPE: tl.constexpr = S.pipe and norm is None
     if S.early:
-        loaded = _load_codes(codes, codes_slab, 0, records, S)
+        loaded = _load_codes(codes, codes_slab, 0, k_slabs, S)
         if PIPE:
-            following = _load_codes(codes, codes_slab, RECORDS, records, S)
-    if S.taps and S.mode == "sums" and S.whole:
+            following = _load_codes(codes, codes_slab, STEP_SLABS, k_slabs, S)
+    if S.taps and S.mode == "sums" and S.per_channel:
         channel = tl.load(weight[1] + row_n)
     if S.pdl:
         gdc_wait()
     if residual is not None:
         added = tl.load(residual[0], mask=residual[1], other=0.0)
+    # The first step, if its weights are loaded already (S.early).
     total = tl.zeros((BATCH, ROWS, WIDTH) if BATCH > 1 else (ROWS, WIDTH), tl.float32)
     start = 0
     if S.early:
-        xs = _load_xs(xp, column_slab, records, K, S)
+        xs = _load_xs(xp, column_slab, k_slabs, K, S)
     if norm is not None:
         squares = squares_of(x, rows, K, stride, S)
         if not S.late:
@@ -112,28 +120,29 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
         if norm is not None:
             xs = _times(xs, factors, S)
         if PIPE:
-            xs_next = _load_xs(xp, column_slab + RECORDS, records, K, S)
+            xs_next = _load_xs(xp, column_slab + STEP_SLABS, k_slabs, K, S)
         total = _add_slabs(loaded, xs, scales, zeros, total, S)
-        start += RECORDS
-        scales, zeros = _load_params(weight, row_slab + RECORDS, row_n, n_padded, records, S)
+        start += STEP_SLABS
+        scales, zeros = _load_params(weight, row_slab + STEP_SLABS, row_n, n_padded, k_slabs, S)
+    # The other steps.
     if PIPE:
-        for t in tl.range(start, per, RECORDS, num_stages=1):
+        for t in tl.range(start, part_slabs, STEP_SLABS, num_stages=1):
             loaded, xs, scales_now, zeros_now = following, xs_next, scales, zeros
-            then = tl.minimum(t + RECORDS, per - RECORDS)
-            following = _load_codes(codes, codes_slab, then, records, S)
-            xs_next = _load_xs(xp, column_slab + then, records, K, S)
-            scales, zeros = _load_params(weight, row_slab + then, row_n, n_padded, records, S)
+            then = tl.minimum(t + STEP_SLABS, part_slabs - STEP_SLABS)
+            following = _load_codes(codes, codes_slab, then, k_slabs, S)
+            xs_next = _load_xs(xp, column_slab + then, k_slabs, K, S)
+            scales, zeros = _load_params(weight, row_slab + then, row_n, n_padded, k_slabs, S)
             total = _add_slabs(loaded, xs, scales_now, zeros_now, total, S)
     elif not S.single_step:
-        for t in tl.range(start, per, RECORDS, num_stages=S.stages):
+        for t in tl.range(start, part_slabs, STEP_SLABS, num_stages=S.stages):
             scales_now, zeros_now = scales, zeros
-            loaded = _load_codes(codes, codes_slab, t, records, S)
-            xs = _load_xs(xp, column_slab + t, records, K, S)
+            loaded = _load_codes(codes, codes_slab, t, k_slabs, S)
+            xs = _load_xs(xp, column_slab + t, k_slabs, K, S)
             if norm is not None:
-                xs = _times(xs, _load_xs(fp, column_slab + t, records, K, S), S)
-            scales, zeros = _load_params(weight, row_slab + t + RECORDS, row_n, n_padded, records, S)
+                xs = _times(xs, _load_xs(fp, column_slab + t, k_slabs, K, S), S)
+            scales, zeros = _load_params(weight, row_slab + t + STEP_SLABS, row_n, n_padded, k_slabs, S)
             total = _add_slabs(loaded, xs, scales_now, zeros_now, total, S)
-    if S.mode == "sums" and S.whole:
+    if S.mode == "sums" and S.per_channel:
         total *= _per_row(channel if S.taps else tl.load(weight[1] + row_n), S)
     if BATCH > 1:
         total = tl.sum(total, axis=0)
@@ -147,21 +156,21 @@ def sums(x, rows, weight, N, K, stride, per, first, pn, norm, residual, S: tl.co
 
 
 @triton.jit
-def _load_codes(codes, codes_slab, t, records, S: tl.constexpr):
-    """Load the codes of a step's K slabs, from t on."""
-    RECORDS: tl.constexpr = S.records
+def _load_codes(codes, codes_slab, t, k_slabs, S: tl.constexpr):
+    """Load the codes of a step: `S.records` K slabs of each part, from its slab t on."""
+    STEP_SLABS: tl.constexpr = S.records
     loaded = ()
-    for r in tl.static_range(RECORDS):
-        loaded += (_masked(codes + (t + r) * S.codes_step, codes_slab + t + r < records, S),)  # type: ignore[assignment]
+    for r in tl.static_range(STEP_SLABS):
+        loaded += (_masked(codes + (t + r) * S.codes_step, codes_slab + t + r < k_slabs, S),)  # type: ignore[assignment]
     return loaded
 
 
 @triton.jit
 def _times(xs, factors, S: tl.constexpr):
     """Return x times the norm's weight, rounded to x's type, before both change lanes: the compiler would move each otherwise."""
-    RECORDS: tl.constexpr = S.records
+    STEP_SLABS: tl.constexpr = S.records
     products = ()
-    for r in tl.static_range(RECORDS):
+    for r in tl.static_range(STEP_SLABS):
         if S.ptx and xs[r].dtype == tl.bfloat16:
             added = xs[r] if S.unit_offset else tl.full(xs[r].shape, -0.0, tl.bfloat16)
             y = tl.inline_asm_elementwise(
@@ -175,20 +184,20 @@ def _times(xs, factors, S: tl.constexpr):
 
 
 @triton.jit
-def _load_xs(xp, column_slab, records, K, S: tl.constexpr):
+def _load_xs(xp, column_slab, k_slabs, K, S: tl.constexpr):
     """Load x of a step's K slabs."""
-    RECORDS: tl.constexpr = S.records
+    STEP_SLABS: tl.constexpr = S.records
     loaded = ()
-    for r in tl.static_range(RECORDS):
-        loaded += (_load_x(xp, column_slab + r, records, K, S),)  # type: ignore[assignment]
+    for r in tl.static_range(STEP_SLABS):
+        loaded += (_load_x(xp, column_slab + r, k_slabs, K, S),)  # type: ignore[assignment]
     return loaded
 
 
 @triton.jit
 def _add_slabs(codes, xs, scales, zeros, total, S: tl.constexpr):
     """Return total + the products of a step."""
-    RECORDS: tl.constexpr = S.records
-    for r in tl.static_range(RECORDS):
+    STEP_SLABS: tl.constexpr = S.records
+    for r in tl.static_range(STEP_SLABS):
         params = (scales[r * S.groups : (r + 1) * S.groups], zeros[r * S.groups : (r + 1) * S.groups])
         total = _add_slab(codes[r], xs[r], params[0], params[1], total, S)
     return total
@@ -214,73 +223,77 @@ def _per_row(values, S: tl.constexpr):
 
 
 @triton.jit
-def _words_at(codes, pn, N, n_padded, records, per, first, S: tl.constexpr):
-    """Pointers to the words of the tile's first records [batch, slices, bands, kt 2, 256], and the record of each batch and slice.
+def _words_at(codes, pn, N, n_padded, k_slabs, part_slabs, first_slab, S: tl.constexpr):
+    """Return pointers to the words of each part's first K slab, [batch, slices, bands, kt 2, 256], and the number of that slab.
 
-    Triton gives warps to the first dimensions first: so each has the rows that the matrix instruction wants it to have.
+    The dimensions are in the order in which Triton distributes them to warps, so that each warp has the rows that the matrix instruction
+    gives it.
     """
     SLICES: tl.constexpr = S.slices
     BANDS: tl.constexpr = S.bands
     BATCH: tl.constexpr = S.batch
-    TILE: tl.constexpr = BANDS // 2 if S.gated else BANDS  # of them follow each other
+    TILE: tl.constexpr = BANDS // 2 if S.gated else BANDS  # consecutive bands
     i = tl.arange(0, BANDS)
     band = pn * TILE % 4 + i % TILE
     if TILE > 4:
         end = N // 32 if S.gated else n_padded // 16
-        band = tl.minimum(band, end - 1 - pn * TILE // 4 * 4)  # the last tile may reach over the last panel
+        band = tl.minimum(band, end - 1 - pn * TILE // 4 * 4)  # the last tile may reach beyond the last panel
     if S.gated:
         band += i // TILE * (N // 32)  # whole panels
     band = band[None, None, :, None, None]
     kt = tl.arange(0, 2)[None, None, None, :, None]
     word = tl.arange(0, 256)[None, None, None, None, :]
     slice_ = tl.arange(0, BATCH)[:, None, None, None, None] * SLICES + tl.arange(0, SLICES)[None, :, None, None, None]
-    slab = first + slice_ * per
-    base = codes + (pn * TILE // 4).to(tl.int64) * records * 2048
-    return base + ((band // 4 * records + slab) * 2048 + kt * 1024 + band % 4 * 256 + word), slab
+    slab = first_slab + slice_ * part_slabs
+    base = codes + (pn * TILE // 4).to(tl.int64) * k_slabs * 2048
+    return base + ((band // 4 * k_slabs + slab) * 2048 + kt * 1024 + band % 4 * 256 + word), slab
 
 
 @triton.jit
-def _bytes_at(codes, pn, N, n_padded, records, per, first, S: tl.constexpr):
-    """Pointers to pairs of bytes of the tile's first records [batch, slices, bands, half of a record and of the rows 4, 8 rows of 64
-    bytes], and the record of each batch and slice. A lane reads 16 bytes that follow each other: see `_add_slab`."""
+def _bytes_at(codes, pn, N, n_padded, k_slabs, part_slabs, first_slab, S: tl.constexpr):
+    """Return pointers to pairs of bytes of each part's first K slab, and the number of that slab.
+
+    The shape is [batch, slices, bands, 4, 256]: 4 is half of the K slab by half of a band's rows, 256 is 8 rows of 32 pairs. A lane loads
+    16 consecutive bytes (`_add_slab`).
+    """
     SLICES: tl.constexpr = S.slices
     BANDS: tl.constexpr = S.bands
     BATCH: tl.constexpr = S.batch
     slice_ = tl.arange(0, BATCH)[:, None, None, None, None] * SLICES + tl.arange(0, SLICES)[None, :, None, None, None]
-    slab = first + slice_ * per
+    slab = first_slab + slice_ * part_slabs
     band = tl.arange(0, BANDS)[None, None, :, None, None] * 16
     half = tl.arange(0, 4)[None, None, None, :, None]
     i = tl.arange(0, 256)[None, None, None, None, :]
     row = tl.minimum(_row(band + half % 2 * 8 + i // 32, pn, N, S), n_padded - 1)
-    at = row.to(tl.int64) * (records * 64) + slab * 64 + (half // 2 * 32 + i % 32)
+    at = row.to(tl.int64) * (k_slabs * 64) + slab * 64 + (half // 2 * 32 + i % 32)
     return codes.to(tl.pointer_type(tl.int16)) + at, slab
 
 
 @triton.jit
-def _fetch_weight(weight, n_padded, records, per, first, n, ROWS: tl.constexpr, S: tl.constexpr):
-    """Bring what this block reads first of ROWS rows of the weight, from row n on, to the L2 cache, while the kernel before is still
-    running. Rows that are not in one panel are whole panels."""
+def _fetch_weight(weight, n_padded, k_slabs, part_slabs, first_slab, n, ROWS: tl.constexpr, S: tl.constexpr):
+    """Prefetch to the L2 cache what this thread block reads first (S.ahead K slabs of each part) of ROWS rows of the weight from row n on,
+    while the preceding kernel is still running. ROWS is at most a panel, 64, or whole panels."""
     K_PARTS: tl.constexpr = S.batch * S.slices
     WORDS: tl.constexpr = S.bits == 4
     CHUNKS: tl.constexpr = K_PARTS * (2 * S.ahead * (ROWS // 64 if ROWS > 64 else 1) if WORDS else ROWS)
     i = tl.arange(0, _power_of_two(CHUNKS, S.threads))
     if WORDS:
-        slab = first + i // 2 % K_PARTS * per + i // (2 * K_PARTS) % S.ahead
+        slab = first_slab + i // 2 % K_PARTS * part_slabs + i // (2 * K_PARTS) % S.ahead
         panel = n // 64 + i // (2 * K_PARTS * S.ahead)
-        at = (panel.to(tl.int64) * records + slab) * 2048 + i % 2 * 1024 + n % 64 * 16
-        inside = (i < CHUNKS) & (slab < records) & (panel < n_padded // 64)
+        at = (panel.to(tl.int64) * k_slabs + slab) * 2048 + i % 2 * 1024 + n % 64 * 16
+        inside = (i < CHUNKS) & (slab < k_slabs) & (panel < n_padded // 64)
         _fetch(weight[0] + at, tl.where(inside, 32 * (ROWS if ROWS < 64 else 64), 0))
     else:
-        slab = first + i % K_PARTS * per
+        slab = first_slab + i % K_PARTS * part_slabs
         row = n + i // K_PARTS
         inside = (i < CHUNKS) & (row < n_padded)
-        _fetch(weight[0] + (row.to(tl.int64) * records + slab) * 128, tl.where(inside, 128 * tl.minimum(records - slab, S.ahead), 0))
-    if S.mode != "sums" or not S.whole:
+        _fetch(weight[0] + (row.to(tl.int64) * k_slabs + slab) * 128, tl.where(inside, 128 * tl.minimum(k_slabs - slab, S.ahead), 0))
+    if S.mode != "sums" or not S.per_channel:
         BLOCKS: tl.constexpr = K_PARTS * S.scales_ahead * S.groups
         i = tl.arange(0, _power_of_two(BLOCKS, S.threads))
-        slab = first + i % K_PARTS * per + i // K_PARTS % S.scales_ahead
+        slab = first_slab + i % K_PARTS * part_slabs + i // K_PARTS % S.scales_ahead
         block = slab // (S.padded // 128) if S.padded >= 128 else slab * S.groups + i // (K_PARTS * S.scales_ahead)
-        rows = tl.where((i < BLOCKS) & (slab < records), tl.minimum(n_padded - n, ROWS), 0)
+        rows = tl.where((i < BLOCKS) & (slab < k_slabs), tl.minimum(n_padded - n, ROWS), 0)
         at = block.to(tl.int64) * n_padded + n
         _fetch(weight[1] + at, rows * (weight[1].dtype.element_ty.primitive_bitwidth // 8))
         if S.zero != "none":
@@ -288,13 +301,14 @@ def _fetch_weight(weight, n_padded, records, per, first, n, ROWS: tl.constexpr, 
 
 
 @triton.constexpr_function
-def _power_of_two(count, least):
-    return max(triton.next_power_of_2(count), least)
+def _power_of_two(count, threads):
+    """Return a block size for `count` elements, with one for each thread at least."""
+    return max(triton.next_power_of_2(count), threads)
 
 
 @triton.jit
 def _fetch(pointers, nbytes):
-    """Prefetch nbytes, a multiple of 16 or 0. Nothing is read, so the bytes may still be written."""
+    """Prefetch nbytes, a multiple of 16 or 0, to the L2 cache. No value is read, so the preceding kernel may still write these bytes."""
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;}",
         "=r,l,r", [pointers.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1,
@@ -302,17 +316,17 @@ def _fetch(pointers, nbytes):
 
 
 @triton.jit
-def _load_params(weight, slab, row_n, n_padded, records, S: tl.constexpr):
+def _load_params(weight, slab, row_n, n_padded, k_slabs, S: tl.constexpr):
     """Load scales and zeros of the blocks of the next K slabs: two tuples of [rows]. 0 for those that are never read."""
-    RECORDS: tl.constexpr = S.records
+    STEP_SLABS: tl.constexpr = S.records
     GROUPS: tl.constexpr = S.groups
     scales, zeros = (), ()
-    for r in tl.static_range(RECORDS):
-        at = tl.minimum(slab + r, records - 1)
+    for r in tl.static_range(STEP_SLABS):
+        at = tl.minimum(slab + r, k_slabs - 1)
         block_row = at // (S.padded // 128) if S.padded >= 128 else at * GROUPS
         offset = block_row * n_padded + row_n
         for g in tl.static_range(GROUPS):
-            scales += (tl.load(weight[1] + offset + g * n_padded) if S.mode != "sums" or not S.whole else 0,)  # type: ignore[assignment]
+            scales += (tl.load(weight[1] + offset + g * n_padded) if S.mode != "sums" or not S.per_channel else 0,)  # type: ignore[assignment]
             zeros += (tl.load(weight[2] + offset + g * n_padded) if S.zero != "none" else 0,)  # type: ignore[assignment]
     return scales, zeros
 
@@ -326,15 +340,15 @@ def _masked(pointers, mask, S: tl.constexpr):
 
 
 @triton.jit
-def _load_x(xp, slab, records, K, S: tl.constexpr):
-    """Load x [128, width], with a batch dimension first if there is one, of a K slab of each slice."""
+def _load_x(xp, slab, k_slabs, K, S: tl.constexpr):
+    """Load x [128, width], of a K slab of each slice, with S.batch > 1 [batch, 128, width]."""
     at = slab * 128 + (tl.arange(0, 128)[None, :, None] if S.batch > 1 else tl.arange(0, 128)[:, None])
     if S.taps:
         x = of_patches(xp, at, at < K, S)
     elif S.even:
         x = tl.load(xp + at)
     else:
-        inside = slab < records
+        inside = slab < k_slabs
         if S.block > 0:
             within = at % S.padded
             inside &= within < S.block
@@ -373,7 +387,7 @@ def _add_slab(codes, x, scales, zeros, total, S: tl.constexpr):
         values = decode.minus(values, None, S.bits, S.ptx)
     if S.mode == "sums":
         w = _operand(values, S)
-        if S.whole:
+        if S.per_channel:
             return dot(w, x, total)
         else:
             return total + dot(w, x, tl.zeros_like(total)) * _per_row(scales[0], S)
@@ -405,7 +419,8 @@ def _operand(values, S: tl.constexpr):
 
 @triton.jit
 def _spread(values, S: tl.constexpr):
-    """What each group has, [rows] -> what broadcasts to the weights of a record as in `_add_slab`, [rows, 8 or 4, 16 or 32]."""
+    """Return scales or zeros, one [rows] for each quantization block of a K slab, in a shape that broadcasts to the values of `_add_slab`,
+    [rows, 8 or 4, 16 or 32]."""
     PLANES: tl.constexpr = 8 if S.permuted_k else 4
     upper = tl.arange(0, PLANES)[None, :, None] >= PLANES // 2
     if S.groups == 1:
@@ -424,7 +439,7 @@ def _spread(values, S: tl.constexpr):
 
 @triton.jit
 def _dot_pieces(a, b, total):
-    """total + a · b of float32, by the six products of bfloat16 pieces that matter; the small ones are summed apart."""
+    """Return total + a · b of float32 operands by six products of bfloat16 pieces; the small products are summed separately."""
     b0 = b.to(tl.bfloat16)
     b -= b0.to(tl.float32)
     b1 = b.to(tl.bfloat16)
@@ -442,7 +457,7 @@ def _dot_pieces(a, b, total):
 
 @triton.jit
 def _same_slices(total, S: tl.constexpr):
-    """[rows, width] -> [outputs, columns]: the sum over slices where the slices of row and column are the same."""
+    """Return [outputs, columns] of a product [rows, width]: the sum over slices of where the slices of row and column are the same."""
     ROWS: tl.constexpr = S.rows
     WIDTH: tl.constexpr = S.width
     BANDS: tl.constexpr = S.bands

@@ -1,24 +1,25 @@
-"""x [M, K] -> int8 codes, scales, offsets and sums, as `reference.quantize_activation` makes them, bit for bit, in one pass.
+"""Dynamic quantization of activations: x [M, K] -> int8 codes, scales, offsets and sums, bit for bit those of
+`reference.quantize_activation`, in one pass. Integer kernels call `quantize_activation`, or have a `launch` from `quantizing_launch`.
 
-    q                       int8 [M with padding, K padded]: the codes, padded as the weight's blocks are (layouts/gpu_tiles.py), 0 in the
-                            padding along K
-    scale, offset           float32 [groups, M with padding]: a group is a block of the weight, or the whole row
-    sums                    float32 [granules or 1, M with padding], of the codes: exact integers; where the weight has a zero
+    q               int8 [M with padding, K padded]: the codes, padded as the weight's blocks are (layouts/gpu_tiles.py), 0 in the padding
+                    along K
+    scale, offset   float32 [groups, M with padding]: a group is a block of the weight, or the whole row
+    sums            float32 [granules or 1, M with padding]: sums of codes (exact integers), only for a weight that has zeros
 
-A granule is the least piece of the padded K that belongs to one block: 32, 64 or 128 elements. Sums are of each granule
-where x or the weight has several blocks, else of the row.
+A granule is the smallest piece of the padded K that belongs to one block: 32, 64 or 128 elements. There is a sum for each granule if x or
+the weight has several blocks, otherwise one for the row.
 
-Order of the codes: for weights of 8 bits that of their bytes, K's own or that of paired ones (the second below). For 4 bits that in which
-kernels get nibbles out of 32-bit registers, so that the operands of one integer mma agree (the words of a lane are khalf, rowhalf, k: see
-gpu_tiles):
+Order of the codes along K (`Plan.order`): that in which kernels multiply the codes of the weight, so that the operands of an integer mma
+agree. Except "plain" it follows from how nibbles are unpacked from 32-bit registers, with (khalf, rowhalf, k) of `gpu_tiles.py`:
 
-    granules of 128   the low nibbles of a register (khalf) are k = 0, 64, 1, 65 (+ 2*k4 + 8*khalf + 16*kt), the high ones 32 more:
-                      position 64*high + 32*kt + 16*khalf + 4*k4 + 2*k + upper  holds  64*upper + 32*high + 16*kt + 8*khalf + 2*k4 + k
-    32 and 64         bytes of both khalves are collected first (PRMT), so that a plane of 32 stays together, as paired bytes do:
-                      position 32*plane + 16*kt + 4*k4 + 2*khalf + k  holds  32*plane + 16*kt + 8*khalf + 2*k4 + k
+    "plain"    bytes: K's own
+    "planes"   4 bits, granules of 128: the low nibbles of a register (khalf) are k = 0, 64, 1, 65 (+ 2*k4 + 8*khalf + 16*kt), the high ones
+               32 more: position 64*high + 32*kt + 16*khalf + 4*k4 + 2*k + upper  holds  64*upper + 32*high + 16*kt + 8*khalf + 2*k4 + k
+    "pairs"    4 bits, granules of 32 and 64, and paired bytes: bytes of both khalves are collected first (PRMT), so that a plane of 32
+               stays together: position 32*plane + 16*kt + 4*k4 + 2*khalf + k  holds  32*plane + 16*kt + 8*khalf + 2*k4 + k
 
-Arithmetic: fma(x, inverse, 1.5 * 2^23) rounds the exact product to an integer, ties to even. NaN and infinities are seen as
-bits: they are the greatest magnitudes.
+Arithmetic: fma(x, inverse, 1.5 * 2^23) rounds the exact product to an integer, ties to even. Magnitudes are compared as bits, so that NaN
+and infinities are the greatest ones.
 """
 
 from __future__ import annotations
@@ -44,22 +45,33 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import piece
 
-Order = Literal["planes", "pairs", "plain"]  # of codes of x, as in the text above
-_TILE, _MOST_TILES = 4096, 8  # elements that a program reads together, and how often: all stay in registers
+Order = Literal["planes", "pairs", "plain"]  # of codes along K, as in the text above
+_TILE = 4096  # elements that a program loads at a time
+_SMALL_TILE = 1024  # the same if there are fewer than _FEW_ROWS and groups of one granule: more programs
+_FEW_ROWS = 64
+_MOST_CHUNKS = 8  # such loads of a program, all of which stay in registers
 _LONGEST_SUM = 131072  # 127 * 128 * 131072 < 2^31
-_LARGEST_TILE = 256  # rows
+_LARGEST_TILE = 256  # rows of x that a kernel reads at a time
 _ALIGNMENT = 256  # bytes
+_INFINITY_BITS = tl.constexpr(0x7F800000)  # of float32
+_MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 
 
 @dataclass(frozen=True)
 class Plan:
     """Sizes and byte offsets of m quantized rows in one piece of memory.
 
-    granule    padded elements that belong to one block
-    block      elements of a block of the weight, or of a piece whose products are summed in int32; `padded` with its padding
-    whole_row  the row has one scale
-    whole      x and the weight have one block: a product is one sum of integers
-    summed     the weight has a zero, which takes sums of codes
+    Attributes:
+        m, k: Of x.
+        k_padded: K with all padding of the weight's layout.
+        granule: Elements of a granule, with padding.
+        block: Elements of a block of the weight, or of a piece of it whose products are summed in int32.
+        padded: The same with padding.
+        whole_row: The row has one scale.
+        whole: x and the weight have one block each: a product is one sum of integers.
+        summed: The weight has zeros, for which sums of codes are needed.
+        with_offset: x has offsets.
+        order: Of codes along K, as in the text of this file.
     """
 
     m: int
@@ -72,12 +84,12 @@ class Plan:
     whole: bool
     summed: bool
     with_offset: bool
-    order: Order  # see the text of this file
+    order: Order
 
     @cached_property
     def columns(self) -> int:
-        """M with padding, which is undefined: a kernel's tile may read beyond the last row. (TMA takes longer to fill rows that are not
-        there than to read others.)"""
+        """M with padding, whose contents are undefined: a kernel's tile may read beyond the last row. (TMA takes longer to zero-fill rows
+        out of bounds than to read them.)"""
         return round_up(self.m, _LARGEST_TILE)
 
     @cached_property
@@ -94,7 +106,7 @@ class Plan:
 
     @cached_property
     def offsets(self) -> tuple[int, int, int, int]:
-        """Where scales, sums and offsets begin after the codes, and where all ends, in bytes."""
+        """Byte offsets of scales, sums and offsets, which follow the codes, and the end of all."""
         at, offsets = aligned(self.columns * self.k_padded), []
         for count in (self.groups, self.sum_groups, self.groups if self.with_offset else 0):
             offsets.append(at)
@@ -124,6 +136,7 @@ def aligned(nbytes: int) -> int:
 
 @lru_cache(maxsize=4096)
 def plan(problem: Problem) -> Plan:
+    """Return how x of an int8 `problem` is quantized. Raises UnsupportedError for a zero that kernels do not decode."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     whole_row, with_offset = scaling_of(problem.activation)
     block, padded = geo.block, geo.padded
@@ -186,29 +199,47 @@ def quantized(plan: Plan, q: Tensor, scale: Tensor) -> Quantized:
 def quantize_activation(
     x: Tensor, plan: Plan, memory: Tensor, *, order: Tensor | None = None, share: int = 1, early: bool = False
 ) -> Quantized:  # fmt: skip
-    """x [m, k] (float32, float16 or bfloat16, unit stride along k) into `memory`, uint8 [at least plan.nbytes].
+    """Quantize x into `memory`, and return its sections.
 
-    order   int32 [m]: row i is row order[i] // share of x; none where that is -1
-    early   start before the kernel before has ended, and let the next one do so: from Hopper on
+    Args:
+        x: [m, k] float32, float16 or bfloat16, unit stride along k; with `order` the rows that it names.
+        plan: Of the problem.
+        memory: uint8 [at least plan.nbytes].
+        order: int32 [m]; row i of the result is row order[i] // share of x, or undefined if order[i] is -1. None: row i is that of x.
+        share: Entries of `order` that share a row of x.
+        early: Start before the preceding kernel has ended, and let the next one do so: from Hopper on.
     """
     out = views(plan, memory)
-    _run(x, plan, (order, share), (out.q, out.scale, out.sums, out.offset), None, early)
+    _run(x, plan, out.q, out.scale, out.sums, out.offset, order=order, share=share, early=early)
     return out
 
 
 def round_activation(x: Tensor, plan: Plan, out: Tensor, *, early: bool = False) -> None:
     """Quantize x [m, k] as `quantize_activation`, dequantize it, and write out [m, k], contiguous."""
-    _run(x, plan, (None, 1), (None, None, None, None), out, early)
+    _run(x, plan, floats=out, early=early)
 
 
 def _run(
-    x: Tensor, plan: Plan, source: tuple[Tensor | None, int], sections: tuple[Tensor | None, ...], floats: Tensor | None, early: bool
+    x: Tensor,
+    plan: Plan,
+    q: Tensor | None = None,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    floats: Tensor | None = None,
+    order: Tensor | None = None,
+    share: int = 1,
+    early: bool = False,
 ) -> None:
-    order, share = source
+    """Launch `_quantize`, which writes sections that are not None, or `floats` instead of them."""
+    # A program has several groups of one granule each (`single`), or all granules of one group.
     single = not plan.whole_row and plan.padded == plan.granule
-    # Granules of one program: some whole groups of one granule, or all of one group's.
     group = plan.granules if single or plan.whole_row else plan.padded // plan.granule
-    tile = 1024 if single and plan.m < 64 else max(_TILE, triton.next_power_of_2(group * plan.granule) // _MOST_TILES)
+    if single and plan.m < _FEW_ROWS:
+        tile = _SMALL_TILE
+    else:
+        tile = max(_TILE, triton.next_power_of_2(group * plan.granule) // _MOST_CHUNKS)
     granules_per_step = min(tile // plan.granule, triton.next_power_of_2(group))
     programs = -(-plan.granules // granules_per_step) if single else plan.groups
     gaps = (None, None) if plan.block == plan.padded else (plan.block, plan.padded)
@@ -217,7 +248,10 @@ def _run(
         (plan.m, programs),
         x,
         order,
-        *sections,
+        q,
+        scale,
+        sums,
+        offset,
         floats,
         plan.columns,
         share,
@@ -239,9 +273,9 @@ def _run(
     )
 
 
-def first(multiply: Callable[..., None], extra_bytes: Callable[..., int], *, early: bool = False) -> Callable[..., None]:
-    """A kernel file's `launch`, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue, memory) with
-    `extra_bytes(problem, config)` bytes of memory of its own; early as in `quantize_activation`."""
+def quantizing_launch(multiply: Callable[..., None], workspace_bytes: Callable[..., int], *, early: bool = False) -> Callable[..., None]:
+    """Return the `launch` of a kernel's file, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue,
+    memory) with `workspace_bytes(problem, config)` bytes of memory; `early` as in `quantize_activation`."""
 
     def launch_both(
         problem: Problem, config: Any, x: Tensor | Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue
@@ -251,7 +285,7 @@ def first(multiply: Callable[..., None], extra_bytes: Callable[..., int], *, ear
             multiply(problem, config, x, weight, out, epilogue, workspace(out.device, extra_bytes(problem, config)))
             return
         x_plan = plan(problem)
-        memory = workspace(out.device, x_plan.nbytes + extra_bytes(problem, config))
+        memory = workspace(out.device, x_plan.nbytes + workspace_bytes(problem, config))
         quantized = quantize_activation(x, x_plan, memory, early=early)
         multiply(problem, config, quantized, weight, out, epilogue, memory[x_plan.nbytes :])
 
@@ -261,7 +295,7 @@ def first(multiply: Callable[..., None], extra_bytes: Callable[..., int], *, ear
 def arrange(q: Tensor, plan: Plan, memory: Tensor) -> Quantized:
     """Write int8 codes [m, k] in the order of the plan; its other sections stay undefined."""
     out = views(plan, memory)
-    _run(q, plan, (None, 1), (out.q, None, None, None), None, False)
+    _run(q, plan, out.q)
     return out
 
 
@@ -270,7 +304,7 @@ def arrange(q: Tensor, plan: Plan, memory: Tensor) -> Quantized:
 
 @triton.jit
 def _columns(HALF: tl.constexpr, G: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The elements of one of the two halves in which a granule is read: its own, or every other 8, as "pairs" needs them: [G / 2]."""
+    """Return the elements [G / 2] of one of the two halves in which a granule is read: contiguous ones, or every other 8 for "pairs"."""
     e = tl.arange(0, G // 2)
     if INTERLEAVED:
         return e // 8 * 16 + 8 * HALF + e % 8
@@ -280,10 +314,10 @@ def _columns(HALF: tl.constexpr, G: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _words(c0, c1, GRANULES: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr):
-    """The codes of both halves, int32 [GRANULES, G / 2] each, in the order of this module's text: int32 words [GRANULES, G / 4] of four
-    codes, two consecutive ones of each half.
+    """Return the codes of both halves, int32 [GRANULES, G / 2] each, in the order ORDER, as int32 words [GRANULES, G / 4] of four codes:
+    two consecutive ones of each half.
 
-    Words, as Triton 3.6 permutes bytes twice where it converts the layout of an int8 tensor within a warp.
+    They are packed to words because Triton 3.6 permutes bytes twice where it converts the layout of an int8 tensor within a warp.
     """
     a0, b0 = tl.split(tl.reshape(c0 & 255, (GRANULES, G // 4, 2)))
     a1, b1 = tl.split(tl.reshape(c1 & 255, (GRANULES, G // 4, 2)))
@@ -296,38 +330,38 @@ def _words(c0, c1, GRANULES: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr)
 
 @triton.jit
 def _read(x, granule, end, k, block, padded, column, G: tl.constexpr):
-    """Some elements of some granules: values float32 [len(granule), len(column)], which of them exist, and where. `padded` is None where
-    blocks have no padding."""
+    """Return elements `column` of granules: values float32 [len(granule), len(column)], the mask of those that are not padding, and their
+    positions in the row. `block` and `padded` are None if blocks have no padding."""
     start = granule * G
-    real = (granule < end)[:, None]
+    exists = (granule < end)[:, None]
     if padded is None:
         at = start[:, None] + column[None, :]
     else:
         within = (start % padded)[:, None] + column[None, :]
         at = (start // padded)[:, None] * block + within
-        real &= within < block
-    real &= at < k
-    return tl.load(x + at, mask=real, other=0.0).to(tl.float32), real, at
+        exists &= within < block
+    exists &= at < k
+    return tl.load(x + at, mask=exists, other=0.0).to(tl.float32), exists, at
 
 
 @triton.jit
-def _extremes(v0, v1, real0, real1, WITH_OFFSET: tl.constexpr):
-    """Return for each granule the greatest magnitude as bits, and the least and the greatest value."""
-    most = tl.max(tl.maximum(v0.to(tl.int32, bitcast=True) & 0x7FFFFFFF, v1.to(tl.int32, bitcast=True) & 0x7FFFFFFF), axis=1)
-    lo = most.to(tl.float32, bitcast=True)
-    hi = lo
+def _extremes(v0, v1, exists0, exists1, WITH_OFFSET: tl.constexpr):
+    """Return for each granule the greatest magnitude as bits, and the minimum and maximum (without offsets that magnitude)."""
+    magnitude = tl.max(tl.maximum(v0.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS, v1.to(tl.int32, bitcast=True) & _MAGNITUDE_BITS), axis=1)
+    low = magnitude.to(tl.float32, bitcast=True)
+    high = low
     if WITH_OFFSET:
-        lo = tl.min(tl.minimum(tl.where(real0, v0, float("inf")), tl.where(real1, v1, float("inf"))), axis=1)
-        hi = tl.max(tl.maximum(tl.where(real0, v0, float("-inf")), tl.where(real1, v1, float("-inf"))), axis=1)
-    return most, lo, hi
+        low = tl.min(tl.minimum(tl.where(exists0, v0, float("inf")), tl.where(exists1, v1, float("inf"))), axis=1)
+        high = tl.max(tl.maximum(tl.where(exists0, v0, float("-inf")), tl.where(exists1, v1, float("-inf"))), axis=1)
+    return magnitude, low, high
 
 
 @triton.jit
-def _codes(v, real, step, middle, inverse, WITH_OFFSET: tl.constexpr):
-    """Return codes. A step of NaN gives zeros. Without an offset none exceeds 127, and padding is 0 already."""
+def _codes(v, exists, step, middle, inverse, WITH_OFFSET: tl.constexpr):
+    """Return codes int32 of v. A step of NaN gives 0. Without an offset none exceeds 127, and padding is 0 already."""
     good = (step < float("inf"))[:, None]
     if WITH_OFFSET:
-        v = tl.where(real & good, v - middle[:, None], 0.0)
+        v = tl.where(exists & good, v - middle[:, None], 0.0)
         c = round_product(v, tl.broadcast_to(inverse[:, None], v.shape))
         return tl.minimum(tl.maximum(c, -127), 127)
     else:
@@ -335,9 +369,9 @@ def _codes(v, real, step, middle, inverse, WITH_OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _write(out, at, real, c, step, middle):
-    """Write codes as floats."""
-    tl.store(out + at, fma(c.to(tl.float32), step[:, None], middle[:, None]).to(out.dtype.element_ty), mask=real)
+def _write(out, at, exists, c, step, middle):
+    """Write dequantized codes."""
+    tl.store(out + at, fma(c.to(tl.float32), step[:, None], middle[:, None]).to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -363,34 +397,34 @@ def _quantize(
     INTERLEAVED: tl.constexpr = ORDER == "pairs" and floats is None
     column0 = _columns(0, G, INTERLEAVED)
     column1 = _columns(1, G, INTERLEAVED)
-    read = ()  # type: Any
-    most = tl.zeros([GRANULES], tl.int32)
-    lo = tl.full([GRANULES], float("inf"), tl.float32)
-    hi = -lo
+    loaded = ()  # type: Any
+    magnitude = tl.zeros([GRANULES], tl.int32)
+    low = tl.full([GRANULES], float("inf"), tl.float32)
+    high = -low
     for chunk in tl.static_range(CHUNKS):
         left = _read(x, g + chunk * GRANULES, end, k, block, padded, column0, G)
         right = _read(x, g + chunk * GRANULES, end, k, block, padded, column1, G)
-        more, lower, higher = _extremes(left[0], right[0], left[1], right[1], WITH_OFFSET)
-        most = tl.maximum(most, more)
-        lo = tl.minimum(lo, lower)
-        hi = tl.maximum(hi, higher)
-        read += ((left, right),)
+        chunk_magnitude, chunk_low, chunk_high = _extremes(left[0], right[0], left[1], right[1], WITH_OFFSET)
+        magnitude = tl.maximum(magnitude, chunk_magnitude)
+        low = tl.minimum(low, chunk_low)
+        high = tl.maximum(high, chunk_high)
+        loaded += ((left, right),)
     if not SINGLE:
-        most = tl.zeros_like(most) + tl.max(most, axis=0)
+        magnitude = tl.zeros_like(magnitude) + tl.max(magnitude, axis=0)
         if WITH_OFFSET:
-            lo = tl.zeros_like(lo) + tl.min(lo, axis=0)
-            hi = tl.zeros_like(hi) + tl.max(hi, axis=0)
+            low = tl.zeros_like(low) + tl.min(low, axis=0)
+            high = tl.zeros_like(high) + tl.max(high, axis=0)
     if WITH_OFFSET:
-        empty = lo > hi
-        lo = tl.where(empty, 0.0, lo)
-        hi = tl.where(empty, 0.0, hi)
-        middle = (lo + hi) * 0.5
-        reach = (hi - lo) * 0.5
+        empty = low > high
+        low = tl.where(empty, 0.0, low)
+        high = tl.where(empty, 0.0, high)
+        middle = (low + high) * 0.5
+        reach = (high - low) * 0.5
     else:
-        middle = tl.zeros_like(most).to(tl.float32)
-        reach = most.to(tl.float32, bitcast=True)
-    step, inverse, middle = scale_of(reach, middle, most < 0x7F800000)
-    if x.dtype.element_ty == tl.int8:  # codes that are there already
+        middle = tl.zeros_like(magnitude).to(tl.float32)
+        reach = magnitude.to(tl.float32, bitcast=True)
+    step, inverse, middle = scale_of(reach, middle, magnitude < _INFINITY_BITS)
+    if x.dtype.element_ty == tl.int8:  # x is codes, which `arrange` only reorders
         inverse = tl.full(inverse.shape, 1.0, tl.float32)
     if floats is not None:
         floats += row * k
@@ -399,20 +433,20 @@ def _quantize(
         if WITH_OFFSET:
             tl.store(offset + g * columns + row, middle, mask=g < end)
     elif scale is not None:
-        here = tl.program_id(1) * columns + row + tl.zeros_like(g)
-        tl.store(scale + here, step, mask=g == first)
+        at = tl.program_id(1) * columns + row + tl.zeros_like(g)
+        tl.store(scale + at, step, mask=g == first)
         if WITH_OFFSET:
-            tl.store(offset + here, middle, mask=g == first)
+            tl.store(offset + at, middle, mask=g == first)
     total = tl.zeros([GRANULES], tl.int32)
     for chunk in tl.static_range(CHUNKS):
         gc = g + chunk * GRANULES
-        v0, real0, at0 = read[chunk][0]
-        v1, real1, at1 = read[chunk][1]
-        c0 = _codes(v0, real0, step, middle, inverse, WITH_OFFSET)
-        c1 = _codes(v1, real1, step, middle, inverse, WITH_OFFSET)
+        v0, exists0, at0 = loaded[chunk][0]
+        v1, exists1, at1 = loaded[chunk][1]
+        c0 = _codes(v0, exists0, step, middle, inverse, WITH_OFFSET)
+        c1 = _codes(v1, exists1, step, middle, inverse, WITH_OFFSET)
         if floats is not None:
-            _write(floats, at0, real0, c0, step, middle)
-            _write(floats, at1, real1, c1, step, middle)
+            _write(floats, at0, exists0, c0, step, middle)
+            _write(floats, at1, exists1, c1, step, middle)
         else:
             if sums is not None:
                 section = tl.sum(c0 + c1, axis=1)
@@ -426,7 +460,7 @@ def _quantize(
                 tl.store(q + granule * G + column1[None, :], c1.to(tl.int8), mask=inside)
             else:
                 words = _words(c0, c1, GRANULES, G, ORDER)
-                to = q.to(tl.pointer_type(tl.int32), bitcast=True) + granule * (G // 4) + tl.arange(0, G // 4)[None, :]
-                tl.store(to, words, mask=inside)
+                word_pointers = q.to(tl.pointer_type(tl.int32), bitcast=True) + granule * (G // 4) + tl.arange(0, G // 4)[None, :]
+                tl.store(word_pointers, words, mask=inside)
     if WHOLE and sums is not None:
         tl.store(sums + row, tl.sum(total, axis=0).to(tl.float32))

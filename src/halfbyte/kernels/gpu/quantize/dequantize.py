@@ -30,11 +30,17 @@ def dequantize(data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype, out: T
 
 
 def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, experts: int = 1, early: bool = False) -> None:
-    """The same into `out` [n, k], for a weight that has elements; of stacked experts, with the sections of the first, [experts, n, k].
+    """Dequantize a weight that has elements.
 
-    early: this starts before the kernel before has ended and writes meanwhile, to memory of `scratch.double_buffer`.
+    Args:
+        sections: Codes, scales and zeros of the weight, or of the first of several experts, which lie one after the other.
+        geo: Of one expert's weight.
+        out: [n, k], or [experts, n, k].
+        experts: Their number.
+        early: Start before the preceding kernel has ended, and write meanwhile: `out` is from `scratch.double_buffer`.
     """
     early = early and not INTERPRETED
+    expert_strides = tuple(0 if section is None else geo.nbytes // section.element_size() for section in sections)
     run(
         _whole,
         (geo.records, geo.panels, experts),
@@ -42,7 +48,7 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, exper
         out,
         *_sizes(geo),
         geo.n,
-        tuple(0 if t is None else geo.nbytes // t.element_size() for t in sections),
+        expert_strides,
         BITS=geo.format.bits,
         ZERO=zero_number(geo.format),
         FLOAT_CODES=has_floats(geo.format),
@@ -89,7 +95,8 @@ def _sizes(geo: gpu_tiles.Geometry) -> tuple[int, ...]:
 
 @triton.jit
 def _value(u, s, z, BITS: tl.constexpr, ZERO: tl.constexpr, FLOAT_CODES: tl.constexpr):
-    """Return stored codes (int32) as float32; s and z broadcast to u. FLOAT_CODES: they are 4-bit floats."""
+    """Return the float32 values of stored codes u (int32); scales s and zeros z broadcast to u. ZERO: as `weight_kinds.zero_number`;
+    FLOAT_CODES: codes are 4-bit floats."""
     if FLOAT_CODES:
         return e2m1_codes(u).to(tl.float32) * s.to(tl.float32)
     elif ZERO == 0:
@@ -105,7 +112,7 @@ def _value(u, s, z, BITS: tl.constexpr, ZERO: tl.constexpr, FLOAT_CODES: tl.cons
 
 @triton.jit
 def _place(start, i, k, block, padded):
-    """Return the k of i elements after padded k `start` of one block, and which exist."""
+    """Return the k of elements i after `start`, a padded k that begins a piece of one block, and the mask of those that are not padding."""
     within = start % padded + i
     at = start // padded * block + within
     return at, (within < block) & (at < k)
@@ -113,20 +120,25 @@ def _place(start, i, k, block, padded):
 
 @triton.jit
 def _whole(
-    codes, scale, zero, out, k, NP, R, block, padded, N, steps,
+    codes, scale, zero, out, k, NP, R, block, padded, N, expert_strides,
     BITS: tl.constexpr, ZERO: tl.constexpr, FLOAT_CODES: tl.constexpr, PAIRED: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize a panel's K slab."""
+    """Dequantize K slab program_id(0) of panel program_id(1) of expert program_id(2).
+
+    NP, R          rows with padding, and K slabs
+    G              elements of a K slab that have one scale
+    CONTIGUOUS     blocks have no padding
+    """
     if EARLY:
         gdc_launch_dependents()
     r = tl.program_id(0)
     panel = tl.program_id(1).to(tl.int64)
     expert = tl.program_id(2).to(tl.int64)
-    codes += expert * steps[0]
-    scale += expert * steps[1]
+    codes += expert * expert_strides[0]
+    scale += expert * expert_strides[1]
     if ZERO != 0:
-        zero += expert * steps[2]
+        zero += expert * expert_strides[2]
     out += expert * N * k
     PIECES: tl.constexpr = 128 // G
     if BITS == 4:
@@ -149,13 +161,13 @@ def _whole(
     v = _value(tl.reshape(u, (64, PIECES, G)), s, z, BITS, ZERO, FLOAT_CODES)
     if CONTIGUOUS:  # the compiler sees that elements are neighbours, and stores 16 bytes at a time
         column = r * 128 + tl.arange(0, 128)
-        real = column < k
+        exists = column < k
     else:
-        column, real = _place((piece * G)[:, None], tl.arange(0, G)[None, :], k, block, padded)
+        column, exists = _place((piece * G)[:, None], tl.arange(0, G)[None, :], k, block, padded)
         column = tl.reshape(column, (128,))
-        real = tl.reshape(real, (128,))
+        exists = tl.reshape(exists, (128,))
     v = tl.reshape(v, (64, 128)).to(out.dtype.element_ty)
-    tl.store(out + rn[:, None] * k + column[None, :], v, mask=(rn < N)[:, None] & real[None, :])
+    tl.store(out + rn[:, None] * k + column[None, :], v, mask=(rn < N)[:, None] & exists[None, :])
     if EARLY:
         gdc_wait()  # a kernel that waits for this one waits for earlier ones, too
 
@@ -165,7 +177,7 @@ def _rows(
     ids, codes, scale, zero, out, k, NP, R, block, padded, N,
     BITS: tl.constexpr, ZERO: tl.constexpr, FLOAT_CODES: tl.constexpr, PAIRED: tl.constexpr, G: tl.constexpr, SLABS: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize SLABS K slabs of one row."""
+    """Dequantize SLABS K slabs, from program_id(1) * SLABS on, of row ids[program_id(0)]. NP, R, G: as in `_whole`."""
     number = tl.program_id(0).to(tl.int64)
     n = tl.load(ids + number).to(tl.int64)
     valid = (n >= 0) & (n < N)
@@ -186,5 +198,5 @@ def _rows(
     z = tl.load(zero + at, mask=r < R, other=0) if ZERO != 0 else s
     v = _value(u, s, z, BITS, ZERO, FLOAT_CODES)
     v = tl.where(valid, v, float("nan")).to(out.dtype.element_ty)
-    column, real = _place(start, plane * 32 % G + kq, k, block, padded)
-    tl.store(out + number * k + column, v, mask=real & (r < R))
+    column, exists = _place(start, plane * 32 % G + kq, k, block, padded)
+    tl.store(out + number * k + column, v, mask=exists & (r < R))

@@ -1,10 +1,10 @@
 """Float weights to codes, with the arithmetic of `quantizers/absmax.py` bit for bit, in one pass at the speed of memory.
 
-A program takes some blocks as a tile [blocks, elements]: their extremes, their grid, their codes. Compiled without fused
-multiply-adds: every step is one float32 operation, as that module's text has it, or gives the same bits with fewer instructions,
-which are what bounds it (a GPU has time for some twenty an element): clamping to integers commutes with rounding; v + 1.5 * 2^23
-has rne(v) in its lowest bits; round_away(v) = trunc(v + 0.49999997 * sign(v)), as that sum is rounded. A NaN, an infinity or a scale
-that overflows raises a flag; the slow path then finds the place and names it.
+A program quantizes a tile [blocks, elements]: extremes of the blocks, then scales and zeros, then codes. It is compiled without fused
+multiply-adds: every step is one float32 operation of `absmax.py`, or gives the same bits with fewer instructions, as instructions limit the
+speed (a GPU has time for some twenty per element): clamping to integers commutes with rounding; v + 1.5 * 2^23 has rne(v) in its lowest
+bits; round_away(v) = trunc(v + 0.49999997 * sign(v)), as that sum is rounded. A NaN, an infinity or a scale that overflows sets a flag;
+`quantize` then returns None, and the caller's slow path finds the element and names it in its error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from halfbyte.kernels.gpu.arithmetic import INTERPRETED, MAGIC
 from halfbyte.kernels.gpu.runtime.launch import run
 from halfbyte.kernels.gpu.weight_kinds import zero_number
 
-_TILE = 4096
-_PER_WARP = 1024  # elements; what is done once a block costs a thread with fewer of them more than their codes do
+_TILE = 4096  # elements of a program
+_PER_WARP = 1024  # elements; with fewer, work per block takes longer than work per element
 _LONGEST = 32768  # elements of a block, which one program holds in registers
-_FAMILIES = {"int": 0, "ggml": 1, "inferllm": 2}
+_FAMILIES = {"int": 0, "ggml": 1, "inferllm": 2}  # rules of `Format.family` as the kernel numbers them
 
 
 def supports(weight: Tensor, fmt: Format) -> str | None:
@@ -31,7 +31,7 @@ def supports(weight: Tensor, fmt: Format) -> str | None:
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"it takes float32, bfloat16 or float16, not {weight.dtype}"
     if fmt.family not in _FAMILIES:
-        return f"it does not know the rules of {fmt.family}"
+        return f"it has no code for formats of {fmt.family}"
     if fmt.block == "tensor":
         return "one scale for a whole tensor takes two passes over it"
     block = fmt.block_size(weight.shape[-1]) if weight.dim() else 1
@@ -136,52 +136,59 @@ def _quantize(
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, FAMILY: tl.constexpr,
     FULL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The kernel. FULL: blocks fill the tile's width. EVEN: no byte holds one nibble alone."""
+    """Quantize BLOCKS blocks of row program_id(0), from block program_id(1) * BLOCKS on, in a tile of WIDTH elements a block.
+
+    data, scale, zero   codes, scales and zeros in the order of `Codes`; zero is None with ZERO = 0
+    failed              int32 [1], set to 1 where a value or a scale is not finite
+    ZERO, FAMILY        numbers of `weight_kinds.zero_number` and `_FAMILIES`
+    FULL                blocks fill the tile's width
+    EVEN                each byte has two nibbles of one block
+    """
     tl.static_assert(FAMILY < 3, "a family whose rounding has no code for GPUs")
     Q_MAX: tl.constexpr = (1 << BITS) - 1 if ZERO != 0 else (1 << BITS - 1) - 1
     Q_MIN: tl.constexpr = 0 if ZERO != 0 else -(1 << BITS - 1)
-    UP: tl.constexpr = -Q_MIN if BITS == 4 else 0  # nibbles are stored without a sign
+    SHIFT: tl.constexpr = -Q_MIN if BITS == 4 else 0  # nibbles are stored without a sign
     row = tl.program_id(0).to(tl.int64)
-    which = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = which < blocks
-    number = row * blocks + which
-    first = which * block
+    block_in_row = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block_in_row < blocks
+    number = row * blocks + block_in_row
+    first = block_in_row * block
     i = tl.arange(0, WIDTH)
-    real = inside[:, None] & (i < block)[None, :] & (first[:, None] + i[None, :] < k)
-    v = tl.load(x + row * stride + first[:, None] + i[None, :], mask=real, other=0.0).to(tl.float32)
-    lo = tl.zeros([BLOCKS], tl.float32)
+    exists = inside[:, None] & (i < block)[None, :] & (first[:, None] + i[None, :] < k)
+    v = tl.load(x + row * stride + first[:, None] + i[None, :], mask=exists, other=0.0).to(tl.float32)
+    low = tl.zeros([BLOCKS], tl.float32)
     if ZERO == 0:
-        most = _greatest(tl.abs(v))
-        exact = tl.div_rn(most, tl.full([BLOCKS], Q_MAX, tl.float32))
-        if FAMILY == 1 and BITS == 4:  # ggml's q4_0: the value of the first of the greatest magnitudes becomes -8
+        magnitude = _greatest(tl.abs(v))
+        exact = tl.div_rn(magnitude, tl.full([BLOCKS], Q_MAX, tl.float32))
+        if FAMILY == 1 and BITS == 4:  # ggml's q4_0: the first value of the greatest magnitude becomes -8
             signs = 2 * i[None, :] + (v.to(tl.int32, bitcast=True) >> 31 & 1)
-            peak = tl.abs(v) == most[:, None]
-            negative = tl.min(tl.where(peak if FULL else peak & real, signs, 2 * WIDTH), axis=1) & 1
-            exact = tl.where(negative == 1, most, -most) * 0.125
+            peak = tl.abs(v) == magnitude[:, None]
+            negative = tl.min(tl.where(peak if FULL else peak & exists, signs, 2 * WIDTH), axis=1) & 1
+            exact = tl.where(negative == 1, magnitude, -magnitude) * 0.125
     else:
-        lo = _least(v if FULL else tl.where(real, v, float("inf"))) + 0.0
-        hi = _greatest(v if FULL else tl.where(real, v, float("-inf"))) + 0.0
-        most = _greater(tl.abs(lo), tl.abs(hi))
+        low = _least(v if FULL else tl.where(exists, v, float("inf"))) + 0.0
+        high = _greatest(v if FULL else tl.where(exists, v, float("-inf"))) + 0.0
+        magnitude = _greater(tl.abs(low), tl.abs(high))
         if ZERO == 1:
-            lo = tl.minimum(lo, 0.0)
-            hi = tl.maximum(hi, 0.0)
-        exact = tl.div_rn(hi - lo, tl.full([BLOCKS], Q_MAX, tl.float32))
-    kind = scale.dtype.element_ty
-    stored = exact.to(kind)
-    not_finite = ~(most < float("inf")) | ~(tl.abs(stored.to(tl.float32)) < float("inf"))
+            low = tl.minimum(low, 0.0)
+            high = tl.maximum(high, 0.0)
+        exact = tl.div_rn(high - low, tl.full([BLOCKS], Q_MAX, tl.float32))
+    SCALE: tl.constexpr = scale.dtype.element_ty
+    stored = exact.to(SCALE)
+    not_finite = ~(magnitude < float("inf")) | ~(tl.abs(stored.to(tl.float32)) < float("inf"))
     tl.store(scale + number, stored, mask=inside)
     # Codes come from the scale as it is stored, elsewhere than in the "int" family from the exact one.
     inverse = _inverse(stored.to(tl.float32) if FAMILY == 0 else exact)
     if ZERO == 1:
-        point = tl.minimum(tl.maximum((tl.minimum(-lo * inverse, 1024.0) + MAGIC) - MAGIC, 0.0), Q_MAX)
+        point = tl.minimum(tl.maximum((tl.minimum(-low * inverse, 1024.0) + MAGIC) - MAGIC, 0.0), Q_MAX)
         tl.store(zero + number, point.to(tl.uint8), mask=inside)
     if ZERO == 2:
         if FAMILY == 0:  # a block of both signs whose scale vanishes becomes zeros
-            lo = tl.where((inverse == 0) & (lo < 0) & (-lo < exact * Q_MAX), 0.0, lo)
-        offset = lo.to(kind)
+            low = tl.where((inverse == 0) & (low < 0) & (-low < exact * Q_MAX), 0.0, low)
+        offset = low.to(SCALE)
         not_finite |= ~(tl.abs(offset.to(tl.float32)) < float("inf"))
         tl.store(zero + number, offset, mask=inside)
-        v = v - (offset.to(tl.float32) if FAMILY == 0 else lo)[:, None]
+        v = v - (offset.to(tl.float32) if FAMILY == 0 else low)[:, None]
     tl.store(failed + tl.zeros([BLOCKS], tl.int32), 1, mask=not_finite & inside)
     v = v * inverse[:, None]
     if FAMILY == 1 and BITS == 4:
@@ -194,13 +201,13 @@ def _quantize(
         u = (v + MAGIC).to(tl.int32, bitcast=True) + point.to(tl.int32)[:, None]
     else:
         v = tl.minimum(tl.maximum(v, Q_MIN), Q_MAX)
-        u = (v + (MAGIC + UP)).to(tl.int32, bitcast=True) if FAMILY == 0 else _round_away(v) + UP
+        u = (v + (MAGIC + SHIFT)).to(tl.int32, bitcast=True) if FAMILY == 0 else _round_away(v) + SHIFT
     if BITS == 8:
-        tl.store(data + row * data_stride + first[:, None] + i[None, :], u.to(data.dtype.element_ty), mask=real)
+        tl.store(data + row * data_stride + first[:, None] + i[None, :], u.to(data.dtype.element_ty), mask=exists)
     else:
         if not EVEN:
-            u = tl.where(real, u, 0)
+            u = tl.where(exists, u, 0)
         even, odd = tl.split(tl.reshape(u, (BLOCKS, WIDTH // 2, 2)))
-        j = (which * half_block)[:, None] + tl.arange(0, WIDTH // 2)[None, :]
+        j = (block_in_row * half_block)[:, None] + tl.arange(0, WIDTH // 2)[None, :]
         written = inside[:, None] & (tl.arange(0, WIDTH // 2) < half_block)[None, :] & (j < data_stride)
         tl.store(data + row * data_stride + j, (even & 15 | odd << 4).to(tl.uint8), mask=written)

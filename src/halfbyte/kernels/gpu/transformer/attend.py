@@ -1,4 +1,4 @@
-"""One token of each sequence attends to its cache: rotary positions, the cache's new entry and attention in two kernels.
+"""Attention of a decode step, one new token of each sequence: rope, the KV cache's new entry and attention in two kernels.
 
     q, k, v = qkv [B, (H + 2 Hkv) * D], heads after heads;   q, k: x -> x * cos + (-x[R/2:], x[:R/2]) * sin     (Su et al., RoFormer, 2021)
     (or q, k, of which v is made, too, before anything else; or q alone, where `length` tokens are in the cache with the new one: Gemma 4)
@@ -45,21 +45,35 @@ from halfbyte.kernels.layer_kinds import RopeInterleaved, is_interleaved
 from halfbyte.layouts.records import BLOCK, scales_of
 from halfbyte.machine import Gpu
 
-_MOST = 4096  # numbers of a key head's result, by 128 threads
-_MOST_OF_WIDE = 8192  # by 256 threads, of heads wider than 256, whose tiles have few tokens
+_MOST = 4096  # elements of a key head's result (query heads * dim) in registers of 128 threads
+_MOST_OF_WIDE = 8192  # in those of 256 threads, of heads wider than 256, whose tiles have few tokens
 _MOST_SPLITS = 64
-_FEW_TILES = 2  # of a block, which are read to registers
-_STREAMED = (64, 4, 3)  # tokens, warps and stages where there are more
-_BLOCKS = 2  # of those, that a multiprocessor has room for
+_BLOCKS_PER_SM = 1.2  # thread blocks that key heads are split into, with tiles in registers
+_FEW_TILES = 2  # of a thread block, which are loaded to registers
+_STREAMED = (64, 4, 3)  # tokens, warps and stages if there are more
+_RESIDENT_STREAMED = 2  # thread blocks of streamed tiles that a multiprocessor has room for
+# Microseconds of a streamed tile when memory, or latency, is the limit, and of the start and end of a wave of thread blocks.
+_TILE_READ_US, _TILE_LATENCY_US, _WAVE_US = 1.4, 2.0, 2.0
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Static(CompileTime):
-    """What the kernel is compiled for. `wide` is `dim` up to a power of two, `rows` the `heads` of a key head up to what the matrix units
-    take; `tokens` are a tile; `stages` - 1 tiles are on their way (1: the next one, in registers). `rotary_dim`, `rope_interleaved`,
-    `norm_after_rope`, `others` and `v_norm` as in `How`; `short`: rope's tables have R / 2 columns; `added`: masks are
-    added to scores; `codes`: the cache has codes and scales."""
+    """What the kernel is compiled for.
+
+    Attributes:
+        dim, wide: Elements of a head, and the next power of two.
+        heads, rows: Query heads for each key head, and the rows that matrix instructions take for them.
+        tokens: Of a tile.
+        warps: Of a thread block.
+        stages: `stages` - 1 tiles are in flight through shared memory; 1: one tile, in registers.
+        pdl: It starts before the preceding kernel has ended (programmatic dependent launch).
+        rotary_dim, rope_interleaved, norm_after_rope, others, v_norm: As in `How`.
+        unit_offset: Norms multiply by 1 + weight.
+        short: Rope's tables have R / 2 columns.
+        added: The mask is added to scores; otherwise it is boolean.
+        codes: The cache has codes and scales.
+    """
 
     dim: int
     wide: int
@@ -101,16 +115,18 @@ class Static(CompileTime):
 
 
 class How(NamedTuple):
-    """What families differ in.
+    """The variants of attention in different model families.
 
-    factor  of the result
-    rotary_dim  elements of a head that rope rotates, R; None: as many as the tables have, which may have R / 2
-    rope_interleaved  "": elements i and i + R / 2; "half", "repeated": 2 i and 2 i + 1, by the first R / 2 columns of the tables, or by R,
-            each twice
-    sinks   [H], contiguous: a score of each head that is not a token's; None: there are none
-    norm_after_rope  norms follow rope
-    others  tensors in addition to queries: 2, keys and values; 1, keys, which are the values, too; 0, none: the new token is in the cache
-    v_norm  values have a norm, without a weight, as those of queries else
+    Attributes:
+        factor: What the result is multiplied by.
+        rotary_dim: Elements of a head that rope rotates, R; None: as many as the tables have columns.
+        rope_interleaved: Which elements rope rotates together. "": i and i + R / 2; "half" and "repeated": 2 i and 2 i + 1, where the
+            first R / 2 columns of the tables are used, or R, which have each value twice.
+        sinks: [H], contiguous: attention sinks, the score of each head that belongs to no token; None: there are none.
+        norm_after_rope: Norms follow rope.
+        others: Tensors in `qkv` in addition to queries: 2, keys and values; 1, keys, which are the values, too; 0, none: the new token is
+            in the cache already.
+        v_norm: Values have an RMSNorm, without a weight, with the eps of the queries' norm.
     """
 
     factor: float = 1.0
@@ -146,8 +162,8 @@ def _wide(dim: int) -> int:
 def static(
     batch: int, heads: int, kv_heads: int, size: int, dim: int, dtype: torch.dtype, gpu: Gpu, *, codes: bool = False
 ) -> tuple[Static, int]:
-    """For caches of `size` tokens, and the blocks that share a key head: as many as fill the GPU, each with a tile or more. A kernel takes
-    any number of them, as one that is compiled for the sizes of a cache would have to be compiled for each."""
+    """Return what the kernel is compiled for with caches of `size` tokens, and the thread blocks that share a key head (an argument, so
+    that not each size of a cache has its own kernel): as many as fill the GPU, each with a tile or more."""
     if codes:
         wide, rows = max(LEAST_WIDE, _wide(dim)), _rows(heads // kv_heads)
         tile, splits = tiled(batch * kv_heads, rows, wide, size, dtype, gpu)
@@ -156,7 +172,7 @@ def static(
     group, wide, programs = heads // kv_heads, _wide(dim), batch * kv_heads
     tokens = 64 if dtype != torch.float32 and wide <= 128 else 16
     tiles = -(-size // tokens)
-    splits = max(1, min(_MOST_SPLITS, tiles, round(1.2 * gpu.sms / programs)))
+    splits = max(1, min(_MOST_SPLITS, tiles, round(_BLOCKS_PER_SM * gpu.sms / programs)))
     many = tokens == 64 or _rows(group) * wide > _MOST
     few = Static(dim, wide, group, _rows(group), tokens, 8 if many else 4, 1, launcher.starts_early(gpu), dim)
     if tiles <= _FEW_TILES * splits or tokens < 64:
@@ -168,11 +184,11 @@ def static(
 
 
 def _us(splits: int, programs: int, tiles: int, sms: int) -> float:
-    """About how long blocks of streamed tiles take, all tokens being there: memory's time of the multiprocessor that has the most of them,
-    or as long as a block waits for its tiles one after the other; and the beginning and end of each round of blocks."""
-    rounds = -(-programs * splits // (_BLOCKS * sms))
-    longest = -(-tiles // splits)
-    return max(1.4 * -(-programs * splits // sms) * longest, 2.0 * rounds * longest) + 2.0 * rounds
+    """Estimate the microseconds of streamed tiles with a full cache: the tiles of the multiprocessor that has the most, limited by memory,
+    or those of a thread block in each wave, limited by latency; and the start and end of each wave."""
+    waves = -(-programs * splits // (_RESIDENT_STREAMED * sms))
+    block_tiles = -(-tiles // splits)
+    return max(_TILE_READ_US * -(-programs * splits // sms) * block_tiles, _TILE_LATENCY_US * waves * block_tiles) + _WAVE_US * waves
 
 
 def launch(
@@ -188,14 +204,21 @@ def launch(
     norms: tuple[Norm, Norm] | None = None,
     how: How = How(),  # noqa: B008
 ) -> None:
-    """
-    qkv     [B, (H + 2 Hkv) * D], or of as many others as `how` says, out [B, H * D], contiguous
-    rotary  cosines and sines [B or 1, R or R / 2] of the positions, the last dimension contiguous; None: there are none
-    cache   keys and values [B, Hkv, T, D], contiguous, of qkv's type; or their codes, int8, and then scales of keys and of values,
-            bfloat16 [B, Hkv, T, ceil(D / 32)]
-    length  int64, one number: tokens of the cache
-    mask    [B or 1, T], bool, or floating point, which is added; the last dimension contiguous; None: all true
-    norms   of queries and of keys, weights [D], with equal other settings; None: there are none
+    """Write the result of attention to `out`, the new token to the cache, and length + advance to `length`.
+
+    Args:
+        gpu: Where.
+        qkv: [B, (H + others * Hkv) * D], contiguous; others = 2 unless `how` says differently.
+        rotary: Cosines and sines [B or 1, R or R / 2] of the positions, the last dimension contiguous; None: there is no rope.
+        cache: Keys and values [B, Hkv, T, D], contiguous, of qkv's dtype; or their codes, int8, and then scales of keys and of values,
+            bfloat16 [B, Hkv, T, ceil(D / 32)].
+        length: int64 [1]: tokens in the cache.
+        mask: [B or 1, T], the last dimension contiguous: bool, or floating point, which is added to scores; None: all are visible.
+        out: [B, H * D], contiguous.
+        scale: Of scores.
+        advance: What is added to `length`.
+        norms: Of queries and of keys, weights [D], with the same eps and unit_offset; None: there are none.
+        how: The model family's variant.
     """
     batch, kv_heads, size, dim = cache[0].shape
     heads = out.shape[1] // dim

@@ -1,11 +1,10 @@
-"""y [M, N / 2] = factor * f(x[:, : N / 2]) * x[:, N / 2 :] of x [M, N], or without gates y [M, N] = factor * f(x), in float32,
-rounded once.
+"""Activations and gated activations of x, in float32, rounded once; f is a gate function of `layer_kinds.py`.
 
-    y [M, N] = f(x) * e                         of x and e [M, N]
+    launch, gated       y [M, N] = factor * f(gate) * up           x [M, 2 N]: gate, the first half of the columns, and up, the second
+    launch, not gated   y [M, N] = factor * f(x) * multiplier      x [M, N]
+    launch_clamped      y [M, N] = (up + 1) * gate * sigmoid(alpha * gate)      x [M, 2 N]: gate, up, gate, …, clamped before (gpt-oss)
 
-    y [M, I] = (up + 1) * gate * sigmoid(alpha * gate) of x [M, 2 I], gate, up, gate, …, which are clamped before
-
-Where the product before it has gates, `skinny.py` computes them before it writes; this is for products of other kernels.
+`skinny.py` and `skinny_hopper.py` compute gates in their epilogue; these kernels follow other products.
 """
 
 from __future__ import annotations
@@ -21,14 +20,23 @@ from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.machine import Gpu
 
-_WIDE = 1024
+_WIDE = 1024  # elements of a thread block
 
 
 def launch(
     gpu: Gpu, x: Tensor, out: Tensor, gates: str = "silu", factor: float = 1.0, *, gated: bool = True, multiplier: Tensor | None = None
 ) -> None:
-    """x [M, N], out [M, N / 2], or [M, N] where it is not `gated`, contiguous; `gates` names f, as in `layer_kinds.py`. multiplier [M, N],
-    rows of which are contiguous: what f(x) is multiplied by where it is not gated; or None."""
+    """Launch the activation.
+
+    Args:
+        gpu: Where.
+        x: [M, 2 N], or [M, N] if not `gated`; contiguous.
+        out: [M, N], contiguous.
+        gates: The name of f.
+        factor: One number.
+        gated: Whether x has gate and up.
+        multiplier: [M, N] with contiguous rows, if not `gated`; None: 1.
+    """
     m, n = out.shape
     pdl = launcher.starts_early(gpu)
     other = None if multiplier is None else (multiplier, multiplier.stride(0))
@@ -36,7 +44,7 @@ def launch(
 
 
 def launch_clamped(gpu: Gpu, x: Tensor, out: Tensor, alpha: float, limit: float) -> None:
-    """x [M, 2 I], out [M, I], contiguous; gates are at most `limit`, and up between -limit and limit."""
+    """Launch the clamped activation of x [M, 2 N] to out [M, N], contiguous. Gates are clamped to at most `limit`, up to -limit … limit."""
     m, n = out.shape
     pdl = launcher.starts_early(gpu)
     launcher.run(_clamped, (m, -(-n // _WIDE)), x, out, n, alpha, limit, _WIDE, pdl, num_warps=4, early=pdl)

@@ -1,11 +1,14 @@
-"""RMS norms (Zhang and Sennrich, 2019) of the rows of x, in float32, rounded once: norm(x) = x / sqrt(mean(x²) + eps) * weight, or
-* (1 + weight), as Gemma has it; and layer norms (Ba, Kiros and Hinton, 2016): the same of x - mean(x), + shift where there is one.
+"""RMSNorm (Zhang and Sennrich, 2019) and LayerNorm (Ba, Kiros and Hinton, 2016) of the rows of x [M, K], in float32, rounded once.
 
-    y = norm(x)                                 of either kind; or RMS norms of parts of a row, each with a weight of its own
-    h = residual + norm(x), z = then(h)         where what a layer's half gives has a norm, and what follows has, too
-    h = c * (residual + norm(x)), …             c: one number
+    RMSNorm     norm(x) = x / sqrt(mean(x²) + eps) * weight, or * (1 + weight) with `unit_offset` (Gemma)
+    LayerNorm   norm(x) = RMSNorm(x - mean(x)) + shift
 
-A block takes a row: of the few of a decoding step what matters is that the next kernel may start, and read its weights, meanwhile.
+    launch, launch_layer_norm    y = norm(x)
+    launch_sections              y = RMSNorm of two parts of a row, each with its own weight
+    launch_added                 h = scale * (residual + RMSNorm(x)), z = RMSNorm(h): the norm of a half of a layer's output, the residual
+                                 connection, and the norm of the next half's input
+
+A thread block computes a row. In a decode step there are few, and the next kernel starts and loads its weights meanwhile.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.machine import Gpu
 
-MOST = 1 << 15  # columns: all of a row is in registers
+MOST = 1 << 15  # columns: a row is in registers
 
-Norm = tuple[Tensor, float, bool]  # weight [K] of x's type, eps, whether 1 + weight is multiplied by
+Norm = tuple[Tensor, float, bool]  # weight [K] of x's dtype, eps, unit_offset: 1 + weight is multiplied
 
 
 def launch(gpu: Gpu, x: Tensor, norm: Norm, out: Tensor) -> None:
-    """x, out [M, K], contiguous, K at most MOST."""
+    """Launch out = RMSNorm(x); both [M, K], contiguous, K at most MOST."""
     weight, eps, unit_offset = norm
     m, k = x.shape
     pdl = launcher.starts_early(gpu)
@@ -32,7 +35,7 @@ def launch(gpu: Gpu, x: Tensor, norm: Norm, out: Tensor) -> None:
 
 
 def launch_layer_norm(gpu: Gpu, x: Tensor, norm: Norm, shift: Tensor | None, out: Tensor) -> None:
-    """A layer norm: x, out [M, K], contiguous, K at most MOST; shift [K] of x's type, or None."""
+    """Launch out = LayerNorm(x); both [M, K], contiguous, K at most MOST; shift [K] of x's dtype, or None."""
     weight, eps, unit_offset = norm
     m, k = x.shape
     pdl, wide = launcher.starts_early(gpu), triton.next_power_of_2(k)
@@ -40,8 +43,8 @@ def launch_layer_norm(gpu: Gpu, x: Tensor, norm: Norm, shift: Tensor | None, out
 
 
 def launch_sections(gpu: Gpu, x: Tensor, norms: tuple[Norm, Norm], out: Tensor) -> None:
-    """Normalize two sections of the columns of x [M, K], as many as each weight has, at most MOST; further columns, no more than the first
-    section has, are copied. x, out [M, K], contiguous."""
+    """Launch RMSNorm of two sections of columns of x, which follow each other: the widths are those of the weights. The other columns are
+    copied. x, out [M, K], contiguous; each of the three parts is at most MOST wide."""
     (first, eps, unit_offset), (second, _, _) = norms
     pdl, a, b = launcher.starts_early(gpu), len(first), len(second)
     sizes, wide = (a, b, x.shape[1]), triton.next_power_of_2(max(a, b, x.shape[1] - a - b))
@@ -57,8 +60,15 @@ def launch_added(
     then: tuple[Norm, Tensor] | None,
     scale: Tensor | None = None,
 ) -> None:
-    """x, residual, out [M, K], contiguous, K at most MOST; `then`: the norm of what is written to `out`, and where its result goes; scale:
-    one number, what the sum is multiplied by, or None."""
+    """Launch out = scale * (residual + RMSNorm(x)), and RMSNorm(out).
+
+    Args:
+        gpu: Where.
+        x, residual, out: [M, K], contiguous, K at most MOST.
+        norm: Of x.
+        then: The norm of `out`, and where its result [M, K] is written; None: there is none.
+        scale: [1]; None: 1.
+    """
     weight, eps, unit_offset = norm
     m, k = x.shape
     pdl = launcher.starts_early(gpu)
@@ -68,23 +78,25 @@ def launch_added(
 
 
 @triton.jit
-def _factor(weight, i, K, PLUS_ONE: tl.constexpr):
+def _factor(weight, i, K, UNIT_OFFSET: tl.constexpr):
+    """Return elements i of what is multiplied, in float32; 0 beyond K."""
     factor = tl.load(weight + i, mask=i < K, other=0.0).to(tl.float32)
-    return factor + 1 if PLUS_ONE else factor
+    return factor + 1 if UNIT_OFFSET else factor
 
 
 @triton.jit
 def _normed(v, factor, K, eps):
+    """Return RMSNorm of v, float32, which is 0 beyond K."""
     return v * tl.rsqrt(tl.sum(v * v) / K + eps) * factor
 
 
 @triton.jit
-def _norm(x, weight, eps, out, K, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
+def _norm(x, weight, eps, out, K, WIDE: tl.constexpr, UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     i = tl.arange(0, WIDE)
     at = tl.program_id(0).to(tl.int64) * K + i
-    factor = _factor(weight, i, K, PLUS_ONE)
+    factor = _factor(weight, i, K, UNIT_OFFSET)
     if PDL:
         gdc_wait()
     v = tl.load(x + at, mask=i < K, other=0.0).to(tl.float32)
@@ -92,12 +104,12 @@ def _norm(x, weight, eps, out, K, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PD
 
 
 @triton.jit
-def _layer_norm(x, weight, shift, eps, out, K, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
+def _layer_norm(x, weight, shift, eps, out, K, WIDE: tl.constexpr, UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
     i = tl.arange(0, WIDE)
     at = tl.program_id(0).to(tl.int64) * K + i
-    factor = _factor(weight, i, K, PLUS_ONE)
+    factor = _factor(weight, i, K, UNIT_OFFSET)
     added = tl.zeros((WIDE,), tl.float32) if shift is None else _factor(shift, i, K, False)
     if PDL:
         gdc_wait()
@@ -107,14 +119,15 @@ def _layer_norm(x, weight, shift, eps, out, K, WIDE: tl.constexpr, PLUS_ONE: tl.
 
 
 @triton.jit
-def _sections(x, first, second, eps, out, sizes, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
+def _sections(x, first, second, eps, out, sizes, WIDE: tl.constexpr, UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr):
+    """Compute section program_id(1), the third of which is copied; `sizes`: columns of the first, of the second, and of all."""
     if PDL:
         gdc_launch_dependents()
     i, section = tl.arange(0, WIDE), tl.program_id(1)
     begin = tl.where(section == 0, 0, tl.where(section == 1, sizes[0], sizes[0] + sizes[1]))
     K = tl.where(section == 0, sizes[0], tl.where(section == 1, sizes[1], sizes[2] - sizes[0] - sizes[1]))
     at = tl.program_id(0).to(tl.int64) * sizes[2] + begin + i
-    factor = _factor(tl.where(section == 0, first, second), i, tl.where(section == 2, 0, K), PLUS_ONE)
+    factor = _factor(tl.where(section == 0, first, second), i, tl.where(section == 2, 0, K), UNIT_OFFSET)
     if PDL:
         gdc_wait()
     v = tl.load(x + at, mask=i < K, other=0.0)
@@ -123,14 +136,15 @@ def _sections(x, first, second, eps, out, sizes, WIDE: tl.constexpr, PLUS_ONE: t
 
 
 @triton.jit
-def _added(x, weight, eps, residual, out, then, scale, K, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
+def _added(x, weight, eps, residual, out, then, scale, K, WIDE: tl.constexpr, UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr):
+    """Compute row program_id(0); `then`: None, or weight, eps and output of the second norm."""
     if PDL:
         gdc_launch_dependents()
     i = tl.arange(0, WIDE)
     at = tl.program_id(0).to(tl.int64) * K + i
-    factor = _factor(weight, i, K, PLUS_ONE)
+    factor = _factor(weight, i, K, UNIT_OFFSET)
     if then is not None:
-        factor_then = _factor(then[0], i, K, PLUS_ONE)
+        factor_then = _factor(then[0], i, K, UNIT_OFFSET)
     if PDL:
         gdc_wait()
     v = tl.load(x + at, mask=i < K, other=0.0).to(tl.float32)

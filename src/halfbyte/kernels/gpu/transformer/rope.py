@@ -31,14 +31,20 @@ _ELEMENTS = 1024  # of a block
 
 @dataclass(frozen=True)
 class Static(CompileTime):
-    """What the kernel is compiled for: `heads` of a block, of `dim` elements, of which rope rotates the first, `rotary_dim`.
+    """What the kernel is compiled for.
 
-    wide, unrotated   pairs that rope rotates, and elements that it does not, up to powers of two
-    neighbours    elements of a pair are
-    short_tables  an element of the tables, of which the first half counts, is for a pair
-    norm_after_rope  rope precedes norms
-    others        what a row has in addition to queries: 2, keys and values; 1, keys, which values are made of, too; 0, nothing
-    v_norm        values have a norm
+    Attributes:
+        heads: Of a thread block.
+        dim: Elements of a head.
+        rotary_dim: Elements of a head that rope rotates, the first ones.
+        wide, unrotated: Pairs that rope rotates, and elements that it does not, rounded up to powers of two.
+        neighbours: The elements of a pair are adjacent; otherwise they are R / 2 apart.
+        short_tables: Only the first R / 2 columns of the tables are read, one for each pair.
+        unit_offset: Norms multiply by 1 + weight.
+        norm_after_rope: Norms follow rope.
+        pdl: It starts before the preceding kernel has ended (programmatic dependent launch).
+        others: Tensors in a row in addition to queries: 2, keys and values; 1, keys, which are the values, too; 0, none.
+        v_norm: Values have an RMSNorm, without a weight.
     """
 
     heads: int
@@ -69,15 +75,20 @@ def launch(
     others: int = 2,
     v_norm: bool = False,
 ) -> None:
-    """
-    qkv      [B * T, (H + others * Hkv) * D], queries [B, T, H, D], contiguous
-    rotary   cosines and sines [B or 1, T, R], or their first R / 2, the last dimension contiguous; None: there are no positions
-    cache    keys and values [B, Hkv, S, D] of qkv's type, the last dimension contiguous, both with the same strides
-    length   int64, one number, where new tokens begin; None: 0
-    norms    of queries and of keys, weights [D], with equal other settings; None: there are none
-    rotary_dim   R; 0: no rope
-    rope_interleaved, norm_after_rope, v_norm   as `ops.transformer.sublayers.Heads` has them
-    others   as in Static
+    """Write queries, and keys and values to the cache.
+
+    Args:
+        gpu: Where.
+        qkv: [B * T, (H + others * Hkv) * D], contiguous.
+        rotary: Cosines and sines [B or 1, T, R], or their first R / 2, the last dimension contiguous; None: there is no rope.
+        queries: [B, T, H, D], contiguous: written.
+        cache: Keys and values [B, Hkv, S, D] of qkv's dtype, the last dimension contiguous, both with the same strides: written from
+            `length` on.
+        length: int64 [1], the tokens in the cache; None: 0.
+        norms: Of queries and of keys, weights [D], with the same eps and unit_offset; None: there are none.
+        rotary_dim: R; 0: no rope.
+        rope_interleaved, norm_after_rope, v_norm: As in `ops.transformer.sublayers.Heads`.
+        others: As in Static.
     """
     batch, tokens, heads, dim = queries.shape
     kv_heads, size = cache[0].shape[1:3]
