@@ -282,7 +282,7 @@ def quantizing_launch(multiply: Callable[..., None], workspace_bytes: Callable[.
     ) -> None:
         """x [M, K] or its codes, the weight's sections, out [M, N]."""
         if isinstance(x, Quantized):
-            multiply(problem, config, x, weight, out, epilogue, workspace(out.device, extra_bytes(problem, config)))
+            multiply(problem, config, x, weight, out, epilogue, workspace(out.device, workspace_bytes(problem, config)))
             return
         x_plan = plan(problem)
         memory = workspace(out.device, x_plan.nbytes + workspace_bytes(problem, config))
