@@ -18,8 +18,8 @@ def weight(n: int, k: int) -> Weight:
 
 def block(k: int = 32, inner: int = 64, heads: int = 4, down: int | None = None) -> CrossBlock:
     norms = [Norm(torch.ones(k), 1e-5, layer_norm=True) for _ in range(3)]
-    own, cross = (weight(3 * k, k), weight(k, k)), (weight(k, k), weight(2 * k, 16), weight(k, k))
-    return CrossBlock(own, cross, (weight(2 * inner, k), weight(k, down or inner)), norms, heads)
+    self_attention, cross = (weight(3 * k, k), weight(k, k)), (weight(k, k), weight(2 * k, 16), weight(k, k))
+    return CrossBlock(self_attention, cross, (weight(2 * inner, k), weight(k, down or inner)), norms, heads)
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,15 @@ def test_inputs() -> None:
 
 
 def test_biases_in_sixteen_bits_are_read_anew() -> None:
-    own = Weight(weight(96, 32).packed, torch.zeros(96, dtype=torch.bfloat16), "int8", "block")
+    self_attention = Weight(weight(96, 32).packed, torch.zeros(96, dtype=torch.bfloat16), "int8", "block")
     norms = [Norm(torch.ones(32), 1e-5, layer_norm=True) for _ in range(3)]
     products = (weight(32, 32), weight(32, 32), weight(64, 16), weight(32, 32), weight(128, 32), weight(32, 64))
-    native = CrossBlock((own, products[0]), products[1:4], products[4:], norms, 4)
+    native = CrossBlock((self_attention, products[0]), products[1:4], products[4:], norms, 4)
     x, context = torch.randn(1, 4, 32), torch.randn(1, 3, 16)
     before = native(x, context)
-    assert own.bias is not None
-    own.bias.fill_(2)
+    assert self_attention.bias is not None
+    self_attention.bias.fill_(2)
     assert not torch.equal(native(x, context), before)
-    own.bias.zero_()
+    self_attention.bias.zero_()
     assert torch.equal(native(x, context), before)
-    assert replace(own.packed).shape == (96, 32)
+    assert replace(self_attention.packed).shape == (96, 32)

@@ -1,4 +1,4 @@
-"""Attention of whole sequences by products of bfloat16 pairs, where every token sees every other: beside layers that compute in int8.
+"""Attention of whole sequences by products of bfloat16 pairs, where every token sees every other, for layers that compute in int8.
 
     y[b, i, h] = sum over j of  p[j] * v[b, h, j] / sum over j of p[j],   p[j] = exp(scale * q[b, h, i] · k[b, h, j] - m)
 

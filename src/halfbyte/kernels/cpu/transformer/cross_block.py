@@ -5,7 +5,7 @@
     y = r + ((n · Wupᵀ + bias) * gelu(n · Wgateᵀ + bias)) · Wdownᵀ + bias       n = norm3(r)
 
 Products are those of `linear.py`; a norm is computed with the laying out of its rows (`step_sequence.py`), and the products by Wup and
-Wgate read the same rows. Everything between the steps is float32. Attention is that of `attend_bf16.py` beside products in int8 on CPUs
+Wgate read the same rows. Everything between the steps is float32. Attention is that of `attend_bf16.py` next to products in int8 on CPUs
 with products of bfloat16, and else that of `attend_whole.py`. `ops/transformer/cross_block.py` calls it.
 """
 
