@@ -257,7 +257,7 @@ def test_the_share_of_experts_that_cross_is_measured(specs: Models, monkeypatch:
     assert [len(ids) for ids in used] == [rates.FEWEST_ROWS] * 2
     assert used[0].unique().tolist() == list(range(len(next(iter(host._mixtures.values())).router)))
     host.__dict__.update(_link_seconds=1.0, _cpu_seconds=rates.SecondsOfRows([(16, 0.02), (32, 1.0), (64, 3.0)]))
-    assert [host.streamed_share(rows) for rows in (16, 32, 64, 6400)] == [0.0, 0.5, 0.75, 1.0]
+    assert [host.streamed_share(rows) for rows in (16, 32, 64, 6400)] == [0.0, 0.6, 1.0, 1.0]
 
 
 def test_experts_elsewhere_than_placed(specs: Models) -> None:

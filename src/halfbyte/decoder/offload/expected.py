@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from halfbyte.decoder.offload.placement import LayerSize, Plan
-from halfbyte.decoder.offload.rates import Rates, share_of_link
+from halfbyte.decoder.offload.rates import CONTENTION, Rates, share_of_link
 from halfbyte.timing import time_text
 
 PROMPT = 512  # tokens, of which `expected` tells the time
@@ -100,7 +100,7 @@ def prompt_seconds(plan: Plan, tokens: int, rates: Rates, *, streamed: bool = Fa
             continue
         on_cpu, on_gpu = (_experts_seconds(layer, tokens, rates, cpu=cpu) for cpu in (True, False))
         share = share_of_link(on_cpu, link := layer.experts / rates.link_bandwidth)
-        computed = here + max((1 - share) * on_cpu, share * on_gpu)
+        computed = here + max((1 - share) * on_cpu * (CONTENTION if share else 1), share * on_gpu)
         seconds += max(computed, share * link) if overlaps else computed + share * link  # nothing is computed while the first ones cross
         overlaps = True
     return seconds

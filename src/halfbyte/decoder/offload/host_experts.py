@@ -23,7 +23,6 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.ops.transformer.experts import Experts, Mixture, why_not
 from halfbyte.ops.transformer.routing import mixed, route, shared_output
 
-_LEAST_SHARE = 0.05  # of the experts: fewer are not worth another device
 _MOST_TIMES = 8  # the time of the link, up to which the CPU is measured: more rows take in proportion
 LEAST_ROWS, _UNMEASURED_SHARE = 64, 0.5  # where there is no link to measure: from so many rows on half of the experts cross
 
@@ -77,8 +76,7 @@ class HostExperts:
             return 0.0
         if self._device.type != "cuda":
             return _UNMEASURED_SHARE if rows >= LEAST_ROWS else 0.0
-        share = share_of_link(self._cpu_seconds(rows), self._link_seconds)
-        return 0.0 if share < _LEAST_SHARE else 1.0 if share > 1 - _LEAST_SHARE else share
+        return share_of_link(self._cpu_seconds(rows), self._link_seconds)
 
     @cached_property
     def _link_seconds(self) -> float:

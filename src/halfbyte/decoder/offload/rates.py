@@ -18,6 +18,8 @@ _LINK = 25e9  # bytes per second, where there is no GPU to measure: 16 lanes of 
 _COPIED = 32 << 20  # bytes of pinned memory
 _COPIES = 4
 FEWEST_ROWS = 16  # of a prompt whose experts may cross the link
+CONTENTION = 1.5  # times the CPU's own time while the link reads the same memory: assumed, not measured
+_LEAST_SHARE, _MOST_SHARE = 1 / 3, 0.8  # of a work that two devices share: with CONTENTION less than a third takes the CPU alone less time
 # What prompts reach of the peaks of products: int8 ones on a CPU for few rows of each expert, 16-bit ones on a GPU.
 _OF_DOTS, _OF_PRODUCTS = 0.5, 0.8
 
@@ -102,12 +104,18 @@ def link_bandwidth(device: torch.device) -> float:
 def share_of_link(cpu: float, link: float) -> float:
     """Return which part of a work the link brings to a GPU while the CPU does the rest, so that both end at the same time.
 
-        link * share = cpu * (1 - share)
+        link * share = CONTENTION * cpu * (1 - share)
 
     Args:
         cpu, link: Seconds of all of it.
+
+    Returns:
+        The part; 0 or 1 where one of them alone is about as fast.
     """
-    return cpu / (cpu + link) if cpu else 0.0
+    if not cpu:
+        return 0.0
+    share = CONTENTION * cpu / (CONTENTION * cpu + link)
+    return 0.0 if share < _LEAST_SHARE else 1.0 if share > _MOST_SHARE else share
 
 
 class SecondsOfRows:
