@@ -79,9 +79,9 @@ class Packing:
 def packing(monkeypatch: pytest.MonkeyPatch) -> Packing:
     pack, counted = PackedTensors._packed, Packing()
 
-    def packed(self: PackedTensors, *args: Any) -> Any:
+    def packed(self: PackedTensors, *args: Any, **settings: Any) -> Any:
         counted.count += 1
-        return pack(self, *args)
+        return pack(self, *args, **settings)
 
     monkeypatch.setattr(PackedTensors, "_packed", packed)
     return counted

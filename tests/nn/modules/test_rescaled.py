@@ -269,6 +269,21 @@ def test_writes_to_views_are_refused(write: Any) -> None:
         write(module.weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_in_inference_mode_are_tensors_in_memory(dtype: torch.dtype) -> None:
+    module = linear("q8_0").to(dtype)
+    with torch.no_grad():
+        expected = module.weight.to(torch.float32, copy=True).reshape(-1)
+    with torch.inference_mode():
+        copied = module.weight.to(torch.float32, copy=True).reshape(-1)
+        assert type(copied) is Tensor
+        assert copied.data_ptr()
+        assert copied.dtype == torch.float32
+        assert torch.equal(copied, expected)
+        assert type(module.weight.T) is type(module.weight), "views are read as the weight is"
+        assert type(module.weight.reshape(-1)) is type(module.weight)
+
+
 def test_views_read_the_weight() -> None:
     module, x = linear("q8_0"), torch.randn(5, 64)
     view, weight = module.weight, module.weight.clone()

@@ -167,7 +167,9 @@ class WeightView(Tensor):
         if func is torch.ops.aten.detach.default:  # `weight.data` refuses writes too
             return cls(first.packed, first.dtype, first.shape, first.rows, first.check, first.steps, first.stride(), first.base)
         if isinstance(first, WeightView) and any(result.alias_info is not None for result in func._schema.returns):
-            return first._viewed(func, args[1:], kwargs)
+            # Within torch.inference_mode composite operations come here whole: `to` and `reshape`, which need not return a view.
+            parts = func.decompose(*args, **kwargs)
+            return first._viewed(func, args[1:], kwargs) if parts is NotImplemented else parts
         args, kwargs = tree_map_only(cls, cls._numbers, (args, kwargs))
         return func(*args, **kwargs)
 

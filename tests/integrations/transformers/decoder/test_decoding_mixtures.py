@@ -99,6 +99,14 @@ def test_the_same_text(kind: str, fmt: str, calls: list[tuple[int, int, int]]) -
     assert calls.count((3, 1, len(plain.model.layers))) == 15
 
 
+def test_a_first_call_in_inference_mode() -> None:
+    """The weight of a shared expert's gate, which is quantized, is dequantized when the model is compiled."""
+    plain, short = pair("qwen2")
+    ids = torch.randint(3, 99, (1, 9), generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        assert close(short(ids).logits, plain(ids).logits)
+
+
 def test_the_factor_of_what_layers_add_may_change(calls: list[tuple[int, int, int]]) -> None:
     plain, short = pair("granite")
     before, after = [], []
