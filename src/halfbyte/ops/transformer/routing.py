@@ -50,12 +50,23 @@ _library.define(
 def add_experts(x: Tensor, half: Experts) -> Tensor:
     """Compute `half` of a decoder layer for x [..., K] -> [..., K] in x's dtype, with its norm and residual connection; no gradients.
 
-    All products compute as `half.gate_up` says, on a GPU in floating point unless it says int8.
+    Each product computes as its weight says, on a GPU in floating point unless it says int8: in one op where all say the same.
 
     Raises:
         ArgumentError: Shapes and dtypes do not fit, or the norm is a LayerNorm.
     """
-    return OPS.add_experts.default(x, *_op_arguments(half))  # type: ignore[no-any-return]
+    shared = half.shared_expert
+    weights = half.gate_up, half.down_proj, *(() if shared is None else (shared.gate_up, shared.down_proj))
+    if len({(weight.compute, weight.activation) for weight in weights}) == 1:
+        return OPS.add_experts.default(x, *_op_arguments(half))  # type: ignore[no-any-return]
+    routed = route(x, half)
+    total, of_shared = mixed(routed.z, routed.ids, routed.weights, half), shared_output(routed, half)
+    return add_mixed(x, total if of_shared is None else total.add_(of_shared))
+
+
+def _computing_as(half: Experts, weight: Weight) -> Experts:
+    """Return `half` with the compute and activation of one of its weights for all."""
+    return half._replace(gate_up=half.gate_up._replace(compute=weight.compute, activation=weight.activation))
 
 
 class Routed(NamedTuple):
@@ -95,14 +106,14 @@ def mixed(z: Tensor, ids: Tensor, weights: Tensor, half: Experts, first: int = 0
         half: The experts. All is on one device.
         first: Experts before this one are left out.
     """
-    a = _arguments(z, half)
+    a, down = _arguments(z, half), _arguments(z, _computing_as(half, half.down_proj))
     if first == 0:
-        return a.mixed(z, ids, weights)
+        return a.mixed(z, ids, weights, down)
     pairs = (ids.flatten() >= first).nonzero().squeeze(1)  # of a row and one of its experts, row after row
     rows, chosen = pairs // ids.shape[1], ids.flatten()[pairs, None]
     if not len(pairs):
         return z.new_zeros(z.shape, dtype=torch.float32)
-    y = a.experts(z[rows], chosen).squeeze(1).float()
+    y = a.experts(z[rows], chosen, down).squeeze(1).float()
     starts = torch.searchsorted(rows, torch.arange(len(z), device=z.device))
     each = torch.arange(len(pairs), device=z.device)
     return functional.embedding_bag(each, y, starts, mode="sum", per_sample_weights=weights.flatten()[pairs].float())
@@ -126,13 +137,18 @@ def add_first(x: Tensor, routed: Routed, half: Experts, count: int) -> Tensor:
 
 def shared_output(routed: Routed, half: Experts) -> Tensor | None:
     """Return what the shared expert adds to rows, float32 [M, K]; None where there is none."""
-    return _shared_in_torch(_arguments(routed.z, half), routed)
+    if half.shared_expert is None:
+        return None
+    weights = half.shared_expert.gate_up, half.shared_expert.down_proj
+    up, down = (_arguments(routed.z, _computing_as(half, weight)) for weight in weights)
+    return _shared_in_torch(up, routed, down)
 
 
-def _shared_in_torch(a: _Arguments, routed: Routed) -> Tensor | None:
+def _shared_in_torch(a: _Arguments, routed: Routed, down: _Arguments | None = None) -> Tensor | None:
+    """`down`: with the compute of the second product, if it has another."""
     if a.shared_up is None:
         return None
-    y = a.of_shared(routed.z).float()
+    y = a.of_shared(routed.z, down).float()
     return y if routed.shared_logits is None else torch.sigmoid(routed.shared_logits).unsqueeze(-1) * y
 
 
@@ -257,16 +273,16 @@ class _Arguments(NamedTuple):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum may be 0
         return ids, weights * self.scaling_factor
 
-    def experts(self, z: Tensor, ids: Tensor) -> Tensor:
-        """Return the outputs of the experts of rows, [M, T, K]."""
-        return self.product(self.gated(self.product(z, ids, down=False)).to(z.dtype), ids, down=True)
+    def experts(self, z: Tensor, ids: Tensor, down: _Arguments | None = None) -> Tensor:
+        """Return the outputs of the experts of rows, [M, T, K]; `down`: with the compute of the second product, if it has another."""
+        return (down or self).product(self.gated(self.product(z, ids, down=False)).to(z.dtype), ids, down=True)
 
-    def mixed(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Return the sum of the routed experts by their weights, float32 [M, K]."""
-        return (self.experts(z, ids).float() * weights.unsqueeze(-1)).sum(1)
+    def mixed(self, z: Tensor, ids: Tensor, weights: Tensor, down: _Arguments | None = None) -> Tensor:
+        """Return the sum of the routed experts by their weights, float32 [M, K]; `down` as for `experts`."""
+        return (self.experts(z, ids, down).float() * weights.unsqueeze(-1)).sum(1)
 
-    def of_shared(self, z: Tensor) -> Tensor:
-        """Return the shared expert of z [M, K] -> [M, K], without its gate."""
+    def of_shared(self, z: Tensor, down: _Arguments | None = None) -> Tensor:
+        """Return the shared expert of z [M, K] -> [M, K], without its gate; `down` as for `experts`."""
         k = z.shape[1]
         up = self.shared_up, self.shared_up_bias, self.shared_up_format, 2 * self.shared_inner, k
         if self.compute == "float":
@@ -275,8 +291,8 @@ class _Arguments(NamedTuple):
             weight, bias, *sizes = up
             both = OPS.linear.default(z, weight, bias, None, *sizes, self.compute, self.activation, None, None)
             inner = activated_in_torch(both, "silu", 1.0, gated=True)
-        down = self.shared_down, self.shared_down_bias, None, self.shared_down_format, k, self.shared_inner
-        y: Tensor = OPS.linear.default(inner, *down, self.compute, self.activation, None, None)
+        second, of_down = down or self, (self.shared_down, self.shared_down_bias, None, self.shared_down_format, k, self.shared_inner)
+        y: Tensor = OPS.linear.default(inner, *of_down, second.compute, second.activation, None, None)
         return y
 
 
