@@ -352,10 +352,10 @@ def measure(part: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
         torch.compiler.reset()  # torch keeps a few graphs of each forward
         torch._dynamo.utils.counters.clear()
         try:
-            one = contender.make(copy.deepcopy(model), call)
+            quantized = contender.make(copy.deepcopy(model), call)
             if contender.compiled:
-                compile_(one, part, args)
-            prepared[name] = prepare(one, call, exact)
+                compile_(quantized, part, args)
+            prepared[name] = prepare(quantized, call, exact)
         except Exception as error:
             if name == BASELINE or args.strict:
                 raise

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import halfbyte as hb
+from halfbyte.nn.modules.quantized import QuantLinear
 
 
 class Two(nn.Module):
@@ -33,7 +34,10 @@ def test_bytes_of_a_model() -> None:
     assert diffusion_gpu.model_bytes(model) == 3 * layer - 4 * 64 * 32
     model = Two()
     hb.quantize_(model, hb.Config("q8_0", skip=["many"]))
-    packed = sum(module.packed_data.untyped_storage().nbytes() for module in (model.one, model.unused))  # type: ignore[union-attr, operator]
+    packed = 0
+    for module in (model.one, model.unused):
+        assert isinstance(module, QuantLinear)
+        packed += module.packed_data.untyped_storage().nbytes()
     assert layer + packed + 2 * 4 * 32 <= diffusion_gpu.model_bytes(model) <= layer + packed + 2 * 4 * 32 + 200
     before = diffusion_gpu.model_bytes(model)
     state = type("QuantState", (), {})()

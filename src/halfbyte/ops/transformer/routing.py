@@ -263,7 +263,7 @@ class _Arguments(NamedTuple):
 
     def mixed(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of the routed experts by their weights, float32 [M, K]."""
-        y = self.experts(z, ids).float().masked_fill((weights == 0).unsqueeze(-1), 0.0)  # outputs that `add_first` leaves out may be inf
+        y = self.experts(z, ids).float().masked_fill_((weights == 0).unsqueeze(-1), 0.0)  # outputs that `add_first` leaves out may be inf
         return (y * weights.unsqueeze(-1)).sum(1)
 
     def of_shared(self, z: Tensor) -> Tensor:
