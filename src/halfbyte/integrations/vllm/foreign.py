@@ -13,7 +13,7 @@ from halfbyte.formats.spec import Format
 from halfbyte.kernels.problem import Problem
 from halfbyte.machine import Gpu
 
-# By rows of activations, in decoding and in prefill: kernels that were as fast as Marlin and Machete or faster in benchmarks/gpu.py.
+# Kernels by rows of activations, in decoding and in prefill, that were as fast as Marlin and Machete or faster in benchmarks/gpu.py.
 _MEASURED_KERNELS = {1: ("skinny", "skinny_hopper"), 1024: ("gemm_hopper",)}
 
 

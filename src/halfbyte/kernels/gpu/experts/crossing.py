@@ -6,7 +6,7 @@ kernels store to pinned memory and poll flags in it.
 
 `kernels/cpu/transformer/experts.py` is the other side: it waits for READY, and sets DONE after it has stored y. Flags are written with
 release and read with acquire semantics of system scope, so what was stored before a flag is visible after it. Polling ends after some 20 s,
-with NaN in `out`, so that a failure of the host does not leave the GPU busy for ever.
+with NaN in `out`, so that a failure of the host does not keep the GPU busy permanently.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def _few_rows_8bit(problem: Problem, gpu: Gpu) -> list[Config]:
     if columns == 1:
         candidates = [Config(1, 1, 8), Config(1, 1, 8, warps=4), Config(2, 1, 8)]
         if _has_short_blocks(problem) and -(-problem.n // BAND) >= _HIDES_LATENCY * gpu.sms:
-            # As many threads as the tile has rows in all slices: each loads the scales of one row.
+            # The tile has as many threads as rows in all slices: each loads the scales of one row.
             candidates = [candidates[1], candidates[2], candidates[0]]
         candidates += [Config(2, 1, 8, records=2), Config(1, 1, 8, records=2)]
     elif columns <= 4:
@@ -235,7 +235,7 @@ def _staged_tile(problem: Problem, gpu: Gpu, bands: int, columns: int, slices: i
     split = _split(_tiles(problem, bands, columns), wanted_blocks, slabs // least_slabs, most=16)
     step_slabs = 2 if columns <= 64 and slabs >= 4 * slices * split and problem.dtype != torch.float32 else 1
     slab_bytes, room = _slab_bytes(problem, bands, columns, slices), gpu.shared - _RESERVED_BYTES
-    if gpu.backend != "cuda":  # weights change lanes through shared memory, in float16, and only x is staged, with one step beside them
+    if gpu.backend != "cuda":  # weights change lanes through shared memory, in float16, and only x is staged, with one step in addition
         slab_bytes = _slab_bytes(problem, 0, columns, slices)
         room = gpu.shared - slices * bands * BAND * 2 * gpu_tiles.RECORD + step_slabs * slab_bytes
     if room < 2 * step_slabs * slab_bytes:  # a single stage overlaps nothing: shorter steps instead

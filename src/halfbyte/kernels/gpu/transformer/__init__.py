@@ -1,4 +1,4 @@
-"""The kernels of a decoder layer on GPUs, beside its linear layers.
+"""The kernels of a decoder layer on GPUs, but its linear layers.
 
 attend.py        attention of a decode step (one token of each sequence), with rope, query and key norms and the KV cache's new entry
 attend_many.py   attention of a prefill (many tokens); rope.py: rope, norms and new cache entries before it
