@@ -4,7 +4,9 @@
 
 Weights are random and not 0. Blocks are compiled one by one (`--whole`: the model in one graph, which takes minutes for a UNet). Each
 contender's step is one CUDA graph, so that no host overhead counts; steps take turns, every other round backwards. What cannot be captured
-is launched from Python and marked. Errors are relative to the float32 model with the same weights. `--tiny --device cpu` tries it all.
+is launched from Python and marked. Errors are relative to the float32 model with the same weights. torchao leaves linear layers of fewer
+than 17 rows, such as those of adaLN, in bf16: its int8 product takes no fewer. `weights_mb`: parameters, buffers and packed weights of the
+model; `peak_mb`: those, and what a forward allocates at most in addition. `--tiny --device cpu` tries it all.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import gc
 import json
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +32,9 @@ import halfbyte as hb
 from halfbyte.timing import interleave
 
 Step = Callable[[], Tensor]
+Make = Callable[[nn.Module, Mapping[str, Any]], nn.Module]
 BASELINE = "bf16, compiled"
+_LEAST_ROWS = 17  # of torch._int_mm, by which torchao multiplies
 _BLOCKS = {"flux": ("FluxTransformerBlock", "FluxSingleTransformerBlock"), "sdxl": ("BasicTransformerBlock", "ResnetBlock2D")}
 
 
@@ -100,21 +104,37 @@ class Sdxl(nn.Module):
         }
 
 
-# Contenders: each takes a copy of the bfloat16 model, on the device, and may change it.
+# Contenders: each takes a copy of the bfloat16 model, on the device, and the arguments of a step, and may change the model.
 
 
-def halfbyte(model: nn.Module, config: hb.Config) -> nn.Module:
+def halfbyte(model: nn.Module, _: Mapping[str, Any], config: hb.Config) -> nn.Module:
     return hb.optimize_(hb.quantize_(model, config))
 
 
-def torchao(model: nn.Module) -> nn.Module:
+def torchao(model: nn.Module, call: Mapping[str, Any]) -> nn.Module:
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_  # type: ignore[import-not-found]
 
-    quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    rows = rows_of_linears(model, call)
+    quantize_(model, Int8DynamicActivationInt8WeightConfig(), filter_fn=lambda module, _: rows.get(module, 0) >= _LEAST_ROWS)
     return model
 
 
-def bitsandbytes(model: nn.Module, bits: int) -> nn.Module:
+def rows_of_linears(model: nn.Module, call: Mapping[str, Any]) -> dict[nn.Module, int]:
+    """The fewest rows that each linear layer multiplies in a step, of those that it has."""
+    rows: dict[nn.Module, int] = {}
+
+    def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        given = inputs[0].numel() // inputs[0].shape[-1]
+        rows[module] = min(given, rows.get(module, given))
+
+    hooks = [module.register_forward_pre_hook(count) for module in model.modules() if type(module) is nn.Linear]
+    model(**call)
+    for hook in hooks:
+        hook.remove()
+    return rows
+
+
+def bitsandbytes(model: nn.Module, _: Mapping[str, Any], bits: int) -> nn.Module:
     import bitsandbytes as bnb  # type: ignore[import-not-found]
 
     def replaced(linear: nn.Linear) -> nn.Module:
@@ -132,7 +152,7 @@ def bitsandbytes(model: nn.Module, bits: int) -> nn.Module:
     return _replace_linears(model, replaced)
 
 
-def quanto(model: nn.Module) -> nn.Module:
+def quanto(model: nn.Module, _: Mapping[str, Any]) -> nn.Module:
     from optimum.quanto import freeze, qint8, quantize  # type: ignore[import-not-found]
 
     quantize(model, weights=qint8)
@@ -140,7 +160,7 @@ def quanto(model: nn.Module) -> nn.Module:
     return model
 
 
-def gguf(model: nn.Module, name: str) -> nn.Module:
+def gguf(model: nn.Module, _: Mapping[str, Any], name: str) -> nn.Module:
     from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
     from gguf import GGMLQuantizationType
 
@@ -168,9 +188,9 @@ def _replace_linears(model: nn.Module, replaced: Callable[[nn.Linear], nn.Module
 
 @dataclass(frozen=True)
 class Contender:
-    """make: of the bfloat16 model; compiled: whether its blocks are compiled."""
+    """make: of the bfloat16 model and the arguments of a step; compiled: whether its blocks are compiled."""
 
-    make: Callable[[nn.Module], nn.Module]
+    make: Make
     compiled: bool = True
 
 
@@ -180,8 +200,8 @@ def contenders(part: str) -> Mapping[str, Contender]:
     linears = hb.Config("int8_channel", skip=["*conv*"], compute="int8", activation="row")
     of_unets = {"halfbyte W8A8, convolutions bf16, compiled": Contender(partial(halfbyte, config=linears))} if part == "sdxl" else {}
     return {
-        BASELINE: Contender(lambda model: model),
-        "bf16, eager": Contender(lambda model: model, compiled=False),
+        BASELINE: Contender(lambda model, _: model),
+        "bf16, eager": Contender(lambda model, _: model, compiled=False),
         "halfbyte W8A8, compiled": Contender(partial(halfbyte, config=w8a8)),
         **of_unets,
         "halfbyte W8A8": Contender(partial(halfbyte, config=w8a8), compiled=False),
@@ -214,8 +234,8 @@ class Prepared:
 
     run        one step: a replay of its CUDA graph, or the call itself
     captured   whether it is a graph
-    weights    bytes of the model
-    peak       bytes at most during a step, with the weights
+    weights    bytes of the model (`model_bytes`)
+    peak       these, and what a forward allocates at most in addition
     """
 
     run: Callable[[], object]
@@ -225,7 +245,7 @@ class Prepared:
     peak: int = 0
 
 
-def prepare(model: nn.Module, call: dict[str, Any], exact: Tensor, weights: int) -> Prepared:
+def prepare(model: nn.Module, call: dict[str, Any], exact: Tensor) -> Prepared:
     """Warm a model up, compare it with the float32 one, and capture its step."""
 
     def step() -> Tensor:
@@ -233,15 +253,17 @@ def prepare(model: nn.Module, call: dict[str, Any], exact: Tensor, weights: int)
 
     y = step()
     error = float((y.double() - exact.double()).norm() / exact.double().norm())
+    weights = model_bytes(model)
     if not y.is_cuda:
-        return Prepared(step, False, error)
+        return Prepared(step, False, error, weights, weights)
     from halfbyte.ops.graph_capture import CapturedGraph
 
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     for _ in range(3):  # the third call records launches
         step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
     torch.cuda.synchronize()
     peak = weights + torch.cuda.max_memory_allocated() - before
     graph = CapturedGraph(y.device)
@@ -277,12 +299,32 @@ def _graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def allocated(device: str) -> int:
-    gc.collect()
-    if device != "cuda":
-        return 0
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of parameters, buffers and packed weights, each memory once."""
+    memories: dict[tuple[str, int], int] = {}
+    for tensor in _tensors(model):
+        storage = tensor.untyped_storage()
+        memories[str(tensor.device), storage.data_ptr()] = storage.nbytes()
+    return sum(memories.values())
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors that modules have, also within tensor subclasses and as attributes: bitsandbytes has codes and their scales there."""
+    pending: list[object] = []
+    for module in model.modules():
+        pending += [*module._parameters.values(), *module._buffers.values()]
+        pending += [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+            pending += [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+        elif isinstance(value, Tensor):
+            yield value
+            pending.append(getattr(value, "quant_state", None))
+        elif isinstance(value, hb.Packed):
+            pending.append(value.data)
+        elif type(value).__name__ in ("QuantState", "MatmulLtState"):
+            pending += vars(value).values()
 
 
 def measure(part: str, batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -306,15 +348,14 @@ def measure(part: str, batch: int, args: argparse.Namespace) -> list[dict[str, A
     for name, contender in contenders(part).items():
         if args.only and name != BASELINE and not any(word in name for word in args.only):
             continue
-        start, before = time.perf_counter(), allocated(args.device)
+        start = time.perf_counter()
         torch.compiler.reset()  # torch keeps a few graphs of each forward
         torch._dynamo.utils.counters.clear()
         try:
-            one = contender.make(copy.deepcopy(model))
-            weights = allocated(args.device) - before
+            quantized = contender.make(copy.deepcopy(model), call)
             if contender.compiled:
-                compile_(one, part, args)
-            prepared[name] = prepare(one, call, exact, weights)
+                compile_(quantized, part, args)
+            prepared[name] = prepare(quantized, call, exact)
         except Exception as error:
             if name == BASELINE or args.strict:
                 raise

@@ -125,6 +125,28 @@ def test_others_are_not(name: str, m: int, settings: dict[str, str]) -> None:
         assert ops.in_order(replace(packed, sparse=False)).sparse is False
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"x": torch.randn(128, 2 * K)},  # as many numbers as 256 rows have
+        {"x": torch.randn(256, K, dtype=torch.float64)},
+        {"residual": torch.randn(1, N)},  # of which rows beyond the first would be read
+        {"residual": torch.randn(N, 256)},
+        {"residual": torch.randn(256, N, dtype=torch.float64)},
+        {"bias": torch.randn(N - 1)},
+        {"bias": torch.ones(N, dtype=torch.int32)},
+    ],
+    ids=lambda wrong: ", ".join(f"{name} {list(t.shape)} {t.dtype}" for name, t in wrong.items()),
+)
+def test_operands_that_do_not_fit(wrong: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused by `linear`, which checks them: `linear_codes` would read beyond them."""
+    monkeypatch.setattr(row_codes, "fused_by_inductor", lambda x: True)
+    packed = gpu_tiles.pack(hb.quantize(torch.randn(N, K), "int8_channel"))
+    fitting = {"x": rows(256), "bias": torch.randn(N), "residual": torch.randn(256, N)}
+    asked = [row_codes.takes_codes(packed=packed, compute="int8", activation="row", **given) for given in (fitting, fitting | wrong)]
+    assert asked == [True, False]
+
+
 def test_gelu_is_visible(traced: list[str]) -> None:
     """The GELU of one product becomes part of the activations of the next one."""
     torch.manual_seed(0)

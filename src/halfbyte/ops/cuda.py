@@ -28,7 +28,16 @@ from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import why_not_sparse
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops import long_sums
-from halfbyte.ops.checks import check_bias, check_ids, check_linear, check_out_dtype, check_packed, check_qlinear, check_residual
+from halfbyte.ops.checks import (
+    check_bias,
+    check_clamp,
+    check_ids,
+    check_linear,
+    check_out_dtype,
+    check_packed,
+    check_qlinear,
+    check_residual,
+)
 from halfbyte.ops.replay import key_of, replayed, tapes
 from halfbyte.ops.tensors import aligned, empty_sum, empty_sum_codes
 
@@ -140,6 +149,7 @@ def linear_codes(
 ) -> Tensor:
     """`linear` with rows that are quantized already (`row_codes.py`): q int8 [..., K], scale float32 [...] -> [..., N] of `dtype`."""
     check_packed(weight, format, n, k, q.device)
+    check_clamp(low, high)
     from halfbyte.kernels.gpu.quantize import activations
 
     out, weight = q.new_empty((*q.shape[:-1], n), dtype=dtype), aligned(weight)

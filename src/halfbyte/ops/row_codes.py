@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
+from halfbyte.ops.checks import FLOATS
 
 _INFINITE = float("inf")
 _TILE = 256  # rows: fewer are padded by the kernel that quantizes
@@ -22,10 +23,19 @@ _LONGEST_SUM = (1 << 31) // (127 * 128)  # of products of codes in int32
 
 
 def takes_codes(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor | None, compute: str, activation: str) -> bool:
-    """Whether torch.compile traces a call whose weight and rows have one scale each, with whole tiles and nothing to differentiate."""
+    """Whether torch.compile traces a call whose weight and rows have one scale each, with whole tiles and nothing to differentiate.
+
+    Operands that do not fit are left to `halfbyte::linear`, which says so.
+    """
     if not fused_by_inductor(x) or torch.compiler.is_exporting():
         return False
     fmt, (n, k) = packed.format, packed.shape
+    if x.dtype not in FLOATS or x.dim() == 0 or x.shape[-1] != k or packed.data.device != x.device:
+        return False
+    if bias is not None and (bias.shape != (n,) or bias.dtype not in FLOATS or bias.device != x.device):
+        return False
+    if residual is not None and (residual.shape != (*x.shape[:-1], n) or residual.dtype != x.dtype or residual.device != x.device):
+        return False
     one_scale = activation == "row" or (activation == "block" and fmt.block_size(k) >= k)
     whole = fmt.bits == 8 and fmt.zero == "none" and not isinstance(fmt.block, int) and packed.layout == gpu_tiles.NAME
     if compute != "int8" or not one_scale or not whole or k % gpu_tiles.RECORD or not 0 < k < _LONGEST_SUM or n == 0:

@@ -15,15 +15,16 @@ from test_host_experts import both, ids_of
 
 from halfbyte.decoder.cache import Cache, Slots
 from halfbyte.decoder.lower_gpu import GpuModel
-from halfbyte.decoder.offload import streamed_experts
+from halfbyte.decoder.offload import host_experts, streamed_experts
 from halfbyte.decoder.offload.host_experts import HostExperts
 from halfbyte.decoder.offload.placement import Placement, Plan, Request, Sizes
 from halfbyte.decoder.offload.rates import FEWEST_ROWS
 from halfbyte.decoder.offload.streamed_experts import StreamedExperts
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import UnsupportedError
+from halfbyte.kernels.crossing import DONE, READY
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.routing import Routed, add_experts, mixed, route
+from halfbyte.ops.transformer.routing import Routed, add_experts, add_first, mixed, route
 
 Models = Callable[[str], DecoderSpec]
 
@@ -89,6 +90,40 @@ def test_experts_that_did_not_cross_are_not_read(specs: Models) -> None:
     rest = mixed(routed.z, routed.ids, routed.weights, half, streamed.count(0))
     assert torch.allclose(streamed.add(0, x, routed) + rest, add_experts(x, half), atol=1e-6 * float(x.abs().max()), rtol=1e-5)
     assert mixed(routed.z, routed.ids, routed.weights, half, len(half.router)).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("where", ["the GPU's experts", "the shared expert"])
+def test_a_failure_between_rows_that_were_sent_and_their_experts(where: str, specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory or Ctrl-C: rows that were sent are not taken for the next ones."""
+    spec = specs("Qwen2MoeDecoderLayer")
+    _, split = both(spec, len(spec.layers))
+    streams = where == "the GPU's experts"
+    monkeypatch.setattr(HostExperts, "streamed_share", lambda _, rows: 0.5 if streams else 0.0)
+    expected = split.prefill(ids_of(40), Cache(spec, where=split.where))
+
+    def fails(*args: object) -> Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*(streamed_experts, "add_first") if streams else (host_experts, "shared_output"), fails)
+        with pytest.raises(KeyboardInterrupt):
+            split.prefill(ids_of(40), Cache(spec, where=split.where))
+    words = split._host._crossing._words
+    assert words[READY] == words[DONE] > 0
+    assert torch.equal(split.prefill(ids_of(40), Cache(spec, where=split.where)), expected)
+
+
+def test_infinite_outputs_of_experts_that_rows_did_not_choose(specs: Models) -> None:
+    """Rows whose experts are on the CPU are multiplied by others, times 0: these may overflow."""
+    half = specs("Qwen3MoeDecoderLayer").layers[0].mlp
+    assert isinstance(half, Experts)
+    assert half.top_k < len(half.router)
+    x = torch.randn(8, half.k, generator=torch.Generator().manual_seed(2))
+    routed = route(x, half)
+    elsewhere = routed._replace(ids=torch.full_like(routed.ids, len(half.router) - 1))  # of experts that are not among the first
+    bias = torch.full((len(half.router), half.k), torch.inf)
+    infinite = half._replace(down_proj=half.down_proj._replace(bias=bias))
+    assert torch.equal(add_first(x, elsewhere, infinite, 1), x)
 
 
 def test_decode_steps_are_never_streamed(specs: Models, streamed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

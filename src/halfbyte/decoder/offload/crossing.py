@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from ctypes import c_int64
 from typing import NamedTuple, Protocol
 
@@ -150,6 +150,15 @@ class Crossing:
                 "the GPU has not sent the next hidden states to the CPU in time: it may have failed or be used by another program, so open"
                 " the model again"
             )
+
+    @contextmanager
+    def settles(self) -> Iterator[None]:
+        """A context that ends with `settle` where it fails. Rows that were sent and not computed would be taken for the next ones."""
+        try:
+            yield
+        except BaseException:
+            self.settle()
+            raise
 
     def settle(self) -> None:
         """After a failure of the host: let the GPU run what waits for it, whose results are undefined, and begin anew."""

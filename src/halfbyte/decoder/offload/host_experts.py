@@ -10,6 +10,7 @@ the link while the CPU computes the others. Called by `lower_gpu.py` for each la
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cached_property, partial
 
 import torch
@@ -111,9 +112,10 @@ class HostExperts:
             return streamed.add(layer, x)
         routed = route(x, mixture)
         rows = crossing.rows(routed, is_captured=False)
-        crossing.send(routed, rows)
-        y = streamed.add(layer, x, routed)
-        AT_ONCE.meanwhile(partial(self._compute_from, layer, rows, first), crossing.settle)
+        with crossing.settles():
+            crossing.send(routed, rows)
+            y = streamed.add(layer, x, routed)
+            self._compute_from(layer, rows, first)
         return crossing.receive(y, rows, None)
 
     def _compute_from(self, layer: int, rows: Rows, first: int) -> None:
@@ -128,8 +130,9 @@ class HostExperts:
         mixture, crossing = self._mixtures[layer], self._crossing
         routed = route(x, mixture)
         rows = crossing.rows(routed, is_captured=host is not AT_ONCE)
-        crossing.send(routed, rows)
-        shared = shared_output(routed, mixture)
+        with crossing.settles() if host is AT_ONCE else nullcontext():
+            crossing.send(routed, rows)
+            shared = shared_output(routed, mixture)
         compute = partial(self._compute, layer, rows)
         if crossing.waits or host is AT_ONCE:
             host.meanwhile(compute, crossing.settle)

@@ -55,13 +55,18 @@ def add_experts(x: Tensor, half: Experts) -> Tensor:
     Raises:
         ArgumentError: Shapes and dtypes do not fit, or the norm is a LayerNorm.
     """
-    shared = half.shared_expert
-    weights = half.gate_up, half.down_proj, *(() if shared is None else (shared.gate_up, shared.down_proj))
-    if len({(weight.compute, weight.activation) for weight in weights}) == 1:
+    if _computes_alike(half):
         return OPS.add_experts.default(x, *_op_arguments(half))  # type: ignore[no-any-return]
     routed = route(x, half)
     total, of_shared = mixed(routed.z, routed.ids, routed.weights, half), shared_output(routed, half)
     return add_mixed(x, total if of_shared is None else total.add_(of_shared))
+
+
+def _computes_alike(half: Experts) -> bool:
+    """Return whether all products compute in one way."""
+    shared = half.shared_expert
+    weights = half.gate_up, half.down_proj, *(() if shared is None else (shared.gate_up, shared.down_proj))
+    return len({(weight.compute, weight.activation) for weight in weights}) == 1
 
 
 def _computing_as(half: Experts, weight: Weight) -> Experts:
@@ -130,9 +135,12 @@ def add_first(x: Tensor, routed: Routed, half: Experts, count: int) -> Tensor:
     """
     a, (z, ids, weights, shared_logits) = _arguments(x, half), routed
     kept = Routed(z, ids % count, torch.where(ids < count, weights, 0.0), shared_logits)  # others are experts that are there, times 0
-    if x.is_cuda and x.numel() and (choice := choose(a.problem(), gpu(x.get_device()))).taken is not None:
+    if x.is_cuda and x.numel() and _computes_alike(half) and (choice := choose(a.problem(), gpu(x.get_device()))).taken is not None:
         return _add_routed_on_gpu(a, kept, choice)
-    return _add_routed_in_torch(a, kept)
+    y = _arguments(z, half).experts(z, kept.ids, _arguments(z, _computing_as(half, half.down_proj))).float()
+    y.masked_fill_((kept.weights == 0).unsqueeze(-1), 0.0)  # which may be infinite
+    total, shared = (y * kept.weights.unsqueeze(-1)).sum(1), shared_output(routed, half)
+    return add_mixed(x, total if shared is None else total.add_(shared))
 
 
 def shared_output(routed: Routed, half: Experts) -> Tensor | None:
@@ -300,10 +308,7 @@ def _add_experts_in_torch(*args: *_Arguments) -> Tensor:
     """Compute the op by torch's operations: the norm in float32, rounded once, and all between the products in float32."""
     a = _Arguments(*args)
     a.check()
-    return _add_routed_in_torch(a, _route_in_torch(a))
-
-
-def _add_routed_in_torch(a: _Arguments, routed: Routed) -> Tensor:
+    routed = _route_in_torch(a)
     total = a.mixed(routed.z, routed.ids, routed.weights)
     shared = _shared_in_torch(a, routed)
     return add_mixed(a.x, total if shared is None else total.add_(shared))

@@ -144,6 +144,16 @@ def test_the_sum(m: int, k: int, chosen: int, dtype: torch.dtype, with_one: str,
     assert bool(((out.cpu().double() - expected).abs() <= unit * expected.abs() + (chosen + 2) * 2.0**-23 * size + 2.0**-24).all())
 
 
+def test_the_sum_leaves_out_outputs_of_weight_0(gpu: Gpu, device: torch.device) -> None:
+    """They may be infinite or NaN: `add_first` has such weights. Weights that are NaN stay so."""
+    y, weights = torch.ones(4, 5, device=device), torch.tensor([[0.0, 0.5], [torch.nan, 0.5]], device=device)
+    y[0, :2] = torch.tensor([torch.inf, torch.nan])
+    out = torch.empty(2, 5, device=device)
+    routing.launch_sum(gpu, y, weights, torch.ones(2, 5, device=device), out)
+    assert out[0].tolist() == [1.5] * 5
+    assert out[1].isnan().all()
+
+
 @pytest.mark.parametrize(
     ("name", "pairs", "experts", "dtype", "sort"),
     [("int4_g128", 2, 8, B, False), ("q4_0", 3, 4, H, False), ("q4_0", 7, 3, H, True), ("int8_channel", 2, 2, F, False)],

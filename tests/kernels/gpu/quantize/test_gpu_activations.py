@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfbyte.errors import KernelError
 from halfbyte.formats import as_format
 from halfbyte.kernels import reference
 from halfbyte.kernels.gpu.quantize import activations
@@ -125,3 +126,11 @@ def test_a_piece_that_is_no_whole_record_is_refused() -> None:
     problem = Problem("linear", 1, 1, 200000, as_format("int8_g40000"), torch.float16, "int8")
     assert "20000" in str(activations.supports(problem))
     assert activations.supports(Problem("linear", 1, 1, 200000, as_format("int8_g65536"), torch.float16, "int8")) is None
+
+
+@pytest.mark.parametrize(("name", "activation"), [("q8_0", "block"), ("int8_channel", "row_offset"), ("q8_0", "block_offset")])
+def test_codes_have_no_offsets_and_one_scale(name: str, activation: Activation, device: torch.device) -> None:
+    plan = activations.plan(Problem("linear", 2, 5, 256, as_format(name), torch.float32, "int8", activation))
+    memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
+    with pytest.raises(KernelError, match="codes that are arranged have one scale per row and no offset, got Plan"):
+        activations.arrange(torch.zeros(2, 256, dtype=torch.int8, device=device), plan, memory)

@@ -219,8 +219,9 @@ def _sum(y, weights, residual, gate, shared, out, K, CHOSEN: tl.constexpr, WIDE:
         gdc_wait()
     total = tl.zeros((WIDE,), tl.float32)
     for t in tl.static_range(CHOSEN):
+        weight = tl.load(weights + row * CHOSEN + t)
         expert_output = tl.load(y + (row * CHOSEN + t) * K + i, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(weights + row * CHOSEN + t) * expert_output
+        total += weight * tl.where(weight == 0, 0.0, expert_output)  # an output that is left out may be infinite
     if shared is not None:
         shared_output = tl.load(shared + row * K + i, mask=inside, other=0.0).to(tl.float32)
         if gate is not None:
