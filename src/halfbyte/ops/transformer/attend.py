@@ -173,8 +173,8 @@ class _Arguments(NamedTuple):
                 got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in tensors)
                 raise ArgumentError(
                     f"attend takes qkv [B, (H + {self.kv_projections} Hkv) * D], a cache [B, Hkv, T, D] of qkv's type, or int8 with "
-                    f"scales, one int64, cosines and sines [B, R], R <= D, a mask [B, T], bool or floating point, norms [D] or of all heads and "
-                    f"sinks [H], got {got}, of which the {part} does not fit"
+                    f"scales, one int64, cosines and sines [B, R], R <= D, a mask [B, T], bool or floating point, norms [D] or of all "
+                    f"heads and sinks [H], got {got}, of which the {part} does not fit"
                 )
 
     def _fits_cache(self) -> bool:
