@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from browser import Browser, chromium, needs_chromium
 from language_model import make_language_model
 
@@ -24,6 +25,7 @@ from halfbyte.bench.pages.step import step_page
 from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample
 from halfbyte.bench.step import StepOp, StepReport
 from halfbyte.cli.main import main
+from halfbyte.decoder.program import Lowered, Op
 from halfbyte.errors import ArgumentError
 
 EVIL = "</script><script>document.title='evil'</script><img src=x onerror=alert(1)>\"' & é"
@@ -181,7 +183,7 @@ def test_bench_times_the_steps_of_a_model(tmp_path: Path, capsys: pytest.Capture
     found = json.loads(capsys.readouterr().out)
     linear = {op["name"]: op for op in found["ops"] if op["kind"] == "linear"}
     assert linear.keys() == {"qkv", "o_proj", "gate_up", "down_proj", "lm_head"}
-    shapes = [(1, *op["shape"], op["format"], op["kernel"], "cpu") for op in linear.values()]
+    shapes = [(1, *op["shape"], op["format"], "auto", "cpu") for op in linear.values()]
     assert asked == shapes
     assert all(op["seconds"] == 1e-6 * op["shape"][0] and op["least"] == 5e-7 * op["shape"][0] for op in linear.values())
     assert linear["qkv"]["layers"] == [0, 1]
@@ -189,6 +191,28 @@ def test_bench_times_the_steps_of_a_model(tmp_path: Path, capsys: pytest.Capture
     bars = re.findall(r'data-value="([^"]+)"', (tmp_path / "out.html").read_text(encoding="utf-8"))
     shown = [op["calls"] * op["seconds"] for op in found["ops"] if op["seconds"] is not None]
     assert [float(value) for value in bars[: len(shown)]] == pytest.approx(shown)
+
+
+def test_linear_layers_are_timed_with_their_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that differ only in compute, scales of activations or sparsity are timed each with its own."""
+    settings: list[tuple[tuple[str, object], ...]] = [
+        (),
+        (("compute", "float"),),
+        (("activation_scales", "row"),),
+        (("sparsity", "2:4"),),
+    ]
+    asked = []
+
+    def timed(m: int, n: int, k: int, format: object, **settings: Any) -> SimpleNamespace:
+        asked.append((settings["compute"], settings["activation"], settings["sparse"]))
+        return SimpleNamespace(measured=1e-6 * len(asked), roofline=None)
+
+    monkeypatch.setattr(step, "explain", timed)
+    lowered = tuple(Lowered(Op("linear", f"op{i}", 0, ("x",), (64, 64), "q4_0", each), "int8") for i, each in enumerate(settings))
+    explanation: Any = SimpleNamespace(groups=[((0,), lowered)], rows=1, dtype=torch.float32, machine="the CPU")
+    report = step.measure_step(explanation, "cpu", "model", 1e-3)
+    assert asked == [("auto", "block", False), ("float", "block", False), ("auto", "row", False), ("auto", "block", True)]
+    assert [op.seconds for op in report.ops] == [1e-6, 2e-6, 3e-6, 4e-6]
 
 
 def test_eval_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,8 @@
-"""Families that `decoder` does not compute, because their layers have other formulas: halfbyte reads their GGUF files for transformers, and
-writes some. An entry moves to decoders.py when `decoder` computes its layers.
+"""Model families whose layers only transformers computes, such as those with linear attention, multi-head latent attention or AltUp.
+
+halfbyte reads their GGUF files into transformers' models, and writes some. An entry says how tensors, metadata and config.json correspond
+(`decoder.family.Family`, `GGUF`): names of tensors and metadata in GGUF are llama.cpp's and come first, transformers' second. A family
+moves to decoders.py when `halfbyte.decoder` computes its layers.
 """
 
 from __future__ import annotations
@@ -9,19 +12,20 @@ from typing import Any
 from halfbyte.decoder.families import gguf_settings as gguf
 from halfbyte.decoder.family import GGUF, Family, MoEFamily
 
-_QK_NORM = "q_norm", "k_norm"
-_SHARED_MOE = MoEFamily(shared=("shared_expert", "shared_expert_gate"))
+_QK_NORM = "q_norm", "k_norm"  # modules of self_attn
+_MOE_WITH_SHARED_EXPERT = MoEFamily(shared=("shared_expert", "shared_expert_gate"))
 
-# Gated delta nets. Older files of Qwen3-Next have queries, keys, values and gates in one tensor, as transformers has them.
-_DELTA = {"ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"}
-_DELTA_PARTS = {
-    **_DELTA,
+# Linear attention by gated delta nets (Yang and others, arXiv:2412.06464). Files of Qwen3.5 have one tensor for each of transformers'
+# projections. Qwen3-Next has two fused projections in transformers, and two such tensors in its older files alone.
+_DELTA_NET = {"ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"}
+_DELTA_NET_SEPARATE = {
+    **_DELTA_NET,
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a",
 }
-_DELTA_GGUF: dict[str, Any] = {
+_DELTA_NET_GGUF: dict[str, Any] = {
     "mlp_norm": "post_attention_norm",
     "parameters": {"ssm_dt.bias": "linear_attn.dt_bias", "ssm_a": "linear_attn.A_log"},
     "sizes": {
@@ -33,9 +37,10 @@ _DELTA_GGUF: dict[str, Any] = {
     "sliding_window": False,
     "read_config": gguf.linear_attention,
 }
-_DELTA_FAMILY: dict[str, Any] = {"unit_offset": True, "partial_rotary": True, "qk_norm": _QK_NORM}
+_DELTA_NET_FAMILY: dict[str, Any] = {"unit_offset": True, "partial_rotary": True, "qk_norm": _QK_NORM}
 
-_LATENT: dict[str, Any] = {
+# Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, keys and values from low-rank projections a, then b.
+_LATENT_ATTENTION: dict[str, Any] = {
     "tensors": {
         "attn_q": "self_attn.q_proj",
         "attn_q_a": "self_attn.q_a_proj",
@@ -48,7 +53,9 @@ _LATENT: dict[str, Any] = {
     "experts": gguf.ROUTED,
     "written": False,
 }
+# Parameters of the activation xIELU and their shapes (Apertus; Huang and Schlag, arXiv:2411.13010).
 _XIELU: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+# Alternating updates and learned augmented residual layers (Gemma 3n; arXiv:2301.13310, arXiv:2411.07501).
 _ALTUP = {
     "altup_correct_coef": "altup.correction_coefs",
     "altup_predict_coef": "altup.prediction_coefs",
@@ -59,6 +66,7 @@ _ALTUP = {
     "laurel_post_norm": "laurel.post_laurel_norm",
 }
 
+# Short convolutions in place of attention in most layers (LFM2).
 _LFM2: dict[str, Any] = {
     "qk_norm": ("q_layernorm", "k_layernorm"),
     "o_proj": "out_proj",
@@ -92,13 +100,16 @@ OTHERS: dict[str, Family] = {
         ),
     ),
     "deepseek_v2": Family(
-        "DeepseekV2", qkv=(), moe=MoEFamily(shared=("shared_experts", None)), gguf=GGUF("deepseek2", **_LATENT, read_config=gguf.deepseek2)
+        "DeepseekV2",
+        qkv=(),
+        moe=MoEFamily(shared=("shared_experts", None)),
+        gguf=GGUF("deepseek2", **_LATENT_ATTENTION, read_config=gguf.deepseek2),
     ),
     "deepseek_v3": Family(
         "DeepseekV3",
         qkv=(),
         moe=MoEFamily(correction="gate.e_score_correction_bias", shared=("shared_experts", None)),
-        gguf=GGUF("deepseek2", **_LATENT, read_config=gguf.latent_attention, known_by={"expert_gating_func": 2}),
+        gguf=GGUF("deepseek2", **_LATENT_ATTENTION, read_config=gguf.latent_attention, known_by={"expert_gating_func": 2}),
     ),
     "gemma3n": Family(
         "Gemma3n",
@@ -160,19 +171,19 @@ OTHERS: dict[str, Family] = {
     ),
     "qwen3_5": Family(
         "Qwen3_5",
-        **_DELTA_FAMILY,
-        gguf=GGUF("qwen35", "qwen3_5_text", **gguf.IMAGES, **_DELTA_GGUF, tensors=_DELTA_PARTS, row_order="tiled"),
+        **_DELTA_NET_FAMILY,
+        gguf=GGUF("qwen35", "qwen3_5_text", **gguf.IMAGES, **_DELTA_NET_GGUF, tensors=_DELTA_NET_SEPARATE, row_order="tiled"),
     ),
     "qwen3_5_moe": Family(
         "Qwen3_5Moe",
-        **_DELTA_FAMILY,
-        moe=_SHARED_MOE,
+        **_DELTA_NET_FAMILY,
+        moe=_MOE_WITH_SHARED_EXPERT,
         gguf=GGUF(
             "qwen35moe",
             "qwen3_5_moe_text",
             **gguf.IMAGES,
-            **_DELTA_GGUF,
-            tensors=_DELTA_PARTS,
+            **_DELTA_NET_GGUF,
+            tensors=_DELTA_NET_SEPARATE,
             row_order="tiled",
             experts=gguf.SHARED_EXPERT,
             normalized=True,
@@ -180,12 +191,12 @@ OTHERS: dict[str, Family] = {
     ),
     "qwen3_next": Family(
         "Qwen3Next",
-        **_DELTA_FAMILY,
-        moe=_SHARED_MOE,
+        **_DELTA_NET_FAMILY,
+        moe=_MOE_WITH_SHARED_EXPERT,
         gguf=GGUF(
             "qwen3next",
-            **_DELTA_GGUF,
-            tensors={**_DELTA, "ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
+            **_DELTA_NET_GGUF,
+            tensors={**_DELTA_NET, "ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
             joined={"linear_attn.in_proj_qkvz.weight": ("attn_qkv", "attn_gate")},
             row_order="separate",
             experts=gguf.SHARED_EXPERT,

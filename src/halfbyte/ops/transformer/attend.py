@@ -1,8 +1,9 @@
-"""Attention of one new token of each sequence to a KV cache of fixed size: the custom op `halfbyte::attend`.
+"""Decode attention: one new token of each sequence attends to a KV cache of fixed size. The custom op `halfbyte::attend`.
 
-Decode steps (decoder/gpu_layer.py) call it with the output of the q, k and v projections. It applies the norms of queries and keys and
-rope, writes the new keys and values to the cache, and attends. On an NVIDIA GPU that is two or three kernels, where they support the heads;
-elsewhere it is the formula of this file in torch's operations, which prefill_ops.py computes many tokens by, too.
+Called by decode steps (decoder/gpu_layer.py) with the fused output of the q, k and v projections. The op applies the norms of queries, keys
+and values and rope, appends the new keys and values to the cache, and computes attention. On an NVIDIA GPU two or three kernels do that
+(kernels/gpu/transformer/attend.py); where they do not support the heads, and on other devices, the functions `…_in_torch` at the end of
+this file do. Prefill (prefill_ops.py) uses these functions, too.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from halfbyte.ops.replay import replayed
 from halfbyte.ops.transformer.norms import rms_parts, wide_norm
 from halfbyte.ops.transformer.sublayers import Heads, Norm
 
-_NormParts = tuple[Tensor, float, bool]  # weight, eps and unit_offset of an RMS norm, as kernels take it
+_NormParts = tuple[Tensor, float, bool]  # weight, eps and unit_offset of an RMSNorm, as GPU kernels take them
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
-# Exported programs that were saved name the arguments so.
+# Saved exported programs contain these names of arguments: they must not change.
 _library.define(
     "attend(Tensor qkv, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, Tensor(c!) length, Tensor? mask, "
     "Tensor(d!)? key_scales, Tensor(e!)? value_scales, "
@@ -50,24 +51,26 @@ def attend(
     factor: float = 1.0,
     advance: int = 1,
 ) -> Tensor:
-    """Compute y = factor * attention of one new token of each sequence, whose keys and values enter the cache. No gradients.
+    """Compute y [B, H * D] = factor * attention of one new token of each sequence, and append its keys and values to the cache.
+
+    No gradients flow.
 
     Args:
-        qkv: [B, (H + 2 Hkv) * D]: queries, keys and values of the token, one head after the other, without norms and rope; as far as
-            `heads.projections` has them.
-        rotary: Cosines and sines of the token's position, each [B or 1, R], or [B or 1, R / 2] where the second half is the same; None:
+        qkv: [B, (H + 2 Hkv) * D]: the token's queries, keys and values before norms and rope, head by head. With `heads.projections` "qk"
+            it has no values, with "q" neither keys nor values.
+        rotary: Cosines and sines of the token's position, each [B or 1, R]; or [B or 1, R / 2] if the halves of a row are equal; None:
             no rope.
-        keys, values: [B, Hkv, T, D], of qkv's dtype, or int8 codes (layouts/records.py). Written at index `length`.
-        length: int64, one number: tokens in the cache. With projections "q", which write nothing, the new token is one of them.
-        mask: [B or 1, T]: bool, which tokens of the cache may be seen, or floating point, added to scores; None: all may be seen.
-        heads: What is computed. How many heads there are follows from qkv and the cache, as a process may have a part of them. Norms are
-            RMS norms, of one eps and `unit_offset`.
-        scales: Of keys and of values that are codes, bfloat16 [B, Hkv, T, ceil(D / 32)].
-        factor: Of the result.
-        advance: 0 or 1, added to `length`.
+        keys, values: The cache, [B, Hkv, T, D] in qkv's dtype, or int8 codes (layouts/records.py). Index `length` is written.
+        length: int64, one element: number of tokens in the cache. With projections "q", which write nothing, it counts the new token.
+        mask: [B or 1, T]: bool, which tokens of the cache are visible, or floating point, which is added to scores; None: all are visible.
+        heads: Settings of attention. `num_heads` and `num_kv_heads` are ignored: qkv and the cache have fewer heads under tensor
+            parallelism. Norms must be RMSNorms with one eps and one `unit_offset`.
+        scales: If the cache has codes: scales of keys and of values, bfloat16 [B, Hkv, T, ceil(D / 32)].
+        factor: Factor of the result.
+        advance: 0 or 1: what is added to `length`. With projections "q" 0.
 
     Returns:
-        y [B, H * D] in qkv's dtype; on a GPU NaN where the cache is full.
+        y in qkv's dtype; on a GPU NaN if the cache is full.
 
     Raises:
         ArgumentError: Shapes, dtypes or settings do not fit.
@@ -75,8 +78,8 @@ def attend(
     cos, sin = (None, None) if rotary is None else rotary
     norms = heads.qk_norm
     (q_norm, eps, unit_offset), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
-    of_heads = heads.scale, heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, heads.projections, heads.v_norm
-    settings = eps, unit_offset, heads.sinks, *of_heads, factor, advance, heads.softcap
+    attention_settings = heads.scale, heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, heads.projections, heads.v_norm
+    settings = eps, unit_offset, heads.sinks, *attention_settings, factor, advance, heads.softcap
     key_scales, value_scales = (None, None) if scales is None else scales
     tensors = qkv, cos, sin, keys, values, length, mask, key_scales, value_scales, q_norm, k_norm
     return OPS.attend.default(*tensors, *settings)  # type: ignore[no-any-return]
@@ -110,12 +113,13 @@ class _Arguments(NamedTuple):
     softcap: float | None
 
     @property
-    def rows(self) -> tuple[Tensor, ...]:
-        """The tensors whose last dimension must be contiguous for kernels."""
+    def strided(self) -> tuple[Tensor, ...]:
+        """The tensors of which kernels require only the last dimension to be contiguous."""
         return tuple(t for t in (self.cos, self.sin, self.mask, self.q_norm, self.k_norm, self.sinks) if t is not None)
 
     @property
     def rotary(self) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines."""
         return None if self.cos is None or self.sin is None else (self.cos, self.sin)
 
     @property
@@ -124,23 +128,23 @@ class _Arguments(NamedTuple):
         return () if self.key_scales is None or self.value_scales is None else (self.key_scales, self.value_scales)
 
     @property
-    def written(self) -> int:
-        """How many of keys and values the token has: 2, 1 (values are the keys before norm and rope) or 0."""
+    def kv_projections(self) -> int:
+        """How many of keys and values are in qkv: 2; 1, as values are the keys before norm and rope; 0, as nothing is written."""
         return key_value_heads(self.projections)
 
     @property
     def qk_norm_whole(self) -> bool:
-        """Whether queries and keys have norms over all heads together."""
+        """Whether the norms of queries and keys are over all heads together: weights [H * D] and [Hkv * D]."""
         return self.q_norm is not None and len(self.q_norm) != self.keys.shape[3]
 
     @property
     def num_heads(self) -> int:
-        """H"""
-        return self.qkv.shape[1] // self.keys.shape[3] - self.written * self.keys.shape[1]
+        """H, the query heads in qkv."""
+        return self.qkv.shape[1] // self.keys.shape[3] - self.kv_projections * self.keys.shape[1]
 
     @property
     def heads(self) -> Heads:
-        """The heads, with all settings, of arguments that were checked."""
+        """`Heads` with the numbers of heads that qkv and the cache have; only after `check`."""
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = Norm(self.q_norm, self.eps, self.unit_offset), Norm(self.k_norm, self.eps, self.unit_offset)
@@ -162,13 +166,16 @@ class _Arguments(NamedTuple):
 
     def check(self) -> None:
         """Raise ArgumentError where shapes, dtypes or settings do not fit."""
-        if self._fits_cache() and self._fits_heads() and self._fits_rope() and self._fits_mask():
-            return
-        got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (self.qkv, self.keys, self.values, *self.scales, self.length, *self.rows))
-        raise ArgumentError(
-            f"attend takes qkv [B, (H + {self.written} Hkv) * D], a cache [B, Hkv, T, D] of qkv's type, or int8 with scales, one int64, "
-            f"cosines and sines [B, R], R <= D, a mask [B, T], bool or floating point, norms [D] or of all heads and sinks [H], got {got}"
-        )
+        # The order matters: each check relies on those before it.
+        for part, fits in (("cache", self._fits_cache), ("heads", self._fits_heads), ("rope", self._fits_rope), ("mask", self._fits_mask)):
+            if not fits():
+                tensors = (self.qkv, self.keys, self.values, *self.scales, self.length, *self.strided)
+                got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in tensors)
+                raise ArgumentError(
+                    f"attend takes qkv [B, (H + {self.kv_projections} Hkv) * D], a cache [B, Hkv, T, D] of qkv's type, or int8 with "
+                    f"scales, one int64, cosines and sines [B, R], R <= D, a mask [B, T], bool or floating point, norms [D] or of all "
+                    f"heads and sinks [H], got {got}, of which the {part} does not fit"
+                )
 
     def _fits_cache(self) -> bool:
         keys, values, scales = self.keys, self.values, self.scales
@@ -181,7 +188,7 @@ class _Arguments(NamedTuple):
             and all(t.shape == (*keys.shape[:3], scales_of(keys.shape[3])) and t.dtype == torch.bfloat16 for t in scales)
             and self.length.numel() == 1
             and self.length.dtype == torch.int64
-            and (self.written > 0 or self.advance == 0)
+            and (self.kv_projections > 0 or self.advance == 0)
         )
 
     def _fits_heads(self) -> bool:
@@ -193,7 +200,7 @@ class _Arguments(NamedTuple):
         return (
             heads > 0
             and heads % kv_heads == 0
-            and self.qkv.shape == (batch, (heads + self.written * kv_heads) * dim)
+            and self.qkv.shape == (batch, (heads + self.kv_projections * kv_heads) * dim)
             and widths in ([None, None], [(dim,), (dim,)], [(heads * dim,), (kv_heads * dim,)])
             and not (self.qk_norm_whole and self.norm_after_rope)
             and not (self.v_norm and (self.q_norm is None or self.qk_norm_whole))
@@ -220,27 +227,30 @@ class _Arguments(NamedTuple):
         mask = self.mask
         if mask is None:
             return True
-        is_kind = mask.dtype == torch.bool or mask.is_floating_point()
-        return is_kind and mask.dim() == 2 and mask.shape[0] in (1, len(self.qkv)) and mask.shape[1] == self.keys.shape[2]
+        is_mask_dtype = mask.dtype == torch.bool or mask.is_floating_point()
+        return is_mask_dtype and mask.dim() == 2 and mask.shape[0] in (1, len(self.qkv)) and mask.shape[1] == self.keys.shape[2]
 
 
-def _in_torch(*args: *_Arguments) -> Tensor:
-    """Compute the op by torch's operations, in float32 like the kernel."""
+def _attend_in_torch(*args: *_Arguments) -> Tensor:
+    """Compute the op in torch's operations, in float32 as the kernels do."""
     a = _Arguments(*args)
     a.check()
     heads, keys, values = a.heads, a.keys, a.values
     rotary = None if a.rotary is None else (a.rotary[0][:, None], a.rotary[1][:, None])
     q, k, v = projected_in_torch(a.qkv[:, None], rotary, heads)
-    last = a.length.view(1) - (0 if a.written else 1)
-    if a.written:
-        for buffers, new in (((keys, a.key_scales), k), ((values, a.value_scales), v)):
-            parts = to_codes(new.transpose(1, 2).to(a.qkv.dtype)) if a.scales else (new.transpose(1, 2).to(a.qkv.dtype),)
-            for buffer, part in zip(buffers, parts, strict=False):
-                assert buffer is not None
-                buffer.index_copy_(2, last, part)
+    index = a.length.view(1) - (0 if a.kv_projections else 1)  # of the new token in the cache
+    if a.kv_projections:
+        for buffer, scales, new in ((keys, a.key_scales, k), (values, a.value_scales, v)):
+            token = new.transpose(1, 2).to(a.qkv.dtype)
+            if scales is None:
+                buffer.index_copy_(2, index, token)
+            else:
+                codes, token_scales = to_codes(token)
+                buffer.index_copy_(2, index, codes)
+                scales.index_copy_(2, index, token_scales)
     if a.key_scales is not None and a.value_scales is not None:
         keys, values = from_codes(keys, a.key_scales, a.qkv.dtype), from_codes(values, a.value_scales, a.qkv.dtype)
-    visible, bias = (torch.arange(keys.shape[2], device=keys.device) <= last)[None, None], None
+    visible, bias = (torch.arange(keys.shape[2], device=keys.device) <= index)[None, None], None
     if a.mask is not None and a.mask.dtype == torch.bool:
         visible = visible & a.mask[:, None]
     elif a.mask is not None:
@@ -250,12 +260,12 @@ def _in_torch(*args: *_Arguments) -> Tensor:
     return y[:, 0].to(a.qkv.dtype)
 
 
-def _on_gpu(*args: *_Arguments) -> Tensor:
-    """Compute the op by kernels, where there are some for it."""
+def _attend_on_gpu(*args: *_Arguments) -> Tensor:
+    """Compute the op by GPU kernels if they support the arguments, else in torch's operations."""
     a = _Arguments(*args)
     a.check()
     qkv, keys, values = a.qkv, a.keys, a.values
-    contiguous = all(t.is_contiguous() for t in (qkv, keys, values, *a.scales)) and all(t.stride(-1) == 1 for t in a.rows)
+    is_contiguous = all(t.is_contiguous() for t in (qkv, keys, values, *a.scales)) and all(t.stride(-1) == 1 for t in a.strided)
     here, heads = gpu(qkv.get_device()), a.heads
     batch, kv_heads, _, dim = keys.shape
     width = heads.num_heads * dim
@@ -263,7 +273,7 @@ def _on_gpu(*args: *_Arguments) -> Tensor:
     problem = AttentionProblem(
         "decode",
         batch,
-        1,
+        1,  # new tokens of a sequence
         heads.num_heads,
         kv_heads,
         dim,
@@ -272,29 +282,38 @@ def _on_gpu(*args: *_Arguments) -> Tensor:
         norm_width=width if a.qk_norm_whole else None,
         softcap=a.softcap is not None,
     )
-    if not contiguous or choose(problem, here).taken is None:
-        return _in_torch(*args)
+    if not is_contiguous or choose(problem, here).taken is None:
+        return _attend_in_torch(*args)
     from halfbyte.kernels.gpu.transformer import attend as kernel
 
-    how = kernel.How(a.factor, a.rotary_dim, a.rope_interleaved, a.sinks, a.norm_after_rope, a.written, a.v_norm)
+    variant = kernel.How(
+        factor=a.factor,
+        rotary_dim=a.rotary_dim,
+        rope_interleaved=a.rope_interleaved,
+        sinks=a.sinks,
+        norm_after_rope=a.norm_after_rope,
+        others=a.kv_projections,
+        v_norm=a.v_norm,
+    )
 
     def launch() -> Tensor:
         out = output(torch.empty((batch, width), dtype=qkv.dtype, device=qkv.device))
         normed, norms = norm_whole_on_gpu(qkv, heads)
-        entries = keys, values, *a.scales
-        kernel.launch(here, normed, a.rotary, entries, a.length, a.mask, out, a.scale, a.advance, norms, how)
+        buffers = keys, values, *a.scales
+        kernel.launch(here, normed, a.rotary, buffers, a.length, a.mask, out, a.scale, a.advance, norms, variant)
         return out
 
+    # A replay replaces the addresses of tensors; settings are part of the key of recorded launches.
     tensors, settings = [t for t in args if t is None or isinstance(t, Tensor)], [t for t in args if not isinstance(t, Tensor)]
     with on(qkv):
         return replayed(launch, tensors, "attend", *settings)
 
 
 def norm_whole_on_gpu(qkv: Tensor, heads: Heads) -> tuple[Tensor, tuple[_NormParts, _NormParts] | None]:
-    """Norm queries and keys of qkv [M, (H + 2 Hkv) * D] over all heads together, by a kernel, where `heads` do that.
+    """Apply norms over all heads together to the queries and keys of qkv [M, (H + 2 Hkv) * D], by a kernel, if `heads.qk_norm_whole`.
 
     Returns:
-        qkv, in other memory if it was normed, and the norms of single heads, which are still to be computed; None: there are none.
+        qkv, or its normed copy; and the norms per head of queries and keys that the caller's kernel must apply, or None if there are none.
     """
     if heads.qk_norm is None:
         return qkv, None
@@ -308,30 +327,31 @@ def norm_whole_on_gpu(qkv: Tensor, heads: Heads) -> tuple[Tensor, tuple[_NormPar
     return normed, None
 
 
-def _fake(*args: *_Arguments) -> Tensor:
+def _attend_fake(*args: *_Arguments) -> Tensor:
+    """Check the arguments, and return an empty y."""
     a = _Arguments(*args)
     a.check()
     return a.qkv.new_empty((a.qkv.shape[0], a.num_heads * a.keys.shape[3]))
 
 
-_library.impl("attend", _in_torch, "CPU")
-_library.impl("attend", _on_gpu, "CUDA")
-torch.library.register_fake("halfbyte::attend", _fake, lib=_library)
+_library.impl("attend", _attend_in_torch, "CPU")
+_library.impl("attend", _attend_on_gpu, "CUDA")
+torch.library.register_fake("halfbyte::attend", _attend_fake, lib=_library)
 
 
-# The formula in torch's operations
+# Reference formulas in torch's operations, also of prefill: t tokens of each sequence
 
 
 def projected_in_torch(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv [B, t, (H + 2 Hkv) * D] into queries [B, t, H, D], keys and values [B, t, Hkv, D], float32, with their norms and rope.
+    """Split the output of the projections into queries, keys and values, and apply their norms and rope, in float32.
 
     Args:
-        qkv: The output of the projections that `heads.projections` names.
+        qkv: [B, t, (H + 2 Hkv) * D]: what `heads.projections` names.
         rotary: Cosines and sines [B or 1, t, R or R / 2]; None: no rope.
-        heads: The heads.
+        heads: Numbers of heads, norms and the kind of rope.
 
     Returns:
-        With projections "q" keys and values are meaningless.
+        Queries [B, t, H, D], keys and values [B, t, Hkv, D]. With projections "q" keys and values are placeholders.
     """
     x = qkv.float().unflatten(-1, (-1, heads.head_dim))
     q, *rest = x.split((heads.num_heads, *(heads.num_kv_heads,) * key_value_heads(heads.projections)), -2)
@@ -354,7 +374,11 @@ def projected_in_torch(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, heads:
 
 
 def rope_in_torch(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, rope_interleaved: RopeInterleaved) -> Tensor:
-    """Apply rope to the first `rotary_dim` elements of x [..., D], by tables [..., R] or of the first R / 2 columns."""
+    """Apply rope to the first R = `rotary_dim` elements of x [..., D]: x * cos + orthogonal(x) * sin.
+
+    `cos` and `sin` are [..., R], or [..., R / 2] with one column for both elements of a pair. `orthogonal` maps the pair (a, b) to (-b, a);
+    pairs are adjacent elements if `rope_interleaved`, else elements i and i + R / 2.
+    """
     rotated, half = x[..., :rotary_dim], rotary_dim // 2
     if rope_interleaved == "half":
         cos, sin = (t[..., :half].repeat_interleave(2, -1) for t in (cos, sin))
@@ -383,30 +407,30 @@ def attention_in_torch(
 
     Args:
         queries: [B, t, H, D].
-        keys, values: [B, Hkv, S, D]; each key head is for H / Hkv query heads. Entries that no query sees may hold anything, NaN included.
-        visible: bool [B or 1, t, S]: which keys each query sees. With t > 1 a query that sees none gets 0.
+        keys, values: [B, Hkv, S, D]; H / Hkv query heads share a key head. Entries that no query sees may hold anything, NaN included.
+        visible: bool [B or 1, t, S]: which keys each query sees. With t > 1 the result of a query that sees none is 0.
         scale: Factor of scores.
-        factor: Of the result.
+        factor: Factor of the result.
         sinks: [H]: logits that only add to the denominator of the softmax; None: no sinks.
-        softcap: None: scores as they are.
+        softcap: Soft cap of scores; None: scores are not capped.
         bias: [B or 1, t, S], float32, added to scores; None: 0.
     """
     batch, tokens, heads, dim = queries.shape
     kv_heads, size = keys.shape[1:3]
-    shape = batch, kv_heads, heads // kv_heads, tokens  # of the rows of scores
+    rows = batch, kv_heads, heads // kv_heads, tokens  # one row of scores for each query
     q = (queries.float() * scale).view(batch, tokens, kv_heads, -1, dim).permute(0, 2, 3, 1, 4)
-    scores = (q.reshape(batch, kv_heads, -1, dim) @ keys.float().transpose(2, 3)).view(*shape, size)
+    scores = (q.reshape(batch, kv_heads, -1, dim) @ keys.float().transpose(2, 3)).view(*rows, size)
     if softcap is not None:
         scores = (scores / softcap).tanh() * softcap
     if bias is not None:
         scores = scores + bias[:, None, None]
     scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
     if sinks is not None:
-        scores = torch.cat((scores, sinks.float().view(1, kv_heads, -1, 1, 1).expand(*shape, 1)), -1)
+        scores = torch.cat((scores, sinks.float().view(1, kv_heads, -1, 1, 1).expand(*rows, 1)), -1)
     weights = scores.softmax(-1)[..., :size]
     if tokens > 1 and sinks is None:
-        weights = weights.masked_fill(~visible[:, None, None], 0)  # NaN where a query sees no key
-    used = visible[:, 0] if tokens == 1 else visible.any(1)
-    values = values.float().masked_fill(~used[:, None, :, None], 0)
-    y: Tensor = (weights.reshape(batch, kv_heads, -1, size) @ values * factor).view(*shape, dim)
+        weights = weights.masked_fill(~visible[:, None, None], 0)  # they are NaN if a query sees no key
+    is_used = visible[:, 0] if tokens == 1 else visible.any(1)
+    values = values.float().masked_fill(~is_used[:, None, :, None], 0)
+    y: Tensor = (weights.reshape(batch, kv_heads, -1, size) @ values * factor).view(*rows, dim)
     return y.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads * dim)

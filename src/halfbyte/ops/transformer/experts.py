@@ -103,10 +103,10 @@ class Mixture:
             weights: float32 [M, T].
             flags: By which the GPU and the CPU tell each other what is stored.
         """
-        from halfbyte.kernels.cpu.transformer.experts_plan import Crossed
+        from halfbyte.kernels.cpu.transformer.experts_plan import CrossingAddresses
 
         rows, top_k = ids.shape
-        self._native.serve(rows, top_k, Crossed(*(tensor.data_ptr() for tensor in (flags, x, ids, weights, out))))
+        self._native.serve(rows, top_k, CrossingAddresses(*(tensor.data_ptr() for tensor in (flags, x, ids, weights, out))))
 
 
 class SharedExpert(NamedTuple):

@@ -196,7 +196,7 @@ class WholeModelDecode:
         native_entries = [Entry(*entry) for entry in layer_entries]
         if cached is not None and cached[0].cache == dtype:
             steps = cached[0]
-            steps.point(native_entries, length)
+            steps.set_addresses(native_entries, length)
         else:
             steps = whole_model.DecodeSteps(self._model, native_entries, length, masked=masked, tokens=tokens)
         self._calls.entries[kind] = steps, cache

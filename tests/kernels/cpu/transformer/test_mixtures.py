@@ -101,7 +101,7 @@ def run(half: Experts, h: Tensor, threads: int) -> Tensor:
     assert half.why_not() is None
     tensors.refresh()
     plan: Any = half.native(tensors).plan(len(h), threads, h.data_ptr())
-    plan.point(out.data_ptr())
+    plan.set_addresses(out.data_ptr())
     for _ in range(2):  # the second one finds the memory as the first one left it
         StepSequence(plan.blocks, threads).run()
     return out
@@ -382,7 +382,7 @@ def test_rows_that_another_device_stores(rows: int, clamped: Clamped | None, thr
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rows_that_never_come(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait ends, all others of this crossing with it, and FAILED says so."""
-    monkeypatch.setattr(experts_plan, "_POLLS", 1000)
+    monkeypatch.setattr(experts_plan, "_MOST_POLLS", 1000)
     _, weights = stacks("q4_0", 4, 64, 32, "int8")
     flags, ids = torch.zeros(crossing.WORDS, dtype=torch.int64), torch.zeros(rows, 2, dtype=torch.int64)
     Mixture(*weights).serve(torch.zeros(rows, 64), ids, torch.zeros(rows, 2), torch.empty(rows, 64), flags)

@@ -73,32 +73,32 @@ class ConvKernel(PlannedConv):
         pixel = geo.channels * element
         tap, stride = sizes.channels * element, sizes.padded * element
         whole_lines = geo.window.dilation[1] == 1 and sizes.groups == 1 and tap == stride
-        pieces, piece = (1, tap * sizes.kernel[1]) if whole_lines else (sizes.kernel[1], tap)
+        runs, run = (1, tap * sizes.kernel[1]) if whole_lines else (sizes.kernel[1], tap)
         most_copied = 4 * self.isa.lanes
         if self.dtype == torch.int8 and weight.blocks == 1 and linear.unit >= LEAST_UNIT and tap % linear.unit == 0:
             spec = GatherSpec(linear.unit, linear.isa.correction(sizes.format.bits, signed=True))
         else:
-            spec = GatherSpec(0, 0, power_of_two(piece, most_copied), power_of_two(tap, most_copied))
+            spec = GatherSpec(0, 0, power_of_two(run, most_copied), power_of_two(tap, most_copied))
         fields = linear.fields(m)
         tiles, rows = fields["tiles"] + fields["lesser_tiles"], fields["tile_rows"]
         chunks = -(-tiles // max(1, min(_CHUNK_BYTES, max(_LEAST_BYTES, _LEAST_ROWS * linear.row_bytes)) // (rows * linear.row_bytes)))
         chunk = -(-tiles // chunks)
         chunks = -(-tiles // chunk)
-        group = -(-weight.panels // parts_of(weight.panels, threads, _ITEMS_A_THREAD, chunks * sizes.groups))
-        parts = -(-weight.panels // group)
+        part_panels = -(-weight.panels // parts_of(weight.panels, threads, _ITEMS_A_THREAD, chunks * sizes.groups))
+        parts = -(-weight.panels // part_panels)
         items = sizes.groups * chunks * parts
         tile_bytes = chunk * rows * linear.row_bytes + 63 & ~63
         row_stride = sizes.k * element + 191 & ~63  # a unit is at most 128 bytes
-        row_count = max(1, min(rows, _ROWS_BYTES // row_stride))
-        thread_bytes = tile_bytes + row_count * row_stride
+        row_capacity = max(1, min(rows, _ROWS_BYTES // row_stride))
+        thread_bytes = tile_bytes + row_capacity * row_stride
         out_bytes = linear.out_dtype.itemsize
         fields |= {
             "out_stride": sizes.out * out_bytes,
-            "group": group,
+            "part_panels": part_panels,
             "thread_bytes": thread_bytes,
-            "rows_at": tile_bytes,
+            "rows_offset": tile_bytes,
             "row_stride": row_stride,
-            "row_count": row_count,
+            "row_capacity": row_capacity,
             "items": items,
             "parts": parts,
             "chunks": chunks,
@@ -112,9 +112,9 @@ class ConvKernel(PlannedConv):
             "pixel_bytes": pixel,
             "tap_bytes": tap,
             "tap_stride": stride,
-            "pieces": pieces,
-            "piece_bytes": piece,
-            "piece_stride": piece if whole_lines else stride,
+            "runs": runs,
+            "run_bytes": run,
+            "run_stride": run if whole_lines else stride,
         }
         return Plan(CONV, compiled(patches.build, spec, self.isa), fields, items, sizes.channels, thread_bytes)
 

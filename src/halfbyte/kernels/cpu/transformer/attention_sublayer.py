@@ -8,7 +8,7 @@
     h   = x + residual_multiplier * norm(a · Woᵀ + bias)
 
 Either norm may be missing. `decoder.py` plans both sublayers of a layer once for each size of a call (`AttentionPlan`): a list of steps
-whose arguments are filled in but for addresses that change from call to call, which `point` writes.
+whose arguments are filled in but for addresses that change from call to call, which `set_addresses` writes.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class AttentionPlan:
         qkv_blocks = [block for steps in qkv_steps for block in steps.blocks]
         self.blocks: list[Buffer] = [*qkv_blocks, *_norms_of_rows(attention, workspace, qkv), *self.steps, *self._o_proj.blocks]
 
-    def point(self, x: int, out: int, cache: Sequence[int]) -> None:
+    def set_addresses(self, x: int, out: int, cache: Sequence[int]) -> None:
         """Fill in the arguments of a call.
 
         Args:
@@ -148,7 +148,7 @@ class AttentionPlan:
         """
         for linear in self._qkv_linears:
             _pack_one(linear, _X, x)
-        self._o_proj.point(out, x)
+        self._o_proj.set_addresses(out, x)
         _pack_attend(self.steps[0], _ATTEND_CALL, *cache)
         if len(self.steps) > 1:
             *keys_values_mask, length = cache[_ROPE_ARGUMENTS:]

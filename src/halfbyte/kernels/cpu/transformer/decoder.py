@@ -88,7 +88,7 @@ class Plan:
             self._per_layer = PerLayerInputPlan(per_layer, m, size.threads, self._hidden.starts[1])
             self.blocks = [*self.blocks, *self._per_layer.blocks]
 
-    def point(self, x: int, out: int, cache: Sequence[int], per_layer_input: tuple[int, int] | None = None) -> None:
+    def set_addresses(self, x: int, out: int, cache: Sequence[int], per_layer_input: tuple[int, int] | None = None) -> None:
         """Fill in the arguments of a call.
 
         Args:
@@ -96,12 +96,12 @@ class Plan:
             cache: The arguments of ATTEND from `cos` to `length`.
             per_layer_input: Address of the per-layer input, and bytes from row to row; None: the layer takes none.
         """
-        self._attention.point(x, out if self._feed_forward is None else self._hidden.starts[0], cache)
+        self._attention.set_addresses(x, out if self._feed_forward is None else self._hidden.starts[0], cache)
         if self._feed_forward is not None:
-            self._feed_forward.point(out if self._per_layer is None else self._hidden.starts[1], x)
+            self._feed_forward.set_addresses(out if self._per_layer is None else self._hidden.starts[1], x)
         if self._per_layer is not None:
             assert per_layer_input is not None, "the layer has a per-layer input, and the call has none"
-            self._per_layer.point(out, per_layer_input)
+            self._per_layer.set_addresses(out, per_layer_input)
 
 
 class Entry(NamedTuple):
@@ -190,7 +190,7 @@ def _run(
     for layer, (keys, values, length), target in zip(layers, entries, targets, strict=True):
         size = Size(batch, tokens, CACHES[keys.dtype], mask is not None, threads)
         plan: Plan = layer.plans.entries.get(size) or layer.plans.get(size, functools.partial(Plan, layer, size))
-        plan.point(source, target, (*before, *places(keys, values), *after, length), layer_inputs)
+        plan.set_addresses(source, target, (*before, *places(keys, values), *after, length), layer_inputs)
         source = target
         plans.append(plan)
     _sequence(first, tuple(plans), threads).run()

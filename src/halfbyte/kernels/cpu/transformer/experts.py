@@ -52,7 +52,7 @@ EXPERTS = Block(
         # ids, int64, and weights, float32, of row r in places r * T … r * T + T - 1; places in the order of experts; memory of E int64
         *("ids", "weights", "order", "counts"),
         *("expert_bytes", "expert_bias"),  # bytes of an expert's weights, and of its biases
-        *("gated", "gated_stride"),  # address of the rows that clamped gates give, and bytes between them
+        *("activations", "activations_stride"),  # address of the rows of activations if gates are clamped, and bytes between them
         *("hidden", "shared", "out"),  # float32 [m, K]; 0 for no h, or no shared expert
         "down",  # in the block of step "up", the address of that of step "down"
         *("flags", "polls"),  # of a crossing, and how often a thread reads them until it gives up
@@ -349,8 +349,8 @@ class _Experts(Emitter):
                 out = LINEAR.load(linear, "out", "ptr") + place * LINEAR.load(linear, "out_stride")
                 if self.spec.clamped:
                     driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias, next_weights=next_weights)
-                    gated = self.pointer("gated") + place * self.get("gated_stride")
-                    self._clamped(out + first * (8 * PANEL), gated + first * (4 * PANEL), (last - first) * PANEL)
+                    activations = self.pointer("activations") + place * self.get("activations_stride")
+                    self._clamped(out + first * (8 * PANEL), activations + first * (4 * PANEL), (last - first) * PANEL)
                 else:
                     driver.multiply(f, linear, tile, (first, last), a, out, weights, bias, first + gate)
                     driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias, next_weights=next_weights)

@@ -1,19 +1,21 @@
-"""Plans of a mixture of experts for few rows: memory, arguments and order of the steps that `experts.py` defines and generates code for.
+"""Plans of a mixture of experts on the CPU for few rows: scratch memory, arguments and order of the steps that `experts.py` generates.
 
-The order of steps, where those in brackets depend on the call (m rows, top_k experts of each):
+A plan is made once for a number of rows m, and runs in one native call (`step_sequence.StepSequence`). With R = m * top_k routed rows, one
+for each row and expert, its steps are:
 
-    1. [rows]        m > 1: normed x is laid out for the up product
-    2. [logits, choose] with a router;  [sort] if ids and weights are given and m > 1
-    3. [shared expert's products]
-    4. up            gate_up product and activation of the m * top_k routed rows
-    5. [rows]        m > 1: activations are laid out for the down product
-    6. down          down product, weighted sum, residual
+    rows             x normed and laid out in the order in which the tiles of the up product read it        m > 1
+    logits, choose   router logits [m, E], then ids and weights [m, top_k]                                  with a router
+    sort             the routed rows by expert                                                              m > 1, without a router
+    shared expert    its two products                                                                       with a shared expert
+    up               activations [R, I] = act(x · Wgate_upᵀ + bias) of each routed row's expert
+    rows             activations laid out for the down product                                              m > 1
+    down             y [m, K] = weighted sum of the routed rows' (activations · Wdownᵀ + bias), + the shared expert's output, + h
 
-With m = 1 each thread lays out rows for itself within the steps, without a barrier. Where a GPU gives the rows (`kernels/crossing.py`), 2
-comes before 1, as it waits for them.
+With m = 1 each thread lays out the row for itself within "logits", "up" and "down", so that no barrier is needed. If a GPU stores the rows
+(`kernels/crossing.py`), "sort" waits for them and comes before the first "rows".
 
-`Experts` is the sublayer of a decoder layer (`decoder.py`), which has a router; `Mixture` is a stack of experts that is given ids and
-weights, for `ops/transformer/experts.py`.
+`Experts` is the feed-forward sublayer of a decoder layer (`decoder.py`), with a router. `Mixture` computes stacks of experts for ids and
+weights that the caller gives (`ops/transformer/experts.py`), without a router, norm and residual connection.
 """
 
 from __future__ import annotations
@@ -41,23 +43,23 @@ from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _INFINITE = float("inf")
-_POLLS = 1 << 30  # 16 to 50 s on x86, whose `pause` takes 15 to 50 ns
-_pack_one, _pack_two = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
+_MOST_POLLS = 1 << 30  # of a GPU's flag before the wait fails: 16 to 50 s on x86, whose `pause` takes 15 to 50 ns
+_pack_int, _pack_two_ints = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
 
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """How the experts of a row and their weights follow from h, by the addresses of tensors.
+    """The router, which chooses the top_k experts of a row of x = pre_norm(h), and their weights, from logits x · Wᵀ + bias.
 
     Attributes:
-        pre_norm: Norm of h, whose result the experts read, too.
-        weight: Address of [E, K].
-        kind: Element type of `weight`, and of the shared expert's gate.
-        bias: Address of float32 [E]; 0: none.
-        norm_topk: Whether the weights of a row sum to 1, before `scaling_factor`.
-        scores: As in ExpertsStep.
-        correction_bias: Address of float32 [E], if there are scores.
-        scaling_factor: Of the weights.
+        pre_norm: Norm of h; the experts read its result, too.
+        weight: Address of W [E, K], contiguous.
+        kind: Element type of W, and of the shared expert's gate.
+        bias: Address of float32 [E]; 0: no bias.
+        norm_topk: Whether the weights of a row are normalized to a sum of 1, before they are multiplied by `scaling_factor`.
+        scores: "sigmoid" or "softmax": experts are chosen by scores of the logits plus the correction bias; "": by the logits.
+        correction_bias: Address of float32 [E], which `scores` require; otherwise 0.
+        scaling_factor: Factor of all weights.
     """
 
     pre_norm: Norm
@@ -72,7 +74,13 @@ class Router:
 
 @dataclass(frozen=True, eq=False)
 class SharedExpert:
-    """The expert that all rows use: sigmoid(x · gate) * down(silu(g) * u); `gate`: address of [K] of the router's kind, or 0."""
+    """The expert that all rows use: sigmoid(x · gate) * down(silu(g) * u), where g, u are the halves of gate_up(x).
+
+    Attributes:
+        gate_up: The product [2 I, K].
+        down: The product [K, I].
+        gate: Address of [K] in the router's element type; 0: there is no gate, and no sigmoid.
+    """
 
     gate_up: Product
     down: Product
@@ -84,13 +92,13 @@ class Experts:
     """A mixture of experts by the addresses of its tensors, which the caller must keep alive.
 
     Attributes:
-        gate_up: Of the first expert, [2 I, K]; weights and biases of the others follow it in memory.
-        down: The same, [K, I].
-        num_experts: E
-        top_k: Experts of a row.
-        router: None: ids and weights are given, and there is neither norm nor residual connection.
-        shared: The shared expert; only with a router.
-        clamped: The activation, if it is not silu(gate) * up.
+        gate_up: The product of the first expert, [2 I, K]; weights and biases of the other experts follow in memory.
+        down: The product of the first expert, [K, I]; likewise.
+        num_experts: E.
+        top_k: Experts per row.
+        router: None: the caller gives ids and weights, and there is neither a norm nor a residual connection.
+        shared: The shared expert, which requires a router.
+        clamped: Parameters of clamped gates; None: the activation is silu(gate) * up.
     """
 
     gate_up: Product
@@ -106,35 +114,56 @@ class Experts:
 
     @property
     def k(self) -> int:
+        """Elements K of a row of h and y."""
         return self.down.n
 
     @property
     def work(self) -> int:
+        """Multiplications for a row, approximately."""
         shared = 0 if self.shared is None else self.shared.gate_up.n
         return (self.top_k * self.gate_up.n + shared) * self.k
 
     def plan(self, m: int, threads: int, hidden: int, flags: int = 0) -> ExpertsPlan:
+        """Plan the steps; the arguments are those of `ExpertsPlan`."""
         return ExpertsPlan(self, m, threads, hidden, flags)
 
 
 class _Buffers(NamedTuple):
-    """What lies between the steps: sizes in bytes, or addresses. R = m * top_k is the number of routed rows."""
+    """Scratch memory for what one step stores and a later one reads: sizes in bytes, or addresses."""
 
-    normed: int  # float32 [m, K], for each thread if m = 1
-    up_rows: int  # x as tiles of the up product read it, for each thread if m = 1
-    down_rows: int  # activations as tiles of the down product read them, for each thread if m = 1
-    gate_up: int  # float32 [R, 2 I]; the activation takes the place of the gates, unless it is clamped
-    products: int  # float32 [R, K]
-    activations: int  # float32 [R, I], of clamped gates alone
-    logits: int  # float32 [m, E + 1]
+    normed: int  # float32 [m, K]: norm(h); one for each thread if m = 1
+    up_rows: int  # x in the order of the up product's tiles; one for each thread if m = 1
+    down_rows: int  # activations in the order of the down product's tiles; one for each thread if m = 1
+    gate_up: int  # float32 [R, 2 I]; the activations replace its first half, unless gates are clamped
+    products: int  # float32 [R, K]: outputs of the down product
+    activations: int  # float32 [R, I], if gates are clamped
+    logits: int  # float32 [m, E + 1]; the last one is that of the shared expert's gate
     ids: int  # int64 [R]
     weights: int  # float32 [R]
-    order: int  # int64 [R], routed rows by expert
-    counts: int  # int64 [E]
+    order: int  # int64 [R]: the routed rows sorted by expert
+    counts: int  # int64 [E]: routed rows of each expert
+
+    @classmethod
+    def sizes(cls, experts: Experts, m: int, threads: int) -> _Buffers:
+        """Return the sizes in bytes."""
+        routed_rows, copies = m * experts.top_k, threads if m == 1 else 1
+        return cls(
+            normed=copies * 4 * m * experts.k,
+            up_rows=copies * _laid_out_bytes(experts.gate_up, m),
+            down_rows=copies * _laid_out_bytes(experts.down, routed_rows),
+            gate_up=4 * routed_rows * experts.gate_up.n,
+            products=4 * routed_rows * experts.k,
+            activations=0 if experts.clamped is None else 4 * routed_rows * experts.down.k,
+            logits=4 * m * (experts.num_experts + 1),
+            ids=8 * routed_rows,
+            weights=4 * routed_rows,
+            order=8 * routed_rows,
+            counts=8 * experts.num_experts,
+        )
 
 
 class ExpertsPlan:
-    """The steps of a mixture for m rows; all arguments are filled in but those that `point` sets, or `point_all` without a router.
+    """The steps of a mixture for m rows. Before a run `set_addresses` is called, or `set_all_addresses` if there is no router.
 
     Attributes:
         blocks: The arguments of the steps, in order.
@@ -145,79 +174,84 @@ class ExpertsPlan:
 
         Args:
             experts: The weights.
-            m: Rows.
-            threads: That compute them.
-            hidden: Address of h, float32 [m, K]; not read without a router.
-            flags: Address of a crossing's words; 0: there is none.
+            m: Number of rows.
+            threads: Number of threads that run the steps.
+            hidden: Address of h, float32 [m, K]; ignored without a router.
+            flags: Address of the words of a crossing (`kernels/crossing.py`); 0: no GPU gives the rows.
         """
         self._experts, self._m, self._threads, self._hidden, self._flags = experts, m, threads, hidden, flags
-        single_row, routed_rows, copies = m == 1, m * experts.top_k, threads if m == 1 else 1
-        up_bytes = round_up(m * experts.gate_up.kernel.scratch_bytes(1), 64)
-        down_bytes = round_up(routed_rows * experts.down.kernel.scratch_bytes(1), 64)
-        sizes = _Buffers(
-            normed=copies * 4 * m * experts.k,
-            up_rows=copies * up_bytes,
-            down_rows=copies * down_bytes,
-            gate_up=4 * routed_rows * experts.gate_up.n,
-            products=4 * routed_rows * experts.k,
-            activations=0 if experts.clamped is None else 4 * routed_rows * experts.down.k,
-            logits=4 * m * (experts.num_experts + 1),
-            ids=8 * routed_rows,
-            weights=4 * routed_rows,
-            order=8 * routed_rows,
-            counts=8 * experts.num_experts,
-        )
-        memory = shared_memory("experts", sizes)
-        at = self._at = _Buffers(*memory.starts)
-        inner, stride = (at.gate_up, 4 * experts.gate_up.n) if experts.clamped is None else (at.activations, 4 * experts.down.k)
-        self._up_linear = _rows_of_one(experts.gate_up, m, threads, (hidden, 4 * experts.k, at.up_rows, at.gate_up))
-        self._down_linear = _rows_of_one(experts.down, routed_rows, threads, (inner, stride, at.down_rows, at.products))
-        self._alive: list[object] = [memory]  # what the addresses in arguments belong to
+        single_row, routed_rows = m == 1, m * experts.top_k
+        memory = shared_memory("experts", _Buffers.sizes(experts, m, threads))
+        self._alive: list[object] = [memory]  # owners of memory whose addresses are in the arguments
+        buffers = self._buffers = _Buffers(*memory.starts)
+        if experts.clamped is None:
+            activations, self._activations_stride = buffers.gate_up, 4 * experts.gate_up.n
+        else:
+            activations, self._activations_stride = buffers.activations, 4 * experts.down.k
+        up_rows = _Rows(m, hidden, 4 * experts.k, buffers.up_rows, buffers.gate_up)
+        down_rows = _Rows(routed_rows, activations, self._activations_stride, buffers.down_rows, buffers.products)
+        self._up_linear = _linear_arguments(experts.gate_up, up_rows, threads)
+        self._down_linear = _linear_arguments(experts.down, down_rows, threads)
+
         shared_blocks, shared_out = self._shared_expert()
-        down_fields = {**self._down_fields(down_bytes if single_row else 0), "shared": shared_out}
-        self._down = _block(ExpertsStep("down", single_row, single_row, crosses=flags != 0), down_fields)
-        up_fields = {**self._up_fields(up_bytes if single_row else 0, stride), "down": ctypes.addressof(self._down)}
+        down_fields = {**self._down_fields(), "shared": shared_out}
+        down_step = ExpertsStep("down", single_row=single_row, prepares=single_row, crosses=flags != 0)
+        self._down = _block(down_step, down_fields)
+        up_fields = {**self._up_fields(), "down": ctypes.addressof(self._down)}
         self._up = self._up_step(up_fields)
         routing = self._routing(up_fields)
-        rows_up = [] if single_row else [arguments(EXPERTS, phase(self._rows_step()), up_fields)]
-        rows_down = [] if single_row else [arguments(EXPERTS, phase(Step("rows")), down_fields)]
-        first = [*routing, *rows_up] if flags else [*rows_up, *routing]
-        self.blocks = [*first, *shared_blocks, self._up, *rows_down, self._down]
-        self._given = [*routing, self._up, self._down] if experts.router is None else []
+        lay_out_x = [] if single_row else [arguments(EXPERTS, phase(self._rows_step()), up_fields)]
+        lay_out_activations = [] if single_row else [arguments(EXPERTS, phase(Step("rows")), down_fields)]
+        # "sort" is the step that waits for a GPU's rows.
+        first = [*routing, *lay_out_x] if flags else [*lay_out_x, *routing]
+        self.blocks = [*first, *shared_blocks, self._up, *lay_out_activations, self._down]
+        self._reads_ids = [*routing, self._up, self._down]
 
-    def point(self, out: int, _x: int = 0) -> None:
-        """Set the address of y, contiguous float32; `_x` is for parallel layers, which have no experts."""
-        _pack_one(self._down, EXPERTS.offset("out"), out)
+    def set_addresses(self, out: int, _x: int = 0) -> None:
+        """Set the address of y, float32 [m, K], contiguous; `_x` (`FeedForwardPlan`): only parallel layers read it."""
+        _pack_int(self._down, EXPERTS.offset("out"), out)
 
-    def point_all(self, x: int, ids: int, weights: int, out: int) -> None:
-        """Set the addresses of x, float32 [m, K], ids, int64 [m, top_k], weights, float32 [m, top_k], and y, where there is no router."""
-        _pack_one(self._up_linear, LINEAR.offset("x"), x)
-        for block in self._given:
-            _pack_two(block, EXPERTS.offset("ids"), ids, weights)
-        self.point(out)
+    def set_all_addresses(self, x: int, ids: int, weights: int, out: int) -> None:
+        """Set the addresses of x, float32 [m, K], ids, int64 [m, top_k], weights, float32 [m, top_k], and y; only without a router."""
+        assert self._experts.router is None, "with a router, ids and weights are in the plan's own memory"
+        _pack_int(self._up_linear, LINEAR.offset("x"), x)
+        for block in self._reads_ids:
+            _pack_two_ints(block, EXPERTS.offset("ids"), ids, weights)
+        self.set_addresses(out)
 
     def _routing(self, up_fields: Fields) -> list[Buffer]:
-        """Return the steps after which ids, weights and, for several rows, the order of experts are known."""
+        """Return the steps that compute ids and weights, or sort ids that are given; "choose" sorts, too."""
         router, single_row, crosses = self._experts.router, self._m == 1, self._flags != 0
         if router is None:
             return [] if single_row else [_block(ExpertsStep("sort", crosses=crosses), up_fields)]
         norm = router.pre_norm
         logits = ExpertsStep(
-            "logits", single_row, single_row, router.kind, layer_norm=norm.layer_norm, unit_offset=norm.unit_offset
-        )  # fmt: skip
-        choose = ExpertsStep("choose", single_row, normalized=router.norm_topk, scores=router.scores)
+            "logits",
+            single_row=single_row,
+            prepares=single_row,
+            router=router.kind,
+            layer_norm=norm.layer_norm,
+            unit_offset=norm.unit_offset,
+        )
+        choose = ExpertsStep("choose", single_row=single_row, normalized=router.norm_topk, scores=router.scores)
         return [_block(logits, up_fields), _block(choose, up_fields)]
 
     def _rows_step(self) -> Step:
-        """Return the step that lays out the rows of the up product."""
+        """Return the step that lays out x for the up product, with the router's norm."""
         router = self._experts.router
         return Step("rows") if router is None else router.pre_norm.step("rows")
 
     def _up_step(self, up_fields: Fields) -> Buffer:
-        """Return the step of the up product; without a router it is the first one, which prepares a single row and waits for a GPU."""
+        """Return the step of the up product. For a single row without a router it is the first one: it lays out x, and waits for a GPU."""
         experts, single_row = self._experts, self._m == 1
-        prepares, crosses = single_row and experts.router is None, single_row and self._flags != 0
-        return _block(ExpertsStep("up", single_row, prepares, clamped=experts.clamped is not None, crosses=crosses), up_fields)
+        step = ExpertsStep(
+            "up",
+            single_row=single_row,
+            prepares=single_row and experts.router is None,
+            clamped=experts.clamped is not None,
+            crosses=single_row and self._flags != 0,
+        )
+        return _block(step, up_fields)
 
     def _shared_expert(self) -> tuple[list[Buffer], int]:
         """Return the steps of the shared expert, and the address of its output, 0 if there is none."""
@@ -226,15 +260,15 @@ class ExpertsPlan:
             return [], 0
         sizes = 4 * self._m * shared.gate_up.n, 4 * self._m * shared.down.n
         workspace = Workspace.of("shared expert", (shared.gate_up, shared.down), self._m, self._threads, sizes)
-        gates, out = workspace.buffers
-        first = workspace.product(shared.gate_up, self._hidden, gates, norm=router.pre_norm, gates="silu")
-        last = workspace.product(shared.down, gates, out, stride=4 * shared.gate_up.n)
-        self._alive += [workspace, first, last]
-        return [*first.blocks, *last.blocks], out
+        gate_up, out = workspace.buffers
+        up = workspace.product(shared.gate_up, self._hidden, gate_up, norm=router.pre_norm, gates="silu")
+        down = workspace.product(shared.down, gate_up, out, stride=4 * shared.gate_up.n)
+        self._alive += [workspace, up, down]
+        return [*up.blocks, *down.blocks], out
 
     def _common_fields(self, panels: int) -> Fields:
-        """Return the arguments that both products have, whose threads draw groups of so many panels."""
-        groups = shares(panels, self._threads)
+        """Return the arguments that both products have; `panels`: all that the threads draw, in groups."""
+        groups, buffers = shares(panels, self._threads), self._buffers
         table = (ctypes.c_int64 * len(groups))(*groups)
         self._alive.append(table)
         return {
@@ -242,31 +276,31 @@ class ExpertsPlan:
             "experts": self._experts.num_experts,
             "top_k": self._experts.top_k,
             "flags": self._flags,
-            "polls": _POLLS,
-            "logits": self._at.logits,
-            "ids": self._at.ids,
-            "weights": self._at.weights,
-            "order": self._at.order,
-            "counts": self._at.counts,
+            "polls": _MOST_POLLS,
+            "logits": buffers.logits,
+            "ids": buffers.ids,
+            "weights": buffers.weights,
+            "order": buffers.order,
+            "counts": buffers.counts,
             "groups": len(groups) - 1,
             "shares": ctypes.addressof(table),
         }
 
-    def _up_fields(self, private: int, activations_stride: int) -> Fields:
-        """Return the arguments of the up product, which are those of routing, too; `private`: bytes of a thread's copy of rows, or 0."""
+    def _up_fields(self) -> Fields:
+        """Return the arguments of the up product and of the steps of routing."""
         experts, router, panels = self._experts, self._experts.router, self._experts.gate_up.n // PANEL // 2
         fields: Fields = {
             **self._common_fields(self._m * experts.top_k * panels),
             "linear": ctypes.addressof(self._up_linear),
-            "private": private,
-            "normed": self._at.normed,
+            "private": _laid_out_bytes(experts.gate_up, 1) if self._m == 1 else 0,
+            "normed": self._buffers.normed,
             "normed_row": 4 * experts.k,
             "normed_thread": 4 * experts.k if self._m == 1 else 0,
             "gate": panels,
             "expert_bytes": experts.gate_up.kernel.nbytes,
             "expert_bias": 4 * experts.gate_up.n,
-            "gated": self._at.activations,
-            "gated_stride": activations_stride,
+            "activations": self._buffers.activations,
+            "activations_stride": self._activations_stride,
             "alpha_limit": experts.clamped or (0.0, 0.0),
         }
         if router is None:
@@ -282,21 +316,21 @@ class ExpertsPlan:
             "shared_gate": 0 if experts.shared is None else experts.shared.gate,
         }
 
-    def _down_fields(self, private: int) -> Fields:
+    def _down_fields(self) -> Fields:
         """Return the arguments of the down product."""
         experts = self._experts
         return {
             **self._common_fields(-(-experts.k // PANEL)),
             "linear": ctypes.addressof(self._down_linear),
-            "private": private,
+            "private": _laid_out_bytes(experts.down, experts.top_k) if self._m == 1 else 0,
             "hidden": self._hidden,
             "expert_bytes": experts.down.kernel.nbytes,
             "expert_bias": 4 * experts.k,
         }
 
 
-class Crossed(NamedTuple):
-    """The addresses of a crossing: its flags, x, ids, weights and y, as `ExpertsPlan.point_all` takes them."""
+class CrossingAddresses(NamedTuple):
+    """Where a GPU and the CPU exchange rows (`kernels/crossing.py`): addresses of the words, and of `set_all_addresses`' tensors."""
 
     flags: int
     x: int
@@ -306,7 +340,7 @@ class Crossed(NamedTuple):
 
 
 class Mixture:
-    """E experts whose ids and weights are given: y [m, K] is the weighted sum of theirs. Arguments are as for `Experts`."""
+    """E experts without a router: y[r] = sum over t of weights[r, t] * expert_ids[r, t](x[r]). Arguments are as for `Experts`."""
 
     def __init__(self, gate_up: Product, down: Product, num_experts: int, clamped: Clamped | None = None) -> None:
         self._stacks, self._work, self._clamped = (gate_up, down, num_experts), gate_up.n * gate_up.k, clamped
@@ -316,49 +350,57 @@ class Mixture:
         """Compute y, float32 [m, K].
 
         Args:
-            x: float32 [m, K], as all arguments contiguous on the CPU.
-            ids: int64 [m, top_k], each in 0 … E - 1: the caller checks it, since others are addresses out of bounds.
-            weights: float32 [m, top_k]
+            x: float32 [m, K]. All arguments are contiguous and on the CPU.
+            ids: int64 [m, top_k], each in 0 … E - 1. The caller must check them: others are read out of bounds.
+            weights: float32 [m, top_k].
         """
         m, top_k = ids.shape
         threads = self._threads(m, top_k)
         plan, sequence = self._plans.get((m, top_k, threads), lambda: self._plan(m, top_k, threads))
         out = torch.empty_like(x)
-        plan.point_all(x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr())
+        plan.set_all_addresses(x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr())
         sequence.run()
         return out
 
-    def serve(self, m: int, top_k: int, rows: Crossed) -> None:
-        """Wait for m rows and their experts that a GPU stores, and store y."""
+    def serve(self, m: int, top_k: int, addresses: CrossingAddresses) -> None:
+        """Wait until a GPU has stored m rows, ids and weights; then compute y at `addresses.out`, and tell the GPU."""
         threads = self._threads(m, top_k)
-        _, sequence = self._plans.get((m, top_k, threads, rows), lambda: self._plan(m, top_k, threads, rows))
+        _, sequence = self._plans.get((m, top_k, threads, addresses), lambda: self._plan(m, top_k, threads, addresses))
         sequence.run()
 
     def _threads(self, m: int, top_k: int) -> int:
         return max(1, min(runtime.threads(), m * top_k * self._work // WORK_A_THREAD))
 
-    def _plan(self, m: int, top_k: int, threads: int, rows: Crossed | None = None) -> tuple[ExpertsPlan, StepSequence]:
-        plan = Experts(*self._stacks, top_k, clamped=self._clamped).plan(m, threads, 0, 0 if rows is None else rows.flags)
-        if rows is not None:
-            plan.point_all(*rows[1:])
+    def _plan(self, m: int, top_k: int, threads: int, addresses: CrossingAddresses | None = None) -> tuple[ExpertsPlan, StepSequence]:
+        flags = 0 if addresses is None else addresses.flags
+        plan = Experts(*self._stacks, top_k, clamped=self._clamped).plan(m, threads, hidden=0, flags=flags)
+        if addresses is not None:
+            plan.set_all_addresses(addresses.x, addresses.ids, addresses.weights, addresses.out)
         return plan, StepSequence(plan.blocks, threads)
 
 
-def _rows_of_one(product: Product, rows: int, threads: int, places: tuple[int, int, int, int]) -> Buffer:
-    """Return the arguments of a product whose rows are tiles of one row each, as each may have another expert.
+class _Rows(NamedTuple):
+    """The rows of a product: their number, the addresses of x, of x in the order of tiles and of outputs, and bytes between rows of x."""
 
-    Args:
-        product: Of the first expert.
-        rows: How many.
-        threads: That compute them.
-        places: Address of x, bytes between its rows, addresses of the rows as tiles read them, and of outputs.
-    """
+    number: int
+    x: int
+    x_stride: int
+    laid_out: int
+    out: int
+
+
+def _linear_arguments(product: Product, rows: _Rows, threads: int) -> Buffer:
+    """Return the LINEAR arguments of a product of the first expert with row tiles of one row, as each row may have another expert."""
     linear, _ = product.kernel.arguments(1, threads)
-    x, stride, laid_out, out = places
-    pack_call(linear, CALL, 0, x, stride, laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
+    pack_call(linear, CALL, 0, rows.x, rows.x_stride, rows.laid_out, product.weight, product.bias, rows.out, 0, -_INFINITE, _INFINITE)
     for field in ("m", "tiles"):
-        _pack_one(linear, LINEAR.offset(field), rows)
+        _pack_int(linear, LINEAR.offset(field), rows.number)
     return linear
+
+
+def _laid_out_bytes(product: Product, rows: int) -> int:
+    """Return the bytes of rows in the order in which tiles of one row read them, rounded up to cache lines."""
+    return round_up(rows * product.kernel.scratch_bytes(1), 64)
 
 
 def _block(step: ExpertsStep, fields: Fields) -> Buffer:

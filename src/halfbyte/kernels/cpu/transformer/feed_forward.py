@@ -68,7 +68,7 @@ class MLPPlan:
         )
         self.blocks: list[Buffer] = [*self._gate_up.blocks, *self._down.blocks]
 
-    def point(self, out: int, x: int) -> None:
-        self._down.point(out, self._hidden)
+    def set_addresses(self, out: int, x: int) -> None:
+        self._down.set_addresses(out, self._hidden)
         if self._parallel_residual:
             _pack_one(self._gate_up.linear, _X, x)

@@ -50,7 +50,7 @@ class PerLayerInputPlan:
         )  # fmt: skip
         self.blocks: list[Buffer] = [*self._gate.blocks, *self._projection.blocks]
 
-    def point(self, out: int, per_layer_input: tuple[int, int]) -> None:
+    def set_addresses(self, out: int, per_layer_input: tuple[int, int]) -> None:
         """Set the address of y, and the address and row stride in bytes of the per-layer input."""
-        self._projection.point(out, self._hidden)
+        self._projection.set_addresses(out, self._hidden)
         _pack(self._gate.blocks[-1], _UP, *per_layer_input)

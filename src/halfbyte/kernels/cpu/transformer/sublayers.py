@@ -4,7 +4,7 @@
     y = h + feed_forward(h)      `feed_forward.py`, `experts_plan.py`; then `per_layer.py` in some models
 
 A sublayer is planned once for each number of rows m. Its plan owns a `Workspace` and lists the argument blocks of the steps that
-`step_sequence.py` runs. All fields are filled in but the addresses that change from call to call, which the plan's `point` writes.
+`step_sequence.py` runs. All fields are filled in but the addresses that change from call to call, which the plan's `set_addresses` writes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FeedForwardPlan(Protocol):
     def blocks(self) -> Sequence[Buffer]:
         """The arguments of the steps, in order."""
 
-    def point(self, out: int, x: int) -> None:
+    def set_addresses(self, out: int, x: int) -> None:
         """Set the addresses of y, contiguous float32, and of the layer's input x, which parallel layers read."""
 
 
@@ -232,7 +232,7 @@ class ResidualProduct:
             self._last = rowwise_step(Step("scale"), m, n, 4 * n, {"x": sums, "eps": (0.0, multiplier)})
         self.blocks = [*steps.blocks, self._last]
 
-    def point(self, out: int, residual: int) -> None:
+    def set_addresses(self, out: int, residual: int) -> None:
         """Set the addresses of `out` and `residual`."""
         _pack_two(self._last, self._out, out, residual - out)
 

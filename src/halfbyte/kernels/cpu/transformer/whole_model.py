@@ -183,7 +183,7 @@ class DecodeSteps:
         of_layers = (block for plan, attention in zip(self._plans, self._attention, strict=True) for block in _with(plan, attention))
         blocks = [*self._begin(), *of_layers, *self._end()]
         self._sequence = StepSequence(blocks, self.threads)
-        self.point(entries, length)
+        self.set_addresses(entries, length)
 
     def _begin(self) -> list[Buffer]:
         """Return the steps before the layers: embeddings, and per-layer inputs."""
@@ -226,7 +226,7 @@ class DecodeSteps:
             self._out_places.append((steps[-1], NORM.offset("x")))
         return steps
 
-    def point(self, entries: Sequence[Entry], length: int) -> None:
+    def set_addresses(self, entries: Sequence[Entry], length: int) -> None:
         """Set the KV cache of later runs: of the same dtype and batch, with `length` tokens of each sequence, of which a sliding window's
         entry may hold the last ones only."""
         at, ropes = self.x.data_ptr(), self._rope_tables.data_ptr()
@@ -237,7 +237,7 @@ class DecodeSteps:
             strides = (self._rope_bytes, 0) if self._batch > 1 else (0, self._rope_bytes)  # of sequences, or of the tokens of one
             rotary = cosines, cosines + self._cosine_bytes, *strides
             layer_input = self.per_layer_inputs.data_ptr() + index * input_bytes, row_bytes
-            plan.point(at, at, (*rotary, *decoder.places(entry.keys, entry.values), 0, 0, 0, entry.length), layer_input)
+            plan.set_addresses(at, at, (*rotary, *decoder.places(entry.keys, entry.values), 0, 0, 0, entry.length), layer_input)
         layers = zip(self._plans, self._attention, entries, self._model.windows, strict=True)
         self._windowed = []
         for plan, blocks, entry, window in layers:
