@@ -254,6 +254,25 @@ def test_relu_of_a_float_layer_is_the_saturation_of_its_codes(act: nn.Module, re
             assert not read or torch.equal(got[1], activated)
 
 
+@pytest.mark.parametrize("also", ["", "read", "called"])
+def test_relu_writes_to_a_float_convolution_that_nothing_else_reads(also: str) -> None:
+    def operation(model: _With, x: Tensor) -> Tensor:
+        y = model.a(8 * x)
+        z = model.inner["act"](y) + 1
+        return z + y if also == "read" else z + model.inner["act"](z - 2) if also == "called" else z
+
+    model = _With(operation, {"act": nn.ReLU()}).eval()
+    static = hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", activations="static", skip=["a"]), [images()])
+    relus = [module.inplace for module in static.modules() if isinstance(module, nn.ReLU)]
+    assert relus == [not also]
+    x = images(seed=1)
+    with torch.no_grad():
+        y = model.a(8 * x)
+        z = static.get_submodule("inner.act")(y.clone())
+        assert torch.equal(z, y.relu())
+    check(model, static)
+
+
 class _Folded(nn.Module):
     def __init__(self) -> None:
         super().__init__()

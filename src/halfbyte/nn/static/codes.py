@@ -9,6 +9,7 @@ efficient integer-arithmetic-only inference, CVPR 2018.)
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 
@@ -350,10 +351,23 @@ class _Rewriter:
         for node, floats in self.float_of.items():
             if not floats.users and self._is_saturation(node):  # only its codes are read
                 self.graph.erase_node(floats)
+        self._activate_in_place()
         self._restore_formats()
         network = IntegerNetwork(self.root, self.graph, type(self.traced).__name__)
         network.meta[_META] = Calibrated(dict(self.scales), tuple(self.floats), (*notes, *self.notes))
         return network.eval()
+
+    def _activate_in_place(self) -> None:
+        """Let a ReLU write to the result of the float convolution before it, which nothing else reads: new memory costs more than the ReLU."""
+        calls = Counter(node.target for node in self.graph.nodes)
+        for node, floats in self.float_of.items():
+            module = module_of(node, self.modules)
+            if type(module) not in (nn.ReLU, nn.ReLU6) or why_overridden(module) or calls[floats.target] != 1:
+                continue
+            source, conv_layer = _first(node), module_of(_first(node), self.modules)
+            is_own = isinstance(conv_layer, nn.Conv1d | nn.Conv2d) and why_overridden(conv_layer) is None and source not in self.codes_of
+            if is_own and list(self.float_of[source].users) == [floats]:
+                self.root[str(floats.target)] = type(module)(inplace=True)
 
     def _restore_formats(self) -> None:
         """Restore torch's memory format in what leaves the integer layers, which write channels_last."""
