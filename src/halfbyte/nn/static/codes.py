@@ -358,7 +358,7 @@ class _Rewriter:
         return network.eval()
 
     def _activate_in_place(self) -> None:
-        """Let a ReLU write to the result of the float convolution before it, which nothing else reads: new memory costs more than the ReLU."""
+        """Let a ReLU write to the result of the float convolution before it, which nothing else reads: new memory would cost more."""
         calls = Counter(node.target for node in self.graph.nodes)
         for node, floats in self.float_of.items():
             module = module_of(node, self.modules)
