@@ -362,7 +362,7 @@ class _Rewriter:
         calls = Counter(node.target for node in self.graph.nodes)
         for node, floats in self.float_of.items():
             module = module_of(node, self.modules)
-            if type(module) not in (nn.ReLU, nn.ReLU6) or why_overridden(module) or calls[floats.target] != 1:
+            if not isinstance(module, nn.ReLU | nn.ReLU6) or why_overridden(module) or calls[floats.target] != 1:
                 continue
             source, conv_layer = _first(node), module_of(_first(node), self.modules)
             is_own = isinstance(conv_layer, nn.Conv1d | nn.Conv2d) and why_overridden(conv_layer) is None and source not in self.codes_of
