@@ -14,7 +14,7 @@ import halfbyte as hb
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.static.codes import calibrated
-from halfbyte.nn.static.integer import IntegerModule
+from halfbyte.nn.static.integer import Dequantize, IntegerConv2d, IntegerModule
 
 STATIC = hb.Config("int8_channel", activations="static")
 
@@ -230,6 +230,47 @@ def test_results_keep_their_dtypes() -> None:
         assert got.dtype == wanted.dtype
         assert float((got - wanted).norm() / wanted.norm()) < 0.05  # 8 bits an activation, and as many of bfloat16
     assert any("relu" in note for note in hb.report(static).notes)
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.ReLU(inplace=True)])
+@pytest.mark.parametrize("read", [False, True])
+def test_relu_of_a_float_layer_is_the_saturation_of_its_codes(act: nn.Module, read: bool) -> None:
+    def operation(model: _With, x: Tensor) -> tuple[Tensor, ...]:
+        y = model.inner["act"](model.a(8 * x))
+        return (model.inner["last"](y), y) if read else (model.inner["last"](y),)
+
+    model = _With(operation, {"act": act, "last": nn.Conv2d(8, 4, 3)}).eval()
+    static = hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", activations="static", skip=["a"]), [images()])
+    assert [type(module) for module in static.modules()].count(type(act)) == read  # its numbers are read too
+    x = images(seed=1)
+    quantize, last = static.get_submodule("inner_act_quantize"), static.get_submodule("inner.last")
+    assert isinstance(last, IntegerConv2d)
+    with torch.no_grad():
+        activated = act(model.a(8 * x))
+        wanted = Dequantize(last.result, torch.float32)(last(quantize(activated)))
+        for _ in range(3):  # node by node, then as programs
+            got = static(x)
+            assert torch.equal(got[0], wanted)
+            assert not read or torch.equal(got[1], activated)
+
+
+@pytest.mark.parametrize("also", ["", "read", "called"])
+def test_relu_writes_to_a_float_convolution_that_nothing_else_reads(also: str) -> None:
+    def operation(model: _With, x: Tensor) -> Tensor:
+        y = model.a(8 * x)
+        z = model.inner["act"](y) + 1
+        return z + y if also == "read" else z + model.inner["act"](z - 2) if also == "called" else z
+
+    model = _With(operation, {"act": nn.ReLU()}).eval()
+    static = hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", activations="static", skip=["a"]), [images()])
+    relus = [module.inplace for module in static.modules() if isinstance(module, nn.ReLU)]
+    assert relus == [not also]
+    x = images(seed=1)
+    with torch.no_grad():
+        y = model.a(8 * x)
+        z = static.get_submodule("inner.act")(y.clone())
+        assert torch.equal(z, y.relu())
+    check(model, static)
 
 
 class _Folded(nn.Module):

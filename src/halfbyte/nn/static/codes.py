@@ -9,6 +9,7 @@ efficient integer-arithmetic-only inference, CVPR 2018.)
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 
@@ -347,10 +348,26 @@ class _Rewriter:
     def result(self, notes: tuple[str, ...]) -> fx.GraphModule:
         for node in self.traced.graph.nodes:
             self._node(node)
+        for node, floats in self.float_of.items():
+            if not floats.users and self._is_saturation(node):  # only its codes are read
+                self.graph.erase_node(floats)
+        self._activate_in_place()
         self._restore_formats()
         network = IntegerNetwork(self.root, self.graph, type(self.traced).__name__)
         network.meta[_META] = Calibrated(dict(self.scales), tuple(self.floats), (*notes, *self.notes))
         return network.eval()
+
+    def _activate_in_place(self) -> None:
+        """Let a ReLU write to the result of the float convolution before it, which nothing else reads: new memory would cost more."""
+        calls = Counter(node.target for node in self.graph.nodes)
+        for node, floats in self.float_of.items():
+            module = module_of(node, self.modules)
+            if not isinstance(module, nn.ReLU | nn.ReLU6) or why_overridden(module) or calls[floats.target] != 1:
+                continue
+            source, conv_layer = _first(node), module_of(_first(node), self.modules)
+            is_own = isinstance(conv_layer, nn.Conv1d | nn.Conv2d) and why_overridden(conv_layer) is None and source not in self.codes_of
+            if is_own and list(self.float_of[source].users) == [floats]:
+                self.root[str(floats.target)] = type(module)(inplace=True)
 
     def _restore_formats(self) -> None:
         """Restore torch's memory format in what leaves the integer layers, which write channels_last."""
@@ -372,8 +389,15 @@ class _Rewriter:
     def _codes(self, node: fx.Node) -> tuple[fx.Node, Scale]:
         if node not in self.codes_of:
             scale = self.scales[node.name]
-            self.codes_of[node] = self._call(node, Quantize(scale), self.float_of[node], name=f"{node.name}_quantize"), scale
+            floats = self._floats(_first(node) if self._is_saturation(node) else node)
+            self.codes_of[node] = self._call(node, Quantize(scale), floats, name=f"{node.name}_quantize"), scale
         return self.codes_of[node]
+
+    def _is_saturation(self, node: fx.Node) -> bool:
+        """Whether a node is a ReLU or ReLU6 whose codes are those of its input, saturated at the ends of its range."""
+        module, scale = module_of(node, self.modules), self.scales.get(node.name)
+        plain = node.target in RELUS or (isinstance(module, nn.ReLU | nn.ReLU6) and why_overridden(module) is None)
+        return plain and bool(_sources(node)) and scale is not None and _relu_clamp(scale, module) == (LEAST, MOST)
 
     def _floats(self, node: fx.Node) -> fx.Node:
         if node not in self.float_of:
