@@ -277,9 +277,7 @@ def quantizing_launch(multiply: Callable[..., None], workspace_bytes: Callable[.
     """Return the `launch` of a kernel's file, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue,
     memory) with `workspace_bytes(problem, config)` bytes of memory; `early` as in `quantize_activation`."""
 
-    def launch_both(
-        problem: Problem, config: Any, x: Tensor | Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue
-    ) -> None:
+    def launch_both(problem: Problem, config: Any, x: Tensor | Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue) -> None:
         """x [M, K] or its codes, the weight's sections, out [M, N]."""
         if isinstance(x, Quantized):
             multiply(problem, config, x, weight, out, epilogue, workspace(out.device, workspace_bytes(problem, config)))
