@@ -108,14 +108,14 @@ class Remembered:
         self._tensors, self._found = tensors, dict[Any, Any]()
         self.has, self.same = tensors.has, tensors.same
 
-    def _once(self, method: str, *arguments: Any) -> Any:
-        key = method, *arguments
+    def _once(self, method: str, *arguments: Any, **keywords: bool) -> Any:
+        key = method, *arguments, *keywords.values()
         if key not in self._found:
-            self._found[key] = getattr(self._tensors, method)(*arguments)
+            self._found[key] = getattr(self._tensors, method)(*arguments, **keywords)
         return self._found[key]
 
-    def weight(self, names: Any, bias: Any = ()) -> Any:
-        return self._once("weight", tuple(names), tuple(bias))
+    def weight(self, names: Any, bias: Any = (), *, floats: bool = False) -> Any:
+        return self._once("weight", tuple(names), tuple(bias), floats=floats)
 
     def tensor(self, name: str) -> Any:
         return self._once("tensor", name)

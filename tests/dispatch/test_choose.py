@@ -214,7 +214,7 @@ def test_experts_on_a_cpu_are_explained_as_they_run(rows: int, kernel: str) -> N
     said = explained(hb.ExpertsShape(rows, 8, 2, 64, 96), format="q4_0")
     ids = torch.zeros(rows, 2, dtype=torch.int64)
     with torch.no_grad():
-        assert expert_modules._few(torch.zeros(rows, 64), ids, torch.zeros(rows, 2)) == (kernel == "one_call")
+        assert expert_modules._fits_fused(torch.zeros(rows, 64), ids, torch.zeros(rows, 2)) == (kernel == "one_call")
     assert said.kernel == kernel
     assert [name for name, _ in said.products] == ["gate_up", "down"]
     assert explained(hb.ExpertsShape(1, 8, 2, 64, 40), format="q4_0").choice.reasons == {"one_call": "40 gates are not whole panels of 32"}

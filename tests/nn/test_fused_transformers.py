@@ -72,10 +72,28 @@ def test_blocks(native: list[int]) -> None:
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a hook": lambda block: block.attn2.to_q.register_forward_hook(lambda module, args, y: y * 2),
     "a layer": lambda block: setattr(block.ff.net, "2", nn.Linear(160, 40, dtype=torch.float32).requires_grad_(False).apply(zeroed)),
+    "keys": lambda block: setattr(block.attn1, "to_k", linear(40)),
+    "values": lambda block: setattr(block.attn1, "to_v", linear(40)),
+    "values of the text": lambda block: setattr(block.attn2, "to_v", linear(24)),
+    "order": lambda block: vars(block.attn2)["_modules"].update(to_k=block.attn2.to_v, to_v=block.attn2.to_k),
+    "a last layer": lambda block: block.attn1.to_out.__setitem__(1, nn.Tanh()),
+    "another attention": lambda block: setattr(block, "attn2", _Doubled()),
     "a processor": lambda block: block.attn1.set_processor(AttnProcessor()),
     "chunks": lambda block: block.set_chunk_feed_forward(35, 1),
     "training": lambda block: block.train(),
 }
+
+
+class _Doubled(nn.Module):
+    heads = 2
+
+    def forward(self, x: Tensor, **_: object) -> Tensor:
+        return x * 2
+
+
+def linear(k: int) -> nn.Linear:
+    torch.manual_seed(7)
+    return nn.Linear(k, 40).requires_grad_(False)
 
 
 def zeroed(linear: nn.Module) -> None:

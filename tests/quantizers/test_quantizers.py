@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import halfbyte as hb
 from halfbyte.errors import ArgumentError, FormatError
 from halfbyte.formats import PRESETS, Codes, Format, as_format
 from halfbyte.quantizers import METHODS, absmax, builder, check, check_finite, mse
@@ -391,6 +392,14 @@ def test_a_range_that_overflows_float32_is_refused() -> None:
     with pytest.raises(FormatError, match=r"whole tensor is inf.*smaller factor"):
         absmax(w, as_format("int8_tensor_offset"))
     assert torch.isfinite(absmax(w, as_format("int8_tensor")).dequantize()).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_codes_beyond_float32_are_refused_by_each_method(method: str) -> None:
+    """Instead of codes that clip the largest weights by half, on a grid that does not overflow."""
+    w = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    with pytest.raises(FormatError, match="largest float32"):
+        hb.quantize(w / w.abs().max() * torch.finfo(torch.float32).max, "int8_tensor", method)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -78,8 +78,8 @@ class FloatTensors:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tensors, name)
 
-    def weight(self, names: Any, bias: Any = ()) -> Any:
-        found = self._tensors.weight(names, bias)
+    def weight(self, names: Any, bias: Any = (), *, floats: bool = False) -> Any:
+        found = self._tensors.weight(names, bias, floats=floats)
         return None if found is None else found._replace(compute="float")
 
     def table(self, name: str) -> Any:

@@ -16,7 +16,7 @@ from halfbyte.ops.transformer.cross_block import CrossBlock, why_not
 from halfbyte.ops.transformer.sublayers import Norm
 from halfbyte.ops.transformer.weights import Weight
 
-_QKV, _KV = 3, 2  # layers that are fused
+_PROCESSORS = "diffusers.models.attention_processor"
 
 
 @by_object(lambda compiled: compiled[1].is_unchanged())
@@ -70,13 +70,13 @@ def _lowered(block: _Block, module: nn.Module) -> CrossBlock | str:
     proj = getattr(geglu, "proj", None)
     if type(geglu).__name__ != "Geglu" or type(proj) is not QuantLinear or [type(layer) for layer in rest] != [nn.Dropout, QuantLinear]:
         return "its feed-forward is no GEGLU of quantized layers"
+    if any(_is_other(attention) for attention in (block.attn1, block.attn2)):
+        return "an attention is of another class, or has norms, a residual, another last layer or a processor of its own"
     if block.attn1.heads != block.attn2.heads:
         return "its attentions have different heads"
-    if any(_is_other(attention) for attention in (block.attn1, block.attn2)):
-        return "an attention has norms, a residual, or a processor of its own"
-    to_q, cross_q, cross_k = block.attn1.to_q, block.attn2.to_q, block.attn2.to_k
-    outs = block.attn1.to_out[0], block.attn2.to_out[0]
-    fused = (getattr(to_q, "count", 1), getattr(cross_k, "count", 1)) == (_QKV, _KV)  # of FusedLinear
+    own, cross, cross_q = block.attn1, block.attn2, block.attn2.to_q
+    to_q, cross_k, outs = own.to_q, cross.to_k, (own.to_out[0], cross.to_out[0])
+    fused = _are_fused(to_q, own.to_k, own.to_v) and _are_fused(cross_k, cross.to_v)
     if not fused or any(type(linear) is not QuantLinear for linear in (cross_q, *outs)):
         return "layers of an attention are not quantized and fused"
     native_norms = list[Norm]()
@@ -89,13 +89,23 @@ def _lowered(block: _Block, module: nn.Module) -> CrossBlock | str:
     return why_not(*parts) or CrossBlock(*parts)
 
 
+def _are_fused(*linears: nn.Module) -> bool:
+    """Whether one product computes exactly these layers, in this order: none was replaced, or has other tensors, since `fuse_`."""
+    if any(not isinstance(linear, QuantLinear) or getattr(linear, "index", None) != i for i, linear in enumerate(linears)):
+        return False
+    wholes = [cast(QuantLinear, linear).together[0] for linear in linears]
+    return getattr(linears[0], "count", 1) == len(linears) and all(whole is wholes[0] for whole in wholes)
+
+
 def _is_other(attention: _Attention) -> bool:
     """Whether attention is anything but softmax(q kᵀ) v and the output's product."""
+    if (type(attention).__module__, type(attention).__name__) != (_PROCESSORS, "Attention") or type(attention.to_out[1]) is not nn.Dropout:
+        return True
     norms = attention.spatial_norm, attention.norm_q, attention.norm_k, attention.group_norm, attention.norm_cross
     if any(norm is not None for norm in norms) or attention.residual_connection or attention.rescale_output_factor != 1:
         return True
     kind = type(attention.processor)
-    return (kind.__module__, kind.__name__) != ("diffusers.models.attention_processor", "AttnProcessor2_0")
+    return (kind.__module__, kind.__name__) != (_PROCESSORS, "AttnProcessor2_0")
 
 
 def _weight(linear: nn.Module) -> Weight:

@@ -62,7 +62,7 @@ def _search(blocks: Blocks, plain: Grid) -> Grid:
             loss, moved = _round(blocks, grid, _BETA * _GROWTH**step)
             better = going & (loss < least)  # False where a scale overflowed
             best, least = grid.where(better, best), torch.where(better, loss, least)
-            going = better if step else going
+            going = better if step else going & loss.isfinite()  # from a grid that overflows, only ones that clip much follow
             if not bool(going.any()):
                 break
             grid = moved

@@ -85,7 +85,7 @@ def test_what_is_loaded_is_not_loaded_again(folder: Path, monkeypatch: pytest.Mo
     assert answer() == 42
 
 
-SPEC = tile_spec("int8", 4, "none", (32, True), rows=1, vectors=4)
+SPEC = tile_spec("int8", 4, "none", (32, True), rows=1, vectors=2)
 
 
 def runner() -> dict[str, int]:

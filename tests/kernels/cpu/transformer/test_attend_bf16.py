@@ -71,3 +71,15 @@ def test_scores_far_below_zero_and_not_finite(isa: ISA) -> None:
     others = [i for i in range(40) if i not in (3, 5)]
     assert bool(((y[0, others] - 6).abs() <= 6 * BOUND).all())
     assert bool(y[0, [3, 5]].isnan().all())
+
+
+@isas
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("size", [1e13, 1e15, 1e17])
+def test_scores_of_any_size(size: float, sign: int, isa: ISA) -> None:
+    """Softmax depends on differences of scores alone: with 1e34 between them it is that of one key."""
+    q, kv = torch.full((1, 5, 8), sign * size), torch.ones(1, 300, 16)
+    kv[..., :8] *= (1 + torch.arange(300.0) % 7).unsqueeze(-1) * size
+    kv[..., 8:] = (torch.arange(300.0) % 7).unsqueeze(-1)
+    y, _ = attend(q, kv, 1, isa)
+    assert bool(((y - (6 if sign > 0 else 0)).abs() <= 6 * BOUND).all())

@@ -30,7 +30,7 @@ from halfbyte.layouts.base import round_up
 _VECTORS = 2  # of queries in a tile
 _KEYS = 128  # of a block, whose scores stay in the first-level cache
 _TOGETHER = 8  # keys whose scores are summed together
-_LEAST_SCORE, _LEAST_POWER = -1e30, -120.0
+_LEAST_SCORE, _LEAST_POWER = -3.4028234663852886e38, -120.0  # of float32; 2^-120 stays normal
 # 2^x for |x| <= 1/2: a fit to the least maximum of the relative error, 2^-18.5.
 _POWERS = (0.99999928, 0.69312179, 0.24024744, 0.055917859, 0.0095701003)
 
