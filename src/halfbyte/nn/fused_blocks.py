@@ -80,7 +80,7 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def _is_norm_of(norm: nn.Module, conv: nn.Module, x: Tensor) -> bool:
-    """Whether both are what `normed_conv2d` computes, for the same channels, on the device of x."""
+    """Whether both are a GroupNorm and a convolution behind it, for the same channels, on the device of x."""
     if not _is_exactly(norm, nn.GroupNorm) or not _is_exactly(conv, QuantConv2d) or conv.padding_mode != "zeros":
         return False
     return norm.num_channels == conv.in_channels and conv.packed_data.device == x.device

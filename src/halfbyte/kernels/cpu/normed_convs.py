@@ -21,7 +21,7 @@ from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.conv.gathered import ImageConvKernel
 from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv
 from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
-from halfbyte.kernels.cpu.quantize.group_norm import GROUP_NORM, GroupNormCall, prepare
+from halfbyte.kernels.cpu.quantize.group_norm import GROUP_NORM, TENSORS, GroupNormCall, pack_tensors, prepare
 from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.cpu.steps import phases_of
 from halfbyte.kernels.cpu.transformer.sublayers import shared_memory
@@ -29,7 +29,7 @@ from halfbyte.kernels.problem import Window
 
 _INFINITE = float("inf")
 _pack = struct.Struct("<q").pack_into
-_NORM = {name: GROUP_NORM.offset(name) for name in ("x", "out", "weight", "bias", "added", "scales")}
+_NORM_X, _NORM_ADDED = GROUP_NORM.offset("x"), GROUP_NORM.offset("added")
 _OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("out", "residual"))
 
 
@@ -108,10 +108,8 @@ class NormedConvsPlan:
 
     def _norm(self, stage: Stage, call: GroupNormCall, x: int, out: int, scales: int) -> list[Buffer]:
         blocks = phases_of(call.buffer)
-        fields = {"x": x, "out": out, "weight": stage.weight.data_ptr(), "bias": stage.bias.data_ptr(), "added": 0, "scales": scales}
         for block in blocks:
-            for name, value in fields.items():
-                _pack(block, _NORM[name], value)
+            pack_tensors(block, TENSORS, x, out, stage.weight.data_ptr(), stage.bias.data_ptr(), 0, scales)
         return blocks
 
     def _convolution(self, stage: Stage, call: ConvCall, x: int, scales: int, out: int, scratch: int) -> list[Buffer]:
@@ -137,11 +135,11 @@ class NormedConvsPlan:
         out = torch.empty_strided(self.out_shape, (height * self._line, 1, self._line, channels), dtype=self._dtype, device="cpu")
         at = x.data_ptr()
         for block in self._first:
-            _pack(block, _NORM["x"], at)
+            _pack(block, _NORM_X, at)
         if added is not None:
             at = added.data_ptr()
             for block in self._last_norm:
-                _pack(block, _NORM["added"], at)
+                _pack(block, _NORM_ADDED, at)
         at = out.data_ptr()
         for block in self._last:
             _pack(block, _OUT, at)

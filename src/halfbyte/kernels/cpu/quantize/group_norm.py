@@ -14,7 +14,6 @@ with a NaN or infinite y is NaN.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
@@ -33,7 +32,6 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
-from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.transformer.attend import inverse_root
 
 GROUP_NORM = Block(
@@ -45,7 +43,7 @@ GROUP_NORM = Block(
     ),
     frozenset({"eps"}),
 )
-_pack_tensors, _TENSORS = GROUP_NORM.struct("x", "scales").pack_into, GROUP_NORM.offset("x")
+pack_tensors, TENSORS = GROUP_NORM.struct("x", "scales").pack_into, GROUP_NORM.offset("x")
 _TOGETHER = 4  # vectors
 _SAMPLES, _BLOCK = 16, 64  # pixels
 _SUMS = 5  # rows
@@ -267,31 +265,15 @@ def supports(dtype: torch.dtype, channels: int, isa: ISA) -> str | None:
     return None
 
 
-def group_norm(
-    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, added: Tensor | None, *, activated: bool, codes: bool
-) -> tuple[Tensor, Tensor | None]:
-    """y in x's dtype and None, or its codes and the scales float32 [B]; [B, C, H, W] with channels_last strides.
-
-    The caller has checked: `supports`; x is not empty and has channels_last strides; `weight`, `bias` [C] and `added` [B, C] are float32
-    and contiguous; `groups` divides C.
-    """
-    key = x.shape, x.dtype, groups, eps, added is None, activated, codes, runtime.threads()
-    call: GroupNormCall | None = PLANS.group_norm.get(key)
-    if call is None:
-        call = PLANS.group_norm[key] = prepare(x.shape, x.dtype, groups, eps, added=added is not None, activated=activated, codes=codes)
-    out = torch.empty_like(x, dtype=torch.int8 if codes else x.dtype)
-    scales = torch.empty(len(x), dtype=torch.float32, device="cpu") if codes else None
-    tensors = (x, out, weight, bias, added, scales)
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    _pack_tensors(call.buffer, _TENSORS, *addresses)
-    runtime.runner()(ctypes.addressof(call.buffer), call.threads)
-    return out, scales
-
-
 def prepare(
     shape: Sequence[int], dtype: torch.dtype, groups: int, eps: float, *, added: bool, activated: bool, codes: bool
 ) -> GroupNormCall:
-    """Return the call for images [B, C, H, W] of this shape, exclusive to the caller; the other arguments are `group_norm`'s."""
+    """Return the call for images [B, C, H, W] of this shape, exclusive to the caller.
+
+    `pack_tensors(buffer, TENSORS, *addresses)` completes it with those of x, with channels_last strides; y in x's dtype, or its `codes`;
+    weight and bias [C]; `added` [B, C], or 0; and the codes' scales [B], or 0: contiguous float32. The caller has checked `supports`,
+    that x is not empty, and that `groups` divides C.
+    """
     batch, channels, height, width = shape
     isa, pixels = current(), height * width
     threads = max(1, min(runtime.threads(), batch * channels * pixels // _ELEMENTS_A_THREAD))
