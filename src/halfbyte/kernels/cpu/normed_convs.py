@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,16 +22,18 @@ from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.conv.gathered import ImageConvKernel
 from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv
 from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
+from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.quantize.group_norm import GROUP_NORM, TENSORS, GroupNormCall, pack_tensors, prepare
 from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.cpu.steps import phases_of
-from halfbyte.kernels.cpu.transformer.sublayers import shared_memory
 from halfbyte.kernels.problem import Window
+from halfbyte.layouts.base import round_up
 
 _INFINITE = float("inf")
 _pack = struct.Struct("<q").pack_into
-_NORM_X, _NORM_ADDED = GROUP_NORM.offset("x"), GROUP_NORM.offset("added")
-_OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("out", "residual"))
+_NORM_X, _NORM_OUT, _NORM_ADDED, _NORM_SCALES = (GROUP_NORM.offset(name) for name in ("x", "out", "added", "scales"))
+_X, _OUT, _RESIDUAL, _SCRATCH = (LINEAR.offset(name) for name in ("x", "out", "residual", "scratch"))
+_ALIGNED = 64  # bytes
 
 
 class Stage(NamedTuple):
@@ -58,13 +61,16 @@ class Stage(NamedTuple):
 
 def why_not(kernel: object, dtype: torch.dtype) -> str | None:
     """Return why a convolution of images of this dtype is no step of a sequence; None if it is."""
-    codes = isinstance(kernel, ImageConvKernel)
-    of_step = kernel.codes if isinstance(kernel, ImageConvKernel) else kernel
-    if not isinstance(of_step, PlannedConv):
+    if not isinstance(kernel, PlannedConv | ImageConvKernel):
         return "there is nothing to multiply"
-    if of_step.dtype != (torch.int8 if codes else dtype) or not of_step.out_dtype == of_step.result == dtype:
+    of_step = _of_step(kernel)
+    if of_step.dtype != (dtype if of_step is kernel else torch.int8) or not of_step.out_dtype == of_step.result == dtype:
         return f"its kernel does not read and write {dtype}"
     return None
+
+
+def _of_step(kernel: PlannedConv | ImageConvKernel) -> PlannedConv:
+    return kernel.codes if isinstance(kernel, ImageConvKernel) else kernel
 
 
 class NormedConvsPlan:
@@ -78,50 +84,55 @@ class NormedConvsPlan:
         """Plan calls for x of this shape and dtype. `added` (to the last norm's input) and `residual`: whether calls have one."""
         self._dtype, self._stages = dtype, stages
         calls = list[tuple[GroupNormCall, ConvCall]]()
-        sizes = list[int]()  # of each stage's normed images, scales and result
+        normed_bytes, scales_bytes, result_bytes = 0, 4 * shape[0], 0
         for i, stage in enumerate(stages):
             last, codes = i == len(stages) - 1, isinstance(stage.kernel, ImageConvKernel)
             norm = prepare(shape, dtype, stage.groups, stage.eps, added=added and last, activated=stage.activated, codes=codes)
             like = torch.empty(tuple(shape), dtype=torch.int8 if codes else dtype, device="meta")
-            kernel = stage.kernel.codes if isinstance(stage.kernel, ImageConvKernel) else stage.kernel
+            kernel = _of_step(stage.kernel)
             has_residual = residual and last and kernel.specializes_residual
             conv = kernel.prepare(like, stage.window, 0, stage.weights, has_residual=has_residual)
             calls.append((norm, conv))
-            shape = conv.out_shape
-            sizes += [like.numel() * like.itemsize, 4 * like.shape[0], 0 if last else math.prod(shape) * dtype.itemsize]
+            shape, normed_bytes = conv.out_shape, max(normed_bytes, like.numel() * like.itemsize)
+            result_bytes = max(result_bytes, 0 if last else math.prod(shape) * dtype.itemsize)
         threads = max(call.threads for pair in calls for call in pair)
         scratch_bytes = max(threads * (conv.scratch_bytes // conv.threads) for _, conv in calls)
-        self._memory = shared_memory("normed_convs", (*sizes, scratch_bytes))
-        *places, scratch = self._memory.starts
-        self.out_shape, blocks, x = calls[-1][1].out_shape, list[Buffer](), 0
+        sizes = normed_bytes, scales_bytes, result_bytes, scratch_bytes
+        *self._starts, self._bytes = accumulate((round_up(size, _ALIGNED) for size in sizes), initial=0)
+        # Where addresses in the memory of a call are written, their distances from its start, and the start that they are written for.
+        self._places, self._at = list[tuple[Buffer, int, int]](), 0
+        self.out_shape, blocks = calls[-1][1].out_shape, list[Buffer]()
         self._alive: list[object] = [calls]
         for i, (stage, (norm, conv)) in enumerate(zip(stages, calls, strict=True)):
-            normed, scales, out = places[3 * i : 3 * i + 3]
-            norms = self._norm(stage, norm, x, normed, scales)
-            convs = self._convolution(stage, conv, normed, scales, out, scratch)
-            if i == 0:
-                self._first = norms
-            self._last_norm, self._last, x = norms, convs, out
-            blocks += [*norms, *convs]
+            self._last_norm = self._norm(stage, norm, first=i == 0)
+            self._first = self._last_norm if i == 0 else self._first
+            self._last = self._convolution(stage, conv, last=i == len(stages) - 1)
+            blocks += [*self._last_norm, *self._last]
         self._line = self.out_shape[3] * self.out_shape[1]
         self._sequence = StepSequence(blocks, threads)
 
-    def _norm(self, stage: Stage, call: GroupNormCall, x: int, out: int, scales: int) -> list[Buffer]:
+    def _norm(self, stage: Stage, call: GroupNormCall, *, first: bool) -> list[Buffer]:
+        normed, scales, result, _ = self._starts
         blocks = phases_of(call.buffer)
         for block in blocks:
-            pack_tensors(block, TENSORS, x, out, stage.weight.data_ptr(), stage.bias.data_ptr(), 0, scales)
+            pack_tensors(block, TENSORS, 0, 0, stage.weight.data_ptr(), stage.bias.data_ptr(), 0, 0)
+            self._places += [(block, _NORM_OUT, normed), (block, _NORM_SCALES, scales)]
+            self._places += [] if first else [(block, _NORM_X, result)]
         return blocks
 
-    def _convolution(self, stage: Stage, call: ConvCall, x: int, scales: int, out: int, scratch: int) -> list[Buffer]:
-        codes = isinstance(stage.kernel, ImageConvKernel)
-        kernel = stage.kernel.codes if isinstance(stage.kernel, ImageConvKernel) else stage.kernel
+    def _convolution(self, stage: Stage, call: ConvCall, *, last: bool) -> list[Buffer]:
+        normed, scales, result, scratch = self._starts
+        codes, kernel = isinstance(stage.kernel, ImageConvKernel), _of_step(stage.kernel)
         table = kernel.table(stage.conv_bias, torch.empty(0, device="cpu") if codes else None)
         self._alive.append(table)
         bias = 0 if table is None else table.data_ptr()
-        pack_call(call.buffer, CALL, 0, x, 0, scratch, stage.weights.data_ptr(), bias, out, 0, -_INFINITE, _INFINITE)
-        if codes:
-            _pack(call.buffer, kernel.scales_at, scales)
-        return phases_of(call.buffer)
+        pack_call(call.buffer, CALL, 0, 0, 0, 0, stage.weights.data_ptr(), bias, 0, 0, -_INFINITE, _INFINITE)
+        blocks = phases_of(call.buffer)
+        for block in blocks:
+            self._places += [(block, _X, normed), (block, _SCRATCH, scratch)]
+            self._places += [(block, kernel.scales_at, scales)] if codes else []
+            self._places += [] if last else [(block, _OUT, result)]
+        return blocks
 
     def run(self, x: Tensor, added: Tensor | None, residual: Tensor | None) -> Tensor:
         """Compute y in x's dtype.
@@ -133,6 +144,11 @@ class NormedConvsPlan:
         """
         _, channels, height, _ = self.out_shape
         out = torch.empty_strided(self.out_shape, (height * self._line, 1, self._line, channels), dtype=self._dtype, device="cpu")
+        _memory, start = PLANS.memory(self._bytes)
+        if start != self._at:
+            for block, offset, distance in self._places:
+                _pack(block, offset, start + distance)
+            self._at = start
         at = x.data_ptr()
         for block in self._first:
             _pack(block, _NORM_X, at)
