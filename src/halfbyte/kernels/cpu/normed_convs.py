@@ -82,7 +82,7 @@ class NormedConvsPlan:
 
     def __init__(self, stages: Sequence[Stage], shape: Sequence[int], dtype: torch.dtype, *, added: bool, residual: bool) -> None:
         """Plan calls for x of this shape and dtype. `added` (to the last norm's input) and `residual`: whether calls have one."""
-        self._dtype, self._stages = dtype, stages
+        self._dtype, self._stages = dtype, stages  # kept alive: steps have the addresses of their weights
         calls = list[tuple[GroupNormCall, ConvCall]]()
         normed_bytes, scales_bytes, result_bytes = 0, 4 * shape[0], 0
         for i, stage in enumerate(stages):
@@ -123,7 +123,7 @@ class NormedConvsPlan:
     def _convolution(self, stage: Stage, call: ConvCall, *, last: bool) -> list[Buffer]:
         normed, scales, result, scratch = self._starts
         codes, kernel = isinstance(stage.kernel, ImageConvKernel), _of_step(stage.kernel)
-        table = kernel.table(stage.conv_bias, torch.empty(0, device="cpu") if codes else None)
+        table = kernel.table(stage.conv_bias, torch.empty(0, dtype=torch.float32, device="cpu") if codes else None)
         self._alive.append(table)
         bias = 0 if table is None else table.data_ptr()
         pack_call(call.buffer, CALL, 0, 0, 0, 0, stage.weights.data_ptr(), bias, 0, 0, -_INFINITE, _INFINITE)
