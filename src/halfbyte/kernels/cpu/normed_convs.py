@@ -103,12 +103,13 @@ class NormedConvsPlan:
         self._places, self._at = list[tuple[Buffer, int, int]](), 0
         self.out_shape, blocks = calls[-1][1].out_shape, list[Buffer]()
         self._alive: list[object] = [calls]
+        first = list[Buffer]()
         for i, (stage, (norm, conv)) in enumerate(zip(stages, calls, strict=True)):
             self._last_norm = self._norm(stage, norm, first=i == 0)
-            self._first = self._last_norm if i == 0 else self._first
+            first = first or self._last_norm
             self._last = self._convolution(stage, conv, last=i == len(stages) - 1)
             blocks += [*self._last_norm, *self._last]
-        self._line = self.out_shape[3] * self.out_shape[1]
+        self._first, self._line = first, self.out_shape[3] * self.out_shape[1]
         self._sequence = StepSequence(blocks, threads)
 
     def _norm(self, stage: Stage, call: GroupNormCall, *, first: bool) -> list[Buffer]:
