@@ -1,10 +1,11 @@
 """Residual blocks and attention of diffusers' UNets and VAEs, without copies between memory formats.
 
-A `ResnetBlock2D` becomes four native calls: GroupNorm with SiLU, which adds the time embedding, quantizes where the convolution behind it
-has a scale for each image, and writes channels_last; and convolutions, of which the second one adds the residual. Its result is
-channels_last, as the images of the blocks behind it then are, and that of `conv_in` is. On GPUs torch norms; torch.compile fuses that with
-the copy to channels_last. On CPUs a `Transformer2DModel` leaves its tokens as they lie, which is channels_last; a `BasicTransformerBlock`
-is one native call (`fused_transformers.py`). Attention processors call halfbyte's attention in place of torch's.
+A `ResnetBlock2D` becomes one native call on a CPU, but for the time embedding and the shortcut: GroupNorm with SiLU, which adds the time
+embedding, quantizes where the convolution behind it has a scale for each image, and writes channels_last; and convolutions, of which the
+second one adds the residual. Its result is channels_last, as the images of the blocks behind it then are, and that of `conv_in` is. On GPUs
+torch norms; torch.compile fuses that with the copy to channels_last. On CPUs a `Transformer2DModel` leaves its tokens as they lie, which is
+channels_last; its norm and first convolution are one native call, and a `BasicTransformerBlock` is one (`fused_transformers.py`).
+Attention processors call halfbyte's attention in place of torch's.
 
 Modules keep their classes' names, parameters and places. What these forwards do not compute is computed by diffusers': in training, for
 gradients, on CPUs under torch.compile, with hooks within a block, or where one of its layers was replaced. The names of its classes and of
@@ -17,23 +18,27 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeGuard, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from halfbyte.bounded import by_object
+from halfbyte.nn.frozen import Frozen
 from halfbyte.nn.fused_transformers import compiled
 from halfbyte.nn.modules.conv import QuantConv2d
 from halfbyte.nn.modules.quantized import has_global_hooks, has_hooks
 from halfbyte.nn.report import REMARK
 from halfbyte.ops.conv.functions import window_numbers
-from halfbyte.ops.conv.group_norm import normed_conv2d, supports
+from halfbyte.ops.conv.group_norm import NormedConv, NormedConvs
 from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer import attention
 from halfbyte.versions import why_untested
 
 _RESNET, _ATTENTION = "diffusers.models.resnet", "diffusers.models.attention_processor"
 _TRANSFORMER, _BLOCKS = "diffusers.models.transformers.transformer_2d", "diffusers.models.attention"
+_LAYERS = "norm1", "conv1", "norm2", "conv2", "nonlinearity", "dropout"
 _Kind = TypeVar("_Kind", bound=nn.Module)
 
 
@@ -75,7 +80,7 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def _is_norm_of(norm: nn.Module, conv: nn.Module, x: Tensor) -> bool:
-    """Whether both are what `normed_conv2d` computes, for the same channels, on the device of x."""
+    """Whether both are a GroupNorm and a convolution behind it, for the same channels, on the device of x."""
     if not _is_exactly(norm, nn.GroupNorm) or not _is_exactly(conv, QuantConv2d) or conv.padding_mode != "zeros":
         return False
     return norm.num_channels == conv.in_channels and conv.packed_data.device == x.device
@@ -87,19 +92,43 @@ def _is_exactly(module: nn.Module, kind: type[_Kind]) -> TypeGuard[_Kind]:
 
 
 def _normed_conv(
-    x: Tensor, norm: nn.GroupNorm, conv: QuantConv2d, *, activated: bool, added: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor, norm: nn.GroupNorm, conv: QuantConv2d, *, added: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    if _on_gpu(x):
-        y = norm(x if added is None else x + added[:, :, None, None])
-        y = (functional.silu(y) if activated else y).contiguous(memory_format=torch.channels_last)
-        within = residual if residual is None or conv.is_residual(residual, y) else None
-        y = cast(Tensor, conv(y, within, channels_last=True))
-        return y if residual is None or within is not None else y + residual
-    numbers = window_numbers(conv.packed.sizes.kernel, conv.stride, conv.padding, conv.dilation)
-    settings = {"compute": conv.compute, "activation": conv.activation}
-    within = residual if residual is not None and conv.is_residual(residual, x) else None
-    y = normed_conv2d(x, norm, conv.packed, conv.bias, numbers, activated=activated, added=added, residual=within, **settings)
+    y = norm(x if added is None else x + added[:, :, None, None])
+    y = functional.silu(y).contiguous(memory_format=torch.channels_last)
+    within = residual if residual is None or conv.is_residual(residual, y) else None
+    y = cast(Tensor, conv(y, within, channels_last=True))
     return y if residual is None or within is not None else y + residual
+
+
+def _native(*pairs: tuple[nn.Module, nn.Module], activated: bool) -> NormedConvs | None:
+    """One native call of norms and the convolutions behind them, on a CPU; None where a layer is another."""
+    stages = list[NormedConv]()
+    for norm, conv in pairs:
+        if not _is_exactly(norm, nn.GroupNorm) or norm.weight is None or norm.bias is None or not norm.weight.is_cpu:
+            return None
+        if not _is_exactly(conv, QuantConv2d) or not _is_norm_of(norm, conv, norm.weight):
+            return None
+        if stages and stages[-1].packed.sizes.out != norm.num_channels:
+            return None
+        numbers = window_numbers(conv.packed.sizes.kernel, conv.stride, conv.padding, conv.dilation)
+        of_norm = norm.num_groups, norm.eps, norm.weight, norm.bias
+        stages.append(NormedConv(*of_norm, conv.packed, conv.bias, numbers, conv.compute, conv.activation))
+    return NormedConvs(stages, activated=activated)
+
+
+@by_object(lambda compiled: compiled[1].is_unchanged())
+def _compiled_block(block: nn.Module) -> tuple[NormedConvs | None, Frozen]:
+    """The native call of a ResnetBlock2D, and the state of the layers that this follows from."""
+    norm1, conv1, norm2, conv2, activation, dropout = (block.get_submodule(name) for name in _LAYERS)
+    usual = _is_exactly(activation, nn.SiLU) and _is_exactly(dropout, nn.Dropout) and not dropout.training
+    return _native((norm1, conv1), (norm2, conv2), activated=True) if usual else None, Frozen(block)
+
+
+@by_object(lambda compiled, conv: compiled[2]() is conv and compiled[1].is_unchanged() and compiled[3].is_unchanged())
+def _compiled_entry(norm: nn.Module, conv: nn.Module) -> tuple[NormedConvs | None, Frozen, ref[nn.Module], Frozen]:
+    """The native call of a norm and the convolution behind it, and what it follows from."""
+    return _native((norm, conv), activated=False), Frozen(norm), ref(conv), Frozen(conv)
 
 
 class _Mixin(nn.Module):
@@ -125,29 +154,44 @@ class _Block(_Mixin):
 
     def forward(self, input_tensor: Tensor, temb: Tensor | None, *args: object, **kwargs: object) -> Tensor:
         """input_tensor [B, C, H, W], temb [B, E] or None -> [B, Co, H, W], channels_last"""
-        x, added = input_tensor, None
-        if args or kwargs or not self._computes(x, temb):
-            return cast(Tensor, super().forward(input_tensor, temb, *args, **kwargs))
-        if self.time_emb_proj is not None and temb is not None:
-            added = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))
-        y = _normed_conv(x, self.norm1, self.conv1, activated=True)
-        shortcut = self.conv_shortcut
-        if shortcut is not None:
-            x = shortcut(x, channels_last=True) if type(shortcut) is QuantConv2d else shortcut(x)
-        y = _normed_conv(y, self.norm2, self.conv2, activated=True, added=added, residual=x)
+        x, y = input_tensor, None
+        if not (args or kwargs or self.training or (temb is None) != (self.time_emb_proj is None) or has_global_hooks()):
+            y = self._with_torch_norms(x, temb) if _on_gpu(x) else self._natively(x, temb)
+        if y is None:
+            return cast(Tensor, super().forward(x, temb, *args, **kwargs))
         return y if self.output_scale_factor == 1 else y / self.output_scale_factor
 
-    def _computes(self, x: Tensor, temb: Tensor | None) -> bool:
-        if self.training or (temb is None) != (self.time_emb_proj is None) or has_global_hooks():
-            return False
-        if not _is_exactly(self.nonlinearity, nn.SiLU) or not _is_exactly(self.dropout, nn.Dropout) or self.dropout.training:
-            return False
+    def _natively(self, x: Tensor, temb: Tensor | None) -> Tensor | None:
+        if not plain(x):
+            return None
+        convs, _ = _compiled_block(self)
+        if convs is None or not convs.fits(x, temb) or self._needs_gradients():
+            return None
+        return convs(x, self._embedded(temb), self._shortcut(x))
+
+    def _with_torch_norms(self, x: Tensor, temb: Tensor | None) -> Tensor | None:
         pairs = (self.norm1, self.conv1), (self.norm2, self.conv2)
         if not all(_is_norm_of(*pair, x) for pair in pairs) or self.conv1.out_channels != self.norm2.num_channels:
-            return False
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
-            return False
-        return _on_gpu(x) or supports(x, self.norm1, self.norm2, added=temb) is None
+            return None
+        if not _is_exactly(self.nonlinearity, nn.SiLU) or not _is_exactly(self.dropout, nn.Dropout) or self.dropout.training:
+            return None
+        if self._needs_gradients():
+            return None
+        added, y = self._embedded(temb), _normed_conv(x, self.norm1, self.conv1)
+        return _normed_conv(y, self.norm2, self.conv2, added=added, residual=self._shortcut(x))
+
+    def _needs_gradients(self) -> bool:
+        return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+
+    def _embedded(self, temb: Tensor | None) -> Tensor | None:
+        proj = self.time_emb_proj
+        return None if proj is None or temb is None else cast(Tensor, proj(temb if self.skip_time_act else self.nonlinearity(temb)))
+
+    def _shortcut(self, x: Tensor) -> Tensor:
+        shortcut = self.conv_shortcut
+        if shortcut is None:
+            return x
+        return cast(Tensor, shortcut(x, channels_last=True) if type(shortcut) is QuantConv2d else shortcut(x))
 
 
 class _Transformer(_Mixin):
@@ -161,15 +205,12 @@ class _Transformer(_Mixin):
 
     def _operate_on_continuous_inputs(self, hidden_states: Tensor) -> tuple[Tensor, int]:
         """hidden_states [B, C, H, W] -> [B, H * W, Ci] and Ci"""
-        x, proj = hidden_states, self.proj_in
-        if (
-            not _is_norm_of(self.norm, proj, x)
-            or has_global_hooks()
-            or (torch.is_grad_enabled() and proj.bias is not None and proj.bias.requires_grad)
-            or supports(x, self.norm) is not None
-        ):
+        x, image = hidden_states, None
+        if plain(x) and not has_global_hooks():
+            convs = _compiled_entry(self.norm, self.proj_in)[0]
+            image = convs(x) if convs is not None and convs.fits(x) else None
+        if image is None:
             return cast("tuple[Tensor, int]", super()._operate_on_continuous_inputs(x))  # type: ignore[misc]
-        image = _normed_conv(x, self.norm, proj, activated=False)
         return image.permute(0, 2, 3, 1).flatten(1, 2), image.shape[1]
 
     def _get_output_for_continuous_inputs(

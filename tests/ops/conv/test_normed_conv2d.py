@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import halfbyte as hb
+from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.ops.conv.functions import window_numbers
-from halfbyte.ops.conv.group_norm import normed_conv2d, supports
+from halfbyte.ops.conv.group_norm import NormedConv, NormedConvs
 
 
 def parts(channels: int = 32, outputs: int = 48) -> tuple[Tensor, nn.GroupNorm, hb.PackedConv, Tensor]:
@@ -20,6 +21,19 @@ def parts(channels: int = 32, outputs: int = 48) -> tuple[Tensor, nn.GroupNorm, 
 
 
 NUMBERS = window_numbers((3, 3), 1, 1, 1)
+
+
+def normed(
+    norm: nn.GroupNorm,
+    packed: hb.PackedConv,
+    bias: Tensor | None,
+    compute: str = "float",
+    activation: str = "block",
+    *,
+    activated: bool = True,
+) -> NormedConvs:
+    of_norm = norm.num_groups, norm.eps, norm.weight, norm.bias
+    return NormedConvs([NormedConv(*of_norm, packed, bias, NUMBERS, compute, activation)], activated=activated)
 
 
 def neighbours(x: Tensor, packed: hb.PackedConv, activation: str) -> Tensor:
@@ -43,18 +57,19 @@ def test_the_same_as_one_after_the_other(activated: bool, activation: str, compu
     x, norm, packed, bias = parts()
     x = x.to(memory_format=torch.channels_last) if last else x
     added, residual = torch.randn(1, 32), torch.randn(2, 48, 9, 7)
-    normed = norm(x + added[:, :, None, None])
-    normed = functional.silu(normed) if activated else normed
-    how = {"compute": compute, "activation": activation}
-    wanted = hb.conv2d(normed, packed, bias, padding=1, residual=residual, compute=compute, activation=activation)
-    assert supports(x, norm, added=added) is None
-    y = normed_conv2d(x, norm, packed, bias, NUMBERS, activated=activated, added=added, residual=residual, **how)
+    y = norm(x + added[:, :, None, None])
+    middle = functional.silu(y) if activated else y
+    wanted = hb.conv2d(middle, packed, bias, padding=1, residual=residual, compute=compute, activation=activation)
+    convs = normed(norm, packed, bias, compute, activation, activated=activated)
+    assert convs.fits(x, added)
+    y = convs(x, added, residual)
+    assert y is not None
     assert y.is_contiguous(memory_format=torch.channels_last)
     bound = 1e-5 * wanted.abs().amax()  # sums in another order
     if compute == "int8" or activation == "image":
-        bound = bound + neighbours(normed, packed, activation)
+        bound = bound + neighbours(middle, packed, activation)
     assert bool(((y - wanted).abs() <= bound).all())
-    exact = functional.conv2d(normed.double(), hb.dequantize(packed).double(), bias.double(), padding=1) + residual
+    exact = functional.conv2d(middle.double(), hb.dequantize(packed).double(), bias.double(), padding=1) + residual
     if compute == "float":
         torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-3)
 
@@ -64,15 +79,39 @@ def test_an_added_tensor_of_another_shape(shape: tuple[int, int]) -> None:
     """The kernel would read beyond it."""
     x, norm, packed, bias = parts()
     with pytest.raises(RuntimeError, match="expand"):
-        normed_conv2d(x, norm, packed, bias, NUMBERS, activated=True, added=torch.randn(shape), compute="float", activation="block")
+        normed(norm, packed, bias)(x, torch.randn(shape))
 
 
 def test_what_is_left_to_torch() -> None:
-    x, norm, _, _ = parts()
-    assert "channels" in (supports(x[:, :16], norm) or "")
-    assert "images on a CPU" in (supports(x[:0], norm) or "")
-    assert "gradients" in (supports(x.clone().requires_grad_(), norm) or "")
-    assert "no weights" in (supports(x, nn.GroupNorm(4, 32, affine=False)) or "")
-    assert "no conversion" in (supports(x.double(), norm) or "")
+    x, norm, packed, bias = parts()
+    convs = normed(norm, packed, bias)
+    assert convs.fits(x)
+    assert not convs.fits(x[:, :16])
+    assert not convs.fits(x[:0])
+    assert not convs.fits(x.clone().requires_grad_())
+    assert convs(x.double()) is None
+    assert convs(x, residual=torch.randn(2, 48, 9, 1)) is None
     with torch.autocast("cpu"):
-        assert "autocast" in (supports(x, norm) or "")
+        assert not convs.fits(x)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("activation", ["block", "image"])
+@pytest.mark.parametrize("side", [3, 40])  # norms of 1 thread, or of all
+def test_two_stages_are_one_after_the_other(side: int, activation: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, whatever the number of threads, again with other tensors."""
+    monkeypatch.setattr(runtime, "threads", lambda: threads)
+    _, norm, packed, bias = parts()
+    _, other_norm, other_packed, _ = parts(48, 32)
+    stages = [(norm, packed, bias), (other_norm, other_packed, None)]
+    first, second = (normed(*stage, "int8", activation) for stage in stages)
+    both = NormedConvs([*first._stages, *second._stages], activated=True)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, added = (torch.randn(2, 32, side, side).to(memory_format=torch.channels_last) for _ in range(2))
+        middle = first(x)
+        assert middle is not None
+        wanted, found = second(middle, None, added), both(x, None, added)
+        assert found is not None
+        assert wanted is not None
+        assert torch.equal(found, wanted)

@@ -80,7 +80,7 @@ class Plans(threading.local):
     number: one more drops all others of its kind.
 
     Attributes:
-        elementwise, pool, convolution, experts, qconv2d, group_norm: Plans by their sizes, at most _MOST of each.
+        elementwise, pool, convolution, experts, qconv2d: Plans by their sizes, at most _MOST of each.
         conv2d, linear_kernels: What `ops/conv/cpu.py` and `ops/cpu.py` share between calls of one kind, at most _MOST_LINEAR of each.
         linear: Calls by kernel, M and the number of threads, at most _MOST_LINEAR.
         scratch: Memory of `memory`, the largest asked for so far that has at most _MOST_CACHED_SCRATCH bytes.
@@ -94,7 +94,6 @@ class Plans(threading.local):
         self.convolution = Bounded[Hashable, Any](_MOST)  # of ConvCall
         self.experts = Bounded[Hashable, tuple[bytes, int]](_MOST)
         self.qconv2d = Bounded[Hashable, Any](_MOST)  # of calls with their operands
-        self.group_norm = Bounded[Hashable, Any](_MOST)  # of calls with their memory
         self.conv2d = Bounded[Hashable, Any](_MOST_LINEAR)  # of plans
         self.linear_kernels = Bounded[Hashable, Any](_MOST_LINEAR)  # of LinearKernel
         self.linear = Bounded[tuple[int, int, int], LinearCall](_MOST_LINEAR)

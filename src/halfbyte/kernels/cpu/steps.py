@@ -101,7 +101,7 @@ class Program:
         self._unbound |= {num_inputs + i: [] for i, node in enumerate(nodes) if node.is_output}
         blocks = []
         for i, (step, sources, _) in enumerate(nodes):
-            phases = _phases(step.block)
+            phases = phases_of(step.block)
             for block in phases:
                 if step.scratch_bytes + step.thread_scratch_bytes:
                     _pack(block, step.scratch, base + size)
@@ -128,7 +128,7 @@ class Program:
         self._sequence.run()
 
 
-def _phases(block: Buffer) -> list[Buffer]:
+def phases_of(block: Buffer) -> list[Buffer]:
     """Return copies of a block of arguments for each of its kernel's one or two phases, as a sequence runs one phase of each block."""
     phases = [type(block).from_buffer_copy(block)]
     if second := _unpack(block, _SECOND)[0]:

@@ -32,7 +32,6 @@ from halfbyte.ops.conv.weight_forms import forms_of, state_of
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.conv.gathered import ImageConvKernel
     from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv, RearrangedWeights
     from halfbyte.kernels.cpu.steps import ProgramStep
 
@@ -134,15 +133,6 @@ def _new_plan(
     return _Plan(sizes, window, shape, strides, _packed_bytes(sizes), _table_shape(sizes), kernel, other)
 
 
-def quantizes_images(
-    x: Tensor, format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int], compute: str, activation: str
-) -> bool:
-    """Whether `conv2d` of images like x quantizes each with one scale."""
-    from halfbyte.kernels.cpu.conv.gathered import ImageConvKernel
-
-    return isinstance(_plan(x, format, filter_numbers, window_numbers, compute, activation).kernel, ImageConvKernel)
-
-
 def _check_weight(weight: Tensor, plan: _Plan) -> None:
     check_bytes(weight, plan.weight_bytes, _CPU, plan.sizes, "pack_conv")
 
@@ -179,9 +169,7 @@ def conv2d(
     activation: str,
     low: float,
     high: float,
-    codes: tuple[Tensor, Tensor | None] | None = None,
 ) -> Tensor:
-    """codes: those of x, [B, C, H, W] with channels_last strides, and scales [B], where `quantizes_images`; then x tells sizes alone."""
     check_floats(x, "conv2d takes images")
     plan = _plan(x, format, filter_numbers, window_numbers, compute, activation)
     check_conv2d(x, bias, residual, plan.out_shape, low, high)
@@ -190,14 +178,19 @@ def conv2d(
     if plan.kernel is None:
         return empty_result(x, bias, residual, plan.out_shape, low, high)
     residual = None if residual is None else channels_last(residual)
-    if codes is not None:
-        kernel, weights = _kernel_of(weight, plan)
-        of_codes = cast("ImageConvKernel", kernel).codes
-        return of_codes(codes[0], plan.window, weights, bias, low, high, residual=residual, scales=codes[1])
     if x.stride() != plan.strides:
         x = channels_last(x)
     kernel, weights = _kernel_of(weight, plan)
     return kernel(x, plan.window, weights, bias, low, high, residual=residual)
+
+
+def kernel_for(
+    x: Tensor, packed: PackedConv, window_numbers: Sequence[int], compute: str, activation: str
+) -> tuple[Callable[..., Tensor], Tensor, Window, Shape] | None:
+    """The kernel of `conv2d` of images like x, the weights as it reads them, its window and the result's shape; None: a size is 0."""
+    plan = _plan(x, packed.name, packed.numbers, window_numbers, compute, activation)
+    _check_weight(packed.data, plan)
+    return None if plan.kernel is None else (*_kernel_of(packed.data, plan), plan.window, plan.out_shape)
 
 
 class _Ready(NamedTuple):

@@ -14,10 +14,9 @@ with a NaN or infinite y is NaN.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -33,19 +32,18 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
-from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.transformer.attend import inverse_root
 
 GROUP_NORM = Block(
     (
         *LINEAR.fields[:4],
         *("x", "out", "weight", "bias", "added", "scales"),  # what changes from call to call; all but x and codes are float32
-        *("sums", "affine", "batch", "pixels", "channels", "groups"),
+        *("sums", "affine", "batch", "pixels", "channels", "groups", "threads"),  # threads: that share the pixels; any more are idle
         "eps",
     ),
     frozenset({"eps"}),
 )
-_pack_tensors, _TENSORS = GROUP_NORM.struct("x", "scales").pack_into, GROUP_NORM.offset("x")
+pack_tensors, TENSORS = GROUP_NORM.struct("x", "scales").pack_into, GROUP_NORM.offset("x")
 _TOGETHER = 4  # vectors
 _SAMPLES, _BLOCK = 16, 64  # pixels
 _SUMS = 5  # rows
@@ -85,7 +83,8 @@ class _GroupNorm(Emitter):
 
     def __init__(self, spec: GroupNormSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
-        _, self.thread, self.threads = f.parameters
+        _, self.thread, threads = f.parameters
+        self.threads = f.umin(threads, self.get("threads"))
         self.lanes, self.bytes, self.size = isa.lanes, 4 * isa.lanes, element_of(spec.kind).size
         self.batch, self.pixels, self.channels = (self.get(name) for name in ("batch", "pixels", "channels"))
         self.row = self.channels * 4  # bytes of floats, one for each channel
@@ -93,13 +92,13 @@ class _GroupNorm(Emitter):
         self.affine = self.pointer("affine") + self.thread * (self.row * 2)
 
     def emit(self) -> None:
-        f = self.f
-        for b in f.loop(self.batch):
-            if self.spec.work == "sums":
-                self._over_channels(functools.partial(self._sum, b))
-                continue
-            self._write_affine(b)
-            self._write(b)
+        with self.f.when(self.thread < self.threads):
+            for b in self.f.loop(self.batch):
+                if self.spec.work == "sums":
+                    self._over_channels(functools.partial(self._sum, b))
+                    continue
+                self._write_affine(b)
+                self._write(b)
 
     def _over_channels(self, body: Callable[[Value, int], None]) -> None:
         """body(first channel, vectors) for all channels, `_TOGETHER` vectors at a time and what is left one by one."""
@@ -249,8 +248,8 @@ class _GroupNorm(Emitter):
             out.store((value + ROUND).bits(vector("i32", self.lanes)).to("i8"), v * self.lanes)
 
 
-class _Call(NamedTuple):
-    """A call for images of one size, and the memory that its arguments point to."""
+class GroupNormCall(NamedTuple):
+    """A call for images of one size but for the addresses from `x` to `scales`, and the memory that its arguments point to."""
 
     buffer: Buffer
     threads: int
@@ -266,34 +265,21 @@ def supports(dtype: torch.dtype, channels: int, isa: ISA) -> str | None:
     return None
 
 
-def group_norm(
-    x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, added: Tensor | None, *, activated: bool, codes: bool
-) -> tuple[Tensor, Tensor | None]:
-    """y in x's dtype and None, or its codes and the scales float32 [B]; [B, C, H, W] with channels_last strides.
+def prepare(
+    shape: Sequence[int], dtype: torch.dtype, groups: int, eps: float, *, added: bool, activated: bool, codes: bool
+) -> GroupNormCall:
+    """Return the call for images [B, C, H, W] of this shape, exclusive to the caller.
 
-    The caller has checked: `supports`; x is not empty and has channels_last strides; `weight`, `bias` [C] and `added` [B, C] are float32
-    and contiguous; `groups` divides C.
+    `pack_tensors(buffer, TENSORS, *addresses)` completes it with those of x, with channels_last strides; y in x's dtype, or its `codes`;
+    weight and bias [C]; `added` [B, C], or 0; and the codes' scales [B], or 0: contiguous float32. The caller has checked `supports`,
+    that x is not empty, and that `groups` divides C.
     """
-    key = x.shape, x.dtype, groups, eps, added is None, activated, codes, runtime.threads()
-    call: _Call | None = PLANS.group_norm.get(key)
-    if call is None:
-        call = PLANS.group_norm[key] = _prepare(x, groups, eps, added=added is not None, activated=activated, codes=codes)
-    out = torch.empty_like(x, dtype=torch.int8 if codes else x.dtype)
-    scales = torch.empty(len(x), dtype=torch.float32, device="cpu") if codes else None
-    tensors = (x, out, weight, bias, added, scales)
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    _pack_tensors(call.buffer, _TENSORS, *addresses)
-    runtime.runner()(ctypes.addressof(call.buffer), call.threads)
-    return out, scales
-
-
-def _prepare(x: Tensor, groups: int, eps: float, *, added: bool, activated: bool, codes: bool) -> _Call:
-    batch, channels, height, width = x.shape
+    batch, channels, height, width = shape
     isa, pixels = current(), height * width
-    threads = max(1, min(runtime.threads(), x.numel() // _ELEMENTS_A_THREAD))
+    threads = max(1, min(runtime.threads(), batch * channels * pixels // _ELEMENTS_A_THREAD))
     sums, affine = _SUMS * threads * batch * channels, 2 * threads * channels
     memory = torch.empty(sums + affine, dtype=torch.float32, device="cpu")
-    specs = [GroupNormSpec(work, KINDS[x.dtype], codes, activated, added) for work in get_args(_Work)]
+    specs = [GroupNormSpec(work, KINDS[dtype], codes, activated, added) for work in get_args(_Work)]
     first, second = (compiled(build, spec, isa) for spec in specs)
     fields: dict[str, int | tuple[float, float]] = {
         "second_phase": second,
@@ -303,6 +289,7 @@ def _prepare(x: Tensor, groups: int, eps: float, *, added: bool, activated: bool
         "pixels": pixels,
         "channels": channels,
         "groups": groups,
+        "threads": threads,
         "eps": (eps, 0.0),
     }
-    return _Call(arguments(GROUP_NORM, first, fields), threads, memory)
+    return GroupNormCall(arguments(GROUP_NORM, first, fields), threads, memory)
