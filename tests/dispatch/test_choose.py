@@ -180,8 +180,8 @@ def test_attention_on_a_gpu_is_explained_as_it_runs(
         monkeypatch.setattr(ops, "replayed", lambda steps, *_, **__: steps())
     monkeypatch.setattr(attend, "launch", lambda *_, **__: ran.append("attend"))
     monkeypatch.setattr(many, "launch", lambda *_, **__: ran.append("attend_many"))
-    monkeypatch.setattr(attend_op, "_in_torch", lambda *_: ran.append("torch"))
-    monkeypatch.setattr(attend_op, "OPS", SimpleNamespace(attend=SimpleNamespace(default=attend_op._on_gpu)))
+    monkeypatch.setattr(attend_op, "_attend_in_torch", lambda *_: ran.append("torch"))
+    monkeypatch.setattr(attend_op, "OPS", SimpleNamespace(attend=SimpleNamespace(default=attend_op._attend_on_gpu)))
     said = explained(hb.AttentionShape(2, heads, kv_heads, dim, cache=cache), dtype=torch.bfloat16, device=arch)
     assert {*said.choice.reasons, said.kernel} - {"torch"} == {candidate.name for candidate in GPU_ATTENTION}
     if heads % kv_heads == 0:  # others are refused before

@@ -147,12 +147,12 @@ def measure_step(
     Returns:
         The times. Linear layers of equal shape, format, kernel and settings are timed once.
     """
-    own_kernel = [(layers, lowered, group) for layers, group in explanation.groups for lowered in group if lowered.fused_into is None]
+    not_fused = [(layers, lowered, group) for layers, group in explanation.groups for lowered in group if lowered.fused_into is None]
     timed: dict[tuple[object, ...], _Times] = {}
     ops = []
-    for done, (layers, lowered, group) in enumerate(own_kernel):
+    for done, (layers, lowered, group) in enumerate(not_fused):
         op = lowered.op
-        progress(done, len(own_kernel), op.name)
+        progress(done, len(not_fused), op.name)
         key = (op.kind, op.shape, op.format, op.settings, lowered.kernel)
         if key not in timed:
             timed[key] = _time(op, explanation, device)

@@ -74,9 +74,9 @@ def _lowered(block: _Block, module: nn.Module) -> CrossBlock | str:
         return "an attention is of another class, or has norms, a residual, another last layer or a processor of its own"
     if block.attn1.heads != block.attn2.heads:
         return "its attentions have different heads"
-    own, cross, cross_q = block.attn1, block.attn2, block.attn2.to_q
-    to_q, cross_k, outs = own.to_q, cross.to_k, (own.to_out[0], cross.to_out[0])
-    fused = _are_fused(to_q, own.to_k, own.to_v) and _are_fused(cross_k, cross.to_v)
+    self_attention, cross, cross_q = block.attn1, block.attn2, block.attn2.to_q
+    to_q, cross_k, outs = self_attention.to_q, cross.to_k, (self_attention.to_out[0], cross.to_out[0])
+    fused = _are_fused(to_q, self_attention.to_k, self_attention.to_v) and _are_fused(cross_k, cross.to_v)
     if not fused or any(type(linear) is not QuantLinear for linear in (cross_q, *outs)):
         return "layers of an attention are not quantized and fused"
     native_norms = list[Norm]()

@@ -102,11 +102,13 @@ def test_activations_are_multiplied_once(name: str, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ops, "linear", counted)
     run(fused, call)
-    sizes = {name: module for name, module in fused.named_modules() if isinstance(module, FusedLinear)}
+    # Transformer blocks of UNets are one native call each.
+    native = {layer for block in fused.modules() if type(block).__name__ == "BasicTransformerBlock" for layer in block.modules()}
+    sizes = {name: module for name, module in fused.named_modules() if isinstance(module, FusedLinear) and module not in native}
     rows = [sum(module._group.sizes) for module in sizes.values() if module.index == 0]
-    assert sizes
+    assert sizes or native
     gated = [module.proj for module in fused.modules() if type(module) is Geglu]  # which call ops.linear_geglu
-    others = [module for module in fused.modules() if type(module) is hb.QuantLinear and module not in gated]
+    others = [module for module in fused.modules() if type(module) is hb.QuantLinear and module not in (*gated, *native)]
     assert len(products) == len(rows) + len(others)  # none of the groups is computed twice
 
 
@@ -145,7 +147,9 @@ def test_offloaded_in_groups(kind: str) -> None:
         if "forward" in vars(module):  # as diffusers hooks it: blocks leave such layers to diffusers' forwards, which add in another order
             layer = resident.get_submodule(path)
             layer.forward = layer.forward
-    assert torch.equal(run(fused, call), run(resident, call))
+    # Layers leave their groups, and so blocks their native calls: float32 sums in another order.
+    want = run(resident, call)
+    assert float((run(fused, call) - want).norm()) < 1e-5 * float(want.norm())
 
 
 def test_a_feed_forward_layer_with_geglu() -> None:

@@ -56,7 +56,8 @@ def test_odd_latents(pair: tuple[Any, Any], size: tuple[int, int]) -> None:
         latents = torch.randn(2, 4, *size, generator=torch.Generator().manual_seed(5)).contiguous(memory_format=memory_format)
         with torch.no_grad():
             found, want = (model(latents, STEP, PROMPT.expand(2, -1, -1)).sample for model in (small, floats))
-        assert distance(found, want) < 0.03  # int8 activations; 1e-5 without
+        # int8 activations; next to them keys, values and weights of attention are rounded to bfloat16, by 2^-9 each; 1e-5 without.
+        assert distance(found, want) < 0.03 + 2**-8
 
 
 def test_inputs_of_other_widths(pair: tuple[Any, Any]) -> None:

@@ -365,8 +365,8 @@ class _Rewriter:
             if not isinstance(module, nn.ReLU | nn.ReLU6) or why_overridden(module) or calls[floats.target] != 1:
                 continue
             source, conv_layer = _first(node), module_of(_first(node), self.modules)
-            is_own = isinstance(conv_layer, nn.Conv1d | nn.Conv2d) and why_overridden(conv_layer) is None and source not in self.codes_of
-            if is_own and list(self.float_of[source].users) == [floats]:
+            is_conv = isinstance(conv_layer, nn.Conv1d | nn.Conv2d) and why_overridden(conv_layer) is None and source not in self.codes_of
+            if is_conv and list(self.float_of[source].users) == [floats]:
                 self.root[str(floats.target)] = type(module)(inplace=True)
 
     def _restore_formats(self) -> None:

@@ -42,7 +42,7 @@ class NormedConvs:
     """One or two stages y = conv2d(silu(norm(x))) in one native call; something may be added to the last norm's input and to the result.
 
     A norm writes codes where the convolution behind it quantizes images with one scale each. Weights are read where they lie, but for
-    those of norms and biases that are not contiguous float32: whoever writes to these makes a new object.
+    those of norms and biases that are not contiguous float32: a caller that writes to these makes a new object.
 
     Args:
         stages: The norms and convolutions, each of which takes the channels of the one before it.

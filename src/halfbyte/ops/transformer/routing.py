@@ -55,14 +55,14 @@ def add_experts(x: Tensor, half: Experts) -> Tensor:
     Raises:
         ArgumentError: Shapes and dtypes do not fit, or the norm is a LayerNorm.
     """
-    if _computes_alike(half):
+    if _has_one_compute(half):
         return OPS.add_experts.default(x, *_op_arguments(half))  # type: ignore[no-any-return]
     routed = route(x, half)
     total, of_shared = mixed(routed.z, routed.ids, routed.weights, half), shared_output(routed, half)
     return add_mixed(x, total if of_shared is None else total.add_(of_shared))
 
 
-def _computes_alike(half: Experts) -> bool:
+def _has_one_compute(half: Experts) -> bool:
     """Return whether all products compute in one way."""
     shared = half.shared_expert
     weights = half.gate_up, half.down_proj, *(() if shared is None else (shared.gate_up, shared.down_proj))
@@ -135,7 +135,7 @@ def add_first(x: Tensor, routed: Routed, half: Experts, count: int) -> Tensor:
     """
     a, (z, ids, weights, shared_logits) = _arguments(x, half), routed
     kept = Routed(z, ids % count, torch.where(ids < count, weights, 0.0), shared_logits)  # others are experts that are there, times 0
-    if x.is_cuda and x.numel() and _computes_alike(half) and (choice := choose(a.problem(), gpu(x.get_device()))).taken is not None:
+    if x.is_cuda and x.numel() and _has_one_compute(half) and (choice := choose(a.problem(), gpu(x.get_device()))).taken is not None:
         return _add_routed_on_gpu(a, kept, choice)
     y = _arguments(z, half).experts(z, kept.ids, _arguments(z, _computing_as(half, half.down_proj))).float()
     y.masked_fill_((kept.weights == 0).unsqueeze(-1), 0.0)  # which may be infinite
