@@ -1,4 +1,4 @@
-"""One step of Flux-dev-shaped blocks or of SDXL's UNet on a GPU: halfbyte beside bfloat16, torchao, bitsandbytes, quanto and GGUF.
+"""One step of Flux-dev-shaped blocks or of SDXL's UNet on a GPU: halfbyte, bfloat16, torchao, bitsandbytes, quanto and GGUF.
 
     python benchmarks/diffusion_gpu.py --part flux --batch 1 --json flux.json
 

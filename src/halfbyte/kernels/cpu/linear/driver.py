@@ -1,4 +1,4 @@
-"""The loops around the micro-kernel, for every format and instruction set.
+"""The outer loops of a product, which call the micro-kernel tile by tile: the same for all formats and instruction sets.
 
     phase "rows":    for each row of x, shared evenly by the threads:       row_function     lays it out (`activations.py`)
     phase "panels":  for each chunk of row tiles, for each group of panels, which threads draw from a counter:      `multiply`

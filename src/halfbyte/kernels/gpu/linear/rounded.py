@@ -1,6 +1,6 @@
 """y [M, N] = x^ [M, K] · Wᵀ, where x^ are the dequantized codes of dynamically quantized activations: short blocks or an offset on Hopper.
 
-It computes what `gemm_int8.py` does. Integer sums of blocks of 32 and 64 would be converted and scaled once for every 32 or 64 products,
+The result is that of `gemm_int8.py`. Integer sums of blocks of 32 and 64 would be converted and scaled once for every 32 or 64 products,
 which takes longer than the products. Here one pass writes x^ = scale * q + offset in x's type, and `gemm_hopper.py` multiplies.
 `skinny_rounded.py` does the same for few rows.
 
