@@ -148,7 +148,7 @@ class TextService:
                 index = len(engine_request.jobs)  # also chooses the seed: sequences of one prompt differ
                 sampling = request.sampling(self._defaults, new_tokens, index)
                 processors: list[Processor] = [*bias, *([] if grammar is None else [grammar.copy()])]  # a grammar follows its sequence
-                engine_request.jobs.append(Job(engine_request, index, ids, sampling, processors))
+                engine_request.jobs.append(Job(index, ids, sampling, processors))
                 echoes.append(echoed)
         return _Prepared(engine_request, echoes, total, names)
 

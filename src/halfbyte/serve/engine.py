@@ -63,9 +63,12 @@ class Job:
 
     The event loop makes it. From then on the engine's thread has `generation`, `sent_tokens` and `sent_text`, which are what the loop was
     told of it; the loop has what follows these: text and tokens that no response has taken yet, and counts.
+
+    It has its `request` from `Engine.submit` to its end alone: request and jobs would otherwise keep each other alive, with tokens, log
+    probabilities and grammars, until Python's collector finds them, which takes hundreds of requests.
     """
 
-    request: Request
+    request: Request = field(init=False)
     index: int
     prompt_ids: list[int]
     sampling: Sampling
@@ -125,8 +128,16 @@ class Request:
         while not any(job.is_updated for job in self.jobs) and not self.cancelled:
             await self._event.wait()
             self._event.clear()
-        if self.error is not None:
-            raise self.error
+        self._raise()
+
+    def _raise(self) -> None:
+        """Raise the error, if there is one, and give it up: its traceback refers to this request, so the two would keep each other alive."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
 
     async def updates(self) -> AsyncIterator[Update]:
         """Yield what is new of the sequences until all have finished, or the request is cancelled.
@@ -144,8 +155,7 @@ class Request:
                     update = Update(job.index, "".join(job.text), job.choices, reason)
                     job.text, job.choices = [], []
                     yield update
-            if self.error is not None:
-                raise self.error
+            self._raise()
             if self.cancelled or not left:
                 return
             await self._event.wait()
@@ -232,6 +242,7 @@ class Engine:
         self._unfinished += len(request.jobs)
         self._idle.clear()
         for job in request.jobs:
+            job.request = request
             self._inbox.put(job)
 
     def hurry(self) -> None:
@@ -264,6 +275,8 @@ class Engine:
             if error is not None:
                 job.request.fail(error)
             job.request.wake()
+            if finish_reason is not None:
+                del job.request
         if not self._unfinished:
             self._idle.set()
 
