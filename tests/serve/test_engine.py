@@ -84,8 +84,7 @@ async def end_of_a_failed_request(starts: bool) -> weakref.ref[Request]:
             request.jobs.append(Job(0, [0], Sampling()))
             async for _ in request.updates():
                 raise AssertionError("there are none")
-    except ApiError as e:
-        assert e.message == "too complex"
+    except ApiError:
         return weakref.ref(request)
     raise AssertionError("it has failed")
 

@@ -3,7 +3,7 @@
 `app.py` parses a request (`protocol.py`) and calls `TextService.complete` or `chat`, which
 
     1. tokenize the prompts and compile the JSON schema, in a thread: `_prepare` -> one `Job` of the engine for each sequence
-    2. submit the jobs to the engine (`engine.py`), whose thread decodes them, and wait for the first token
+    2. give the jobs to the engine (`engine.py`), whose thread decodes them, and wait for the first token
     3. turn the engine's updates into chunks (`_events`) or one document (`_whole`), in the shapes of `formats.py`
 
 An error before the first token is answered with its HTTP status, a later one is the last event of the stream.
@@ -130,10 +130,6 @@ class TextService:
         else:
             assert isinstance(request, CompletionRequest)
             prompts = request.prompts
-        if n * len(prompts) > self._settings.choices:
-            raise ApiError(
-                400, f"a request has {self._settings.choices} sequences at most, got {n * len(prompts)}: ask several times", param="n"
-            )
         bias = [Bias(request.logit_bias, self._model.spec.vocabulary)] if request.logit_bias else []
         grammar = None if schema is None else self._grammars.json_schema(schema)
         add_special_tokens = not isinstance(request, ChatRequest)  # a chat template writes its own
@@ -229,17 +225,14 @@ class TextService:
         """
         engine_request = Request(time.monotonic() + self._settings.seconds)
         headers = {"halfbyte-ignored": ", ".join(request.ignored)[:1000]} if request.ignored else {}
+        count = (request.n or 1) * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+        if count > self._settings.choices:
+            raise ApiError(400, f"a request has {self._settings.choices} sequences at most, got {count}: ask several times", param="n")
         async with watching(receive, engine_request.cancel):
-            loop = asyncio.get_running_loop()
-            try:
-                prepared = await loop.run_in_executor(self._executor, partial(self._prepare, request, engine_request))
-            except ArgumentError as e:
-                raise ApiError(400, str(e), "invalid_value") from e
-            except HalfbyteError as e:  # of the model's template or tokenizer
-                raise ApiError(400, str(e), "unsupported_value") from e
+            with self.engine.admit(engine_request, count):
+                prepared = await self._prepared(request, engine_request)
             if engine_request.cancelled:  # the client has disconnected and reads no response; 499 is for the log
                 return Response(status_code=499)
-            self.engine.submit(engine_request)
             try:
                 await engine_request.started()
                 if request.stream:
@@ -252,6 +245,16 @@ class TextService:
             except BaseException:  # also asyncio.CancelledError: the engine must not decode for a request without a response
                 engine_request.cancel()
                 raise
+
+    async def _prepared(self, request: GenerationRequest, engine_request: Request) -> _Prepared:
+        """Return what `_prepare` does; its errors are those of the client."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._executor, partial(self._prepare, request, engine_request))
+        except ArgumentError as e:
+            raise ApiError(400, str(e), "invalid_value") from e
+        except HalfbyteError as e:  # of the model's template or tokenizer
+            raise ApiError(400, str(e), "unsupported_value") from e
 
     def _shown(self, request: GenerationRequest, update: Update) -> list[Choice] | None:
         """Return the new tokens whose log probabilities the response lists; None if the request asks for none.
