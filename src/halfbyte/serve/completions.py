@@ -43,12 +43,14 @@ class _Prepared(NamedTuple):
         echoes: The prompt's text for each sequence if the request has `echo`, else "".
         prompt_tokens: Tokens of all prompts together, each counted once, for `usage`.
         names: Functions that the answer of a chat may call; empty: none.
+        most_calls: How many calls it may have; None: any number.
     """
 
     engine_request: Request
     echoes: list[str]
     prompt_tokens: int
     names: list[str]
+    most_calls: int | None
 
 
 class TextService:
@@ -121,11 +123,12 @@ class TextService:
             ArgumentError: A sampling setting, a logit bias or the JSON schema is invalid.
             HalfbyteError: The tokenizer or the chat template does not take the prompt.
         """
-        n, names, schema = request.n or 1, list[str](), _schema(request.response_format)
+        n, names, schema, most_calls = request.n or 1, list[str](), _schema(request.response_format), None
         if isinstance(request, ChatRequest):
             prompts: Sequence[str | list[int]] = [prompt(self._model, request)]
             if request.tools and request.tool_choice != "none":
                 names = [tool.function.name for tool in request.tools]
+            most_calls = 1 if request.parallel_tool_calls is False else None
             schema = forced_call(request) or schema  # a call that tool_choice demands wins over response_format
         else:
             assert isinstance(request, CompletionRequest)
@@ -146,7 +149,7 @@ class TextService:
                 processors: list[Processor] = [*bias, *([] if grammar is None else [grammar.copy()])]  # a grammar follows its sequence
                 engine_request.jobs.append(Job(index, ids, sampling, processors))
                 echoes.append(echoed)
-        return _Prepared(engine_request, echoes, total, names)
+        return _Prepared(engine_request, echoes, total, names, most_calls)
 
     def _ids(self, text: str | list[int], special: bool) -> list[int]:
         """Tokenize a prompt and check its length.
@@ -223,6 +226,8 @@ class TextService:
         Raises:
             ApiError: The request cannot be answered, or the engine has failed before the first token.
         """
+        if request.stream_options is not None and not request.stream:
+            raise ApiError(400, "stream_options needs stream: set stream to true, or leave it out", param="stream_options")
         engine_request = Request(time.monotonic() + self._settings.seconds)
         headers = {"halfbyte-ignored": ", ".join(request.ignored)[:1000]} if request.ignored else {}
         count = (request.n or 1) * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
@@ -275,7 +280,7 @@ class TextService:
         finish_reason; chunks of several sequences are interleaved. Then come the usage, if asked for, and [DONE], or an error alone.
         """
         engine_request = prepared.engine_request
-        answers = [Answer(prepared.names) for _ in engine_request.jobs]
+        answers = [Answer(prepared.names, prepared.most_calls) for _ in engine_request.jobs]
         empty = {"usage": None} if with_usage else {}  # OpenAI's API: null in all chunks but the last
 
         def chunk(choice: dict[str, object]) -> bytes:
@@ -337,7 +342,7 @@ class TextService:
             return Response(status_code=499)
         choices = []
         for index, reason in enumerate(reasons):
-            answer = Answer(prepared.names)
+            answer = Answer(prepared.names, prepared.most_calls)
             text = answer.push(answers[index])
             rest, calls = answer.finish()
             logprobs = tokens[index] if request.most_likely is not None else None
