@@ -174,7 +174,7 @@ def share_one_heap() -> bool:
 
 
 def _mallopt(parameter: int, value: int) -> bool:
-    """mallopt(3); False where it is not there or fails."""
+    """Call mallopt(3). Returns whether it has succeeded: not every C library has it."""
     mallopt = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(parameter, value) == 1
 

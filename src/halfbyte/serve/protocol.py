@@ -15,7 +15,7 @@ from halfbyte.serve.replies import ApiError
 
 _NO_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}  # of OpenAI's own service
 _REFUSED = {"suffix", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options"}
-# Of vLLM's and llama.cpp's servers: without them, the answer is not what was asked for.
+# Extensions by vLLM's and llama.cpp's servers: without them, the answer is not what was asked for.
 _REFUSED |= {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "json_schema"}
 _REFUSED |= {"stop_token_ids", "min_tokens", "bad_words", "prompt_logprobs", "use_beam_search"}
 
