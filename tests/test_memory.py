@@ -1,4 +1,4 @@
-"""What keep_freed_memory does to a process, each in one of its own, since there is no way back; and caches, which forget what they must."""
+"""What settings of the C library do to a process, each in one of its own: there is no way back; and caches, which forget what they must."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ print(asked, int(statistics.median(faults() for _ in range(15))))
 """
 
 
-def run(how: str) -> tuple[bool, int]:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True)
-    asked, faults = done.stdout.split()
-    return asked == "True", int(faults)
+def run(how: str, program: str = PROGRAM) -> tuple[bool, int]:
+    done = subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True)
+    asked, number = done.stdout.split()
+    return asked == "True", int(number)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
@@ -48,9 +48,44 @@ def test_freed_memory_is_taken_again() -> None:
     assert faults < usual / 10
 
 
+# Memory in MB after a thread that lives on has freed 32 MB of small blocks, where a large one, freed before, lets glibc keep as much.
+THREAD = """
+import mmap, sys, threading
+from halfbyte.memory import return_freed_memory, share_one_heap
+
+def use():
+    bytearray(1 << 24)
+    blocks = [bytearray(b"x") * (1 << 16) for _ in range(512)]
+    del blocks
+    freed.set()
+    end.wait()
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE / 1e6
+
+asked = sys.argv[1] == "ask" and share_one_heap()
+freed, end = threading.Event(), threading.Event()
+before, thread = resident(), threading.Thread(target=use)
+thread.start()
+freed.wait()
+return_freed_memory()
+print(asked, int(resident() - before))
+end.set()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
+def test_memory_that_threads_have_freed_goes_back() -> None:
+    asked, more = run("ask", THREAD)
+    assert asked
+    assert more < 8
+    assert run("no", THREAD)[1] > 16, "the C library returns it anyway: this setting is of no more use"
+
+
 def test_a_system_that_can_not_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
-    assert memory.keep_freed_memory() is False
+    assert memory.keep_freed_memory() is memory.share_one_heap() is False
     memory.return_freed_memory()  # musl and macOS have no malloc_trim
     monkeypatch.setattr(memory, "sys", SimpleNamespace(platform="win32"))
     assert memory.keep_freed_memory() is False

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # <malloc.h> of glibc, and its largest int: no block is so large, no heap so empty.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _NEVER = 2**31 - 1
 _HUGE_PAGE, _MADV_HUGEPAGE = 1 << 21, 14  # Linux on x86-64 and most of 64-bit Arm
 _REGION, _LINE = 1 << 28, 64  # bytes
@@ -158,10 +158,25 @@ def keep_freed_memory() -> bool:
         >>> isinstance(hb.keep_freed_memory(), bool)
         True
     """
+    return all(_mallopt(parameter, _NEVER) for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
+
+
+def share_one_heap() -> bool:
+    """Let the threads of this process that start from now on allocate from the C library's main heap.
+
+    glibc gives threads heaps of their own, and `return_freed_memory` cannot return the free memory at the end of these: up to 64 MB of each
+    stay (malloc_trim shortens the main heap alone). The setting affects the whole process, so it is for programs to call.
+
+    Returns:
+        Whether the C library can (glibc can).
+    """
+    return _mallopt(_M_ARENA_MAX, 1)
+
+
+def _mallopt(parameter: int, value: int) -> bool:
+    """Call mallopt(3). Returns whether it has succeeded: not every C library has it."""
     mallopt = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all(mallopt(parameter, _NEVER) == 1 for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
+    return mallopt is not None and mallopt(parameter, value) == 1
 
 
 def peak_memory() -> int | None:

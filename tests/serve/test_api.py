@@ -11,6 +11,8 @@ import pytest
 from serving import POSITIONS, Server, make_model, serve
 
 from halfbyte.language.model import LanguageModel
+from halfbyte.serve import completions
+from halfbyte.serve.chat import Answer
 from halfbyte.serve.structured import Grammars
 
 openai = pytest.importorskip("openai")
@@ -251,6 +253,14 @@ def test_a_tool_that_has_to_be_called(client: Any, choice: Any) -> None:
     assert client.chat.completions.create(messages=again, **GREEDY).choices[0].finish_reason
 
 
+def test_calls_in_parallel_can_be_excluded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    most: list[int | None] = []
+    monkeypatch.setattr(completions, "Answer", lambda names, most_calls: most.append(most_calls) or Answer(names, most_calls))
+    for settings in ({}, {"parallel_tool_calls": True}, {"parallel_tool_calls": False}, {"parallel_tool_calls": False, "stream": True}):
+        assert server.chat(tools=[WEATHER], **settings).status_code == 200
+    assert most == [None, None, 1, 1]
+
+
 # What is refused
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -278,6 +288,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"1": 1000}}, "logit_bias"),
     ({"audio": {"voice": "x"}}, "audio is not supported"),
     ({"functions": [{"name": "x"}]}, "functions is not supported"),
+    ({"guided_json": {"type": "integer"}}, "guided_json is not supported"),
+    ({"min_tokens": 4}, "min_tokens is not supported"),
+    ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "add it"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}}, "schema"),
@@ -367,4 +380,5 @@ def test_a_body_is_json_by_its_type(server: Server) -> None:
 def test_unknown_fields_are_named(server: Server) -> None:
     found = server.complete(mirostat=2, user="me")
     assert (found.status_code, found.headers["halfbyte-ignored"]) == (200, "mirostat")
+    assert server.complete(min_tokens=0, prompt_logprobs=None, stop_token_ids=[]).status_code == 200, "what other servers take for none"
     assert server.complete(**{"x\r\nSet-Cookie: a": 1}).headers["halfbyte-ignored"] == "x??Set-Cookie: a"

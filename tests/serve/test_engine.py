@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +23,7 @@ from halfbyte.language.generate import Generation
 from halfbyte.serve import engine as serve_engine
 from halfbyte.serve.engine import Engine, Job, Request
 from halfbyte.serve.metrics import Metrics
+from halfbyte.serve.replies import ApiError
 
 STEP, NEW = 0.002, 200  # seconds, tokens
 
@@ -50,7 +54,7 @@ def test_text_is_sent_in_turn(count: int, monkeypatch: pytest.MonkeyPatch) -> No
     engine, request, sent = Engine(batch, parallel=count, most_waiting=0, metrics=Metrics()), Request(1e9), list[list[Any]]()
     engine._loop = SimpleNamespace(call_soon_threadsafe=lambda deliver, changes: sent.append(changes))  # type: ignore[assignment]
     for index, generation in enumerate(batch.generations):
-        request.jobs.append(Job(request, index, [0], Sampling(max_new_tokens=NEW), generation=generation))
+        request.jobs.append(Job(index, [0], Sampling(max_new_tokens=NEW), generation=generation))
         engine._jobs[generation] = request.jobs[-1]
     interval, last, texts, steps_with_text = max(serve_engine._INTERVAL, serve_engine._PER_TEXT * count), [0.0] * count, [""] * count, 0
     for step in range(NEW):
@@ -68,3 +72,27 @@ def test_text_is_sent_in_turn(count: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert texts == ["a" * NEW] * count
     assert not engine._jobs
     assert not engine._unsent
+
+
+async def end_of_a_failed_request(starts: bool) -> weakref.ref[Request]:
+    request = Request(1e9)
+    request.fail(ApiError(400, "too complex"))
+    try:
+        if starts:
+            await request.started()
+        else:
+            request.jobs.append(Job(0, [0], Sampling()))
+            async for _ in request.updates():
+                raise AssertionError("there are none")
+    except ApiError:
+        return weakref.ref(request)
+    raise AssertionError("it has failed")
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_an_error_does_not_keep_its_request(starts: bool) -> None:
+    gc.disable()
+    try:
+        assert asyncio.run(end_of_a_failed_request(starts))() is None
+    finally:
+        gc.enable()

@@ -49,6 +49,12 @@ def test_calls_are_found_in_whatever_pieces(text: str, left: str, calls: int, si
     assert [(name, json.loads(arguments)) for name, arguments in found] == [("weather", {"city": "Oslo"})] * calls
 
 
+def test_one_call_at_a_time() -> None:
+    answer = Answer(["weather"], 1)
+    answer.push(f"[{CALL}, {CALL}]")
+    assert len(answer.finish()[1]) == 1
+
+
 def test_text_is_given_out_at_once() -> None:
     answer = Answer(["weather"])
     assert [answer.push(piece) for piece in ("It ", "rains <", "b> <tool", "_call>")] == ["It ", "rains ", "<b> ", ""]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from serving import Server, serve
 
+from halfbyte.serve import vectors
 from halfbyte.serve.encoder import Encoder
 from halfbyte.serve.server import Sentences
 
@@ -51,6 +52,23 @@ def test_embeddings(client: Any, rows: Any) -> None:
     tokens = [2129, 2079, 1045, 2644, 2026, 2565, 1029]
     np.testing.assert_allclose(client.embeddings.create(model="minilm", input=tokens).data[0].embedding, rows[0], atol=2e-6)
     assert client.models.list().data[0].dimensions == rows.shape[1]
+
+
+def test_large_requests_do_not_hold_up_others(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def noted(function: Any) -> Any:
+        def note(*args: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*args)
+
+        return note
+
+    encoder: Any = server.serving._encoder
+    for place, name in ((encoder, "decode"), (encoder, "count"), (vectors, "json_reply")):
+        monkeypatch.setattr(place, name, noted(getattr(place, name)))
+    assert server.post("/v1/embeddings", input=[[2129, 2079], [2129]]).status_code == 200
+    assert [name.partition("_")[0] for name in threads] == ["halfbyte-text"] * 4
 
 
 def test_reranking(server: Server, rows: Any) -> None:

@@ -55,7 +55,7 @@ class Server:
     def post(self, path: str, **body: Any) -> httpx2.Response:
         return self.client.post(path, json=body)
 
-    def complete(self, prompt: str = "the quick", **settings: Any) -> httpx2.Response:
+    def complete(self, prompt: str | list[int] = "the quick", **settings: Any) -> httpx2.Response:
         return self.post("/v1/completions", prompt=prompt, **{"temperature": 0, "max_tokens": 8, **settings})
 
     def chat(self, content: str = "the quick", **settings: Any) -> httpx2.Response:

@@ -15,6 +15,7 @@ from halfbyte.cli.generate import writes_text
 from halfbyte.cli.shared.device import add_device, add_offload, asked_dtype, placed, refuse_offload, settle_device, waking
 from halfbyte.cli.shared.output import Commands, add_command, path_argument, print_json, settling
 from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.memory import share_one_heap
 
 if TYPE_CHECKING:
     from halfbyte.nn.config import Config
@@ -83,6 +84,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    share_one_heap()  # memory that requests have freed goes back to the system whole, and there is less of it
     settings = _settings(args)
     texts, encoders = _kinds(args.model)
     if not texts:

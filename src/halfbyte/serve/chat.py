@@ -96,13 +96,14 @@ class Answer:
     Text that may be a call is held back until the end, as text that was sent cannot be taken back.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], most_calls: int | None = None) -> None:
         """Begin an answer.
 
         Args:
             names: The functions that may be called; none: all is text.
+            most_calls: Calls that are given out, at most; None: all of them.
         """
-        self._names, self._pending, self._has_text = frozenset(names), "", False
+        self._names, self._most_calls, self._pending, self._has_text = frozenset(names), most_calls, "", False
 
     def push(self, text: str) -> str:
         """Append text of the answer, and return the text that can be sent, as it is certainly no part of a call."""
@@ -136,7 +137,7 @@ class Answer:
         elif pending.lstrip()[:1] in ("{", "["):
             calls = list(self._calls(pending))
             rest = "" if calls else pending
-        return rest, calls
+        return rest, calls[: self._most_calls]
 
     def _calls(self, text: str) -> Iterator[dict[str, object]]:
         """Yield the calls of a JSON document; none where it is not JSON, or calls functions that are not offered."""

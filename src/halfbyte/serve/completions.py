@@ -3,7 +3,7 @@
 `app.py` parses a request (`protocol.py`) and calls `TextService.complete` or `chat`, which
 
     1. tokenize the prompts and compile the JSON schema, in a thread: `_prepare` -> one `Job` of the engine for each sequence
-    2. submit the jobs to the engine (`engine.py`), whose thread decodes them, and wait for the first token
+    2. give the jobs to the engine (`engine.py`), whose thread decodes them, and wait for the first token
     3. turn the engine's updates into chunks (`_events`) or one document (`_whole`), in the shapes of `formats.py`
 
 An error before the first token is answered with its HTTP status, a later one is the last event of the stream.
@@ -43,12 +43,14 @@ class _Prepared(NamedTuple):
         echoes: The prompt's text for each sequence if the request has `echo`, else "".
         prompt_tokens: Tokens of all prompts together, each counted once, for `usage`.
         names: Functions that the answer of a chat may call; empty: none.
+        most_calls: How many calls it may have; None: any number.
     """
 
     engine_request: Request
     echoes: list[str]
     prompt_tokens: int
     names: list[str]
+    most_calls: int | None
 
 
 class TextService:
@@ -121,19 +123,16 @@ class TextService:
             ArgumentError: A sampling setting, a logit bias or the JSON schema is invalid.
             HalfbyteError: The tokenizer or the chat template does not take the prompt.
         """
-        n, names, schema = request.n or 1, list[str](), _schema(request.response_format)
+        n, names, schema, most_calls = request.n or 1, list[str](), _schema(request.response_format), None
         if isinstance(request, ChatRequest):
             prompts: Sequence[str | list[int]] = [prompt(self._model, request)]
             if request.tools and request.tool_choice != "none":
                 names = [tool.function.name for tool in request.tools]
+            most_calls = 1 if request.parallel_tool_calls is False else None
             schema = forced_call(request) or schema  # a call that tool_choice demands wins over response_format
         else:
             assert isinstance(request, CompletionRequest)
             prompts = request.prompts
-        if n * len(prompts) > self._settings.choices:
-            raise ApiError(
-                400, f"a request has {self._settings.choices} sequences at most, got {n * len(prompts)}: ask several times", param="n"
-            )
         bias = [Bias(request.logit_bias, self._model.spec.vocabulary)] if request.logit_bias else []
         grammar = None if schema is None else self._grammars.json_schema(schema)
         add_special_tokens = not isinstance(request, ChatRequest)  # a chat template writes its own
@@ -148,9 +147,9 @@ class TextService:
                 index = len(engine_request.jobs)  # also chooses the seed: sequences of one prompt differ
                 sampling = request.sampling(self._defaults, new_tokens, index)
                 processors: list[Processor] = [*bias, *([] if grammar is None else [grammar.copy()])]  # a grammar follows its sequence
-                engine_request.jobs.append(Job(engine_request, index, ids, sampling, processors))
+                engine_request.jobs.append(Job(index, ids, sampling, processors))
                 echoes.append(echoed)
-        return _Prepared(engine_request, echoes, total, names)
+        return _Prepared(engine_request, echoes, total, names, most_calls)
 
     def _ids(self, text: str | list[int], special: bool) -> list[int]:
         """Tokenize a prompt and check its length.
@@ -227,19 +226,18 @@ class TextService:
         Raises:
             ApiError: The request cannot be answered, or the engine has failed before the first token.
         """
+        if request.stream_options is not None and not request.stream:
+            raise ApiError(400, "stream_options needs stream: set stream to true, or leave it out", param="stream_options")
         engine_request = Request(time.monotonic() + self._settings.seconds)
         headers = {"halfbyte-ignored": ", ".join(request.ignored)[:1000]} if request.ignored else {}
+        count = (request.n or 1) * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+        if count > self._settings.choices:
+            raise ApiError(400, f"a request has {self._settings.choices} sequences at most, got {count}: ask several times", param="n")
         async with watching(receive, engine_request.cancel):
-            loop = asyncio.get_running_loop()
-            try:
-                prepared = await loop.run_in_executor(self._executor, partial(self._prepare, request, engine_request))
-            except ArgumentError as e:
-                raise ApiError(400, str(e), "invalid_value") from e
-            except HalfbyteError as e:  # of the model's template or tokenizer
-                raise ApiError(400, str(e), "unsupported_value") from e
+            with self.engine.admit(engine_request, count):
+                prepared = await self._prepared(request, engine_request)
             if engine_request.cancelled:  # the client has disconnected and reads no response; 499 is for the log
                 return Response(status_code=499)
-            self.engine.submit(engine_request)
             try:
                 await engine_request.started()
                 if request.stream:
@@ -252,6 +250,16 @@ class TextService:
             except BaseException:  # also asyncio.CancelledError: the engine must not decode for a request without a response
                 engine_request.cancel()
                 raise
+
+    async def _prepared(self, request: GenerationRequest, engine_request: Request) -> _Prepared:
+        """Return what `_prepare` does; its errors are those of the client."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._executor, partial(self._prepare, request, engine_request))
+        except ArgumentError as e:
+            raise ApiError(400, str(e), "invalid_value") from e
+        except HalfbyteError as e:  # of the model's template or tokenizer
+            raise ApiError(400, str(e), "unsupported_value") from e
 
     def _shown(self, request: GenerationRequest, update: Update) -> list[Choice] | None:
         """Return the new tokens whose log probabilities the response lists; None if the request asks for none.
@@ -272,7 +280,7 @@ class TextService:
         finish_reason; chunks of several sequences are interleaved. Then come the usage, if asked for, and [DONE], or an error alone.
         """
         engine_request = prepared.engine_request
-        answers = [Answer(prepared.names) for _ in engine_request.jobs]
+        answers = [Answer(prepared.names, prepared.most_calls) for _ in engine_request.jobs]
         empty = {"usage": None} if with_usage else {}  # OpenAI's API: null in all chunks but the last
 
         def chunk(choice: dict[str, object]) -> bytes:
@@ -334,7 +342,7 @@ class TextService:
             return Response(status_code=499)
         choices = []
         for index, reason in enumerate(reasons):
-            answer = Answer(prepared.names)
+            answer = Answer(prepared.names, prepared.most_calls)
             text = answer.push(answers[index])
             rest, calls = answer.finish()
             logprobs = tokens[index] if request.most_likely is not None else None

@@ -16,8 +16,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -63,9 +63,12 @@ class Job:
 
     The event loop makes it. From then on the engine's thread has `generation`, `sent_tokens` and `sent_text`, which are what the loop was
     told of it; the loop has what follows these: text and tokens that no response has taken yet, and counts.
+
+    It has its `request` from when the engine takes it to its end: longer, the two would keep each other alive, with tokens, log
+    probabilities and grammars, until Python's collector finds them, which takes hundreds of requests.
     """
 
-    request: Request
+    request: Request = field(init=False)
     index: int
     prompt_ids: list[int]
     sampling: Sampling
@@ -125,8 +128,16 @@ class Request:
         while not any(job.is_updated for job in self.jobs) and not self.cancelled:
             await self._event.wait()
             self._event.clear()
-        if self.error is not None:
-            raise self.error
+        self._raise()
+
+    def _raise(self) -> None:
+        """Raise the error, if there is one, and give it up: by its traceback, the two would keep each other alive."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
 
     async def updates(self) -> AsyncIterator[Update]:
         """Yield what is new of the sequences until all have finished, or the request is cancelled.
@@ -144,8 +155,7 @@ class Request:
                     update = Update(job.index, "".join(job.text), job.choices, reason)
                     job.text, job.choices = [], []
                     yield update
-            if self.error is not None:
-                raise self.error
+            self._raise()
             if self.cancelled or not left:
                 return
             await self._event.wait()
@@ -169,7 +179,8 @@ class Engine:
     Example:
         engine = Engine(model.batch(16, prefix_bytes=1 << 29), parallel=16, most_waiting=64, metrics=Metrics())
         engine.start(asyncio.get_running_loop())
-        engine.submit(request)
+        with engine.admit(request, 1):
+            request.jobs.append(Job(0, prompt_ids, Sampling()))
         async for update in request.updates(): ...
     """
 
@@ -190,7 +201,7 @@ class Engine:
         self._stepped = 0.0  # time of the last step; the thread's
         self._trimmed = 0.0  # time of the last return of freed memory; the thread's
         self._unfinished = 0  # the event loop's
-        self._closing, self._ending = False, False
+        self._closing, self._ending, self._has_ended = False, False, False
         self._idle, self._hurried = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -214,25 +225,53 @@ class Engine:
         """Sequences that run or wait."""
         return self._unfinished
 
-    def submit(self, request: Request) -> None:
-        """Add the sequences of a request.
+    @contextmanager
+    def admit(self, request: Request, count: int) -> Iterator[None]:
+        """Take room for the sequences of a request, which the block adds, and decode them from its end on, unless no client waits any more.
+
+        Preparing a request takes time and memory, too: no more are prepared than fit the queue.
+
+        Args:
+            request: The request, without jobs.
+            count: Of the jobs that it will have.
 
         Raises:
             ApiError: There is no room for them in the queue, or the server is shutting down.
         """
         if not self.is_ready:
-            raise ApiError(503, "the server is shutting down: ask another one, or later", "shutting_down", headers={"Retry-After": "5"})
-        if self._unfinished + len(request.jobs) > self._most_unfinished:
+            raise self._shutting_down()
+        if self._unfinished + count > self._most_unfinished:
             raise ApiError(
                 429,
                 f"{self._unfinished} sequences run and wait, {self._most_unfinished} at most: ask again later",
                 "queue_full",
                 headers={"Retry-After": "1"},
             )
-        self._unfinished += len(request.jobs)
+        self._unfinished += count
         self._idle.clear()
+        try:
+            yield
+            if self._has_ended:
+                raise self._shutting_down()
+        except BaseException:
+            self._leave(count)
+            raise
+        if request.cancelled:
+            self._leave(count)
+            return
         for job in request.jobs:
+            job.request = request
             self._inbox.put(job)
+
+    def _leave(self, count: int) -> None:
+        """Count sequences that have ended."""
+        self._unfinished -= count
+        if not self._unfinished:
+            self._idle.set()
+
+    @staticmethod
+    def _shutting_down() -> ApiError:
+        return ApiError(503, "the server is shutting down: ask another one, or later", "shutting_down", headers={"Retry-After": "5"})
 
     def hurry(self) -> None:
         """Let `close` wait no longer; called in a signal's handler, too."""
@@ -260,12 +299,23 @@ class Engine:
             job.is_updated = True
             if finish_reason is not None:
                 job.finish_reason = finish_reason
-                self._unfinished -= 1
             if error is not None:
                 job.request.fail(error)
             job.request.wake()
-        if not self._unfinished:
-            self._idle.set()
+            if finish_reason is not None:
+                del job.request
+        self._leave(sum(change.finish_reason is not None for change in changes))
+
+    def _end_all(self) -> None:
+        """End all sequences after the thread has ended. On the event loop, where requests come in: none comes in between."""
+        self._has_ended = True
+        left = list(self._jobs.values())
+        self._jobs = {}
+        with suppress(queue.Empty):
+            while True:
+                job = self._inbox.get(block=False)
+                left += [] if job is None else [job]
+        self._deliver([self._change(job, "cancelled", self._shutting_down()) for job in left])
 
     # The thread's side
 
@@ -282,7 +332,9 @@ class Engine:
             _log.exception("the engine's thread has failed")
             raise
         finally:
-            self._end_all(ApiError(503, "the server is shutting down: ask another one, or later", "shutting_down"))
+            assert self._loop is not None
+            with suppress(RuntimeError):  # the loop is closed: no client waits
+                self._loop.call_soon_threadsafe(self._end_all)
 
     def _trim(self) -> None:
         self._trimmed = time.monotonic()
@@ -350,6 +402,9 @@ class Engine:
         count = len(self._unsent) if self._batch.reads_prompt else math.ceil(share * len(self._unsent))  # a prompt may take long
         self._stepped = now
         self._notify([self._new(job) for job in [*urgent, *itertools.islice(self._unsent, count)]])
+        for generation in stepped:
+            if generation.finish_reason is not None:
+                del self._jobs[generation]
 
     def _new(self, job: Job) -> _Change:
         """Return what the event loop has not been told of a sequence that runs or has just finished, and count its first and last token."""
@@ -359,7 +414,6 @@ class Engine:
             self._metrics.first_token(generation)
             job.cached_tokens = generation.cached_tokens
         if generation.finish_reason is not None:
-            del self._jobs[generation]
             self._metrics.finished(generation)
             faults = [processor.error for processor in job.processors if processor.error is not None]
             error = ApiError(400, faults[0], "schema_too_complex", "response_format") if faults else None
@@ -395,15 +449,6 @@ class Engine:
         said = str(error) if isinstance(error, HalfbyteError) else f"{type(error).__name__}, which the server's log describes"
         failure = ApiError(500, f"the model has failed ({said}): ask again", "model_failed")
         self._notify([self._change(job, "cancelled", failure) for job in ended])
-
-    def _end_all(self, error: ApiError) -> None:
-        left = list(self._jobs.values())
-        self._jobs = {}
-        with suppress(queue.Empty):
-            while True:
-                job = self._inbox.get(block=False)
-                left += [] if job is None else [job]
-        self._notify([self._change(job, "cancelled", error) for job in left])
 
     def _notify(self, changes: list[_Change]) -> None:
         """Tell the event loop of changes."""

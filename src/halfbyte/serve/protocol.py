@@ -15,6 +15,9 @@ from halfbyte.serve.replies import ApiError
 
 _NO_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}  # of OpenAI's own service
 _REFUSED = {"suffix", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options"}
+# Extensions by vLLM's and llama.cpp's servers: without them, the answer is not what was asked for.
+_REFUSED |= {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "json_schema"}
+_REFUSED |= {"stop_token_ids", "min_tokens", "bad_words", "prompt_logprobs", "use_beam_search"}
 
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 
@@ -288,7 +291,7 @@ def parse(kind: type[R], body: bytes) -> R:
     except ValidationError as e:
         raise _invalid(e) from e
     for name, value in (request.model_extra or {}).items():
-        if name in _REFUSED and value not in (None, [], {}):
+        if name in _REFUSED and value:
             raise ApiError(400, f"{name} is not supported here: leave it out", "unsupported_parameter", name)
     return request
 

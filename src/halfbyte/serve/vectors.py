@@ -34,7 +34,7 @@ class VectorService:
             encoder: Encodes texts, in a thread of its own.
             settings: Limits of requests.
             metrics: Counts tokens.
-            executor: Counts tokens of texts, which would block the event loop.
+            executor: Counts tokens of texts, and writes responses, which would block the event loop.
         """
         self.name, self.encoder = name, encoder
         self._settings, self._metrics, self._executor = settings, metrics, executor
@@ -46,9 +46,12 @@ class VectorService:
                 400, f"embeddings have {self.encoder.dimensions} dimensions, got {request.dimensions}: leave it out", param="dimensions"
             )
         given = [request.input] if isinstance(request.input, str) or isinstance(request.input[0], int) else request.input
-        texts = [text if isinstance(text, str) else self.encoder.decode(text) for text in given]
-        rows, tokens = await self._embeddings(texts, receive)
-        if request.encoding_format == "base64":
+        rows, tokens = await self._embeddings(given, receive)
+        reply = partial(self._reply, rows, tokens, is_base64=request.encoding_format == "base64")
+        return await asyncio.get_running_loop().run_in_executor(self._executor, reply)
+
+    def _reply(self, rows: Tensor, tokens: int, *, is_base64: bool) -> Response:
+        if is_base64:
             data: list[object] = [base64.b64encode(row.numpy().astype("<f4").tobytes()).decode("ascii") for row in rows]
         else:
             data = rows.tolist()
@@ -72,11 +75,11 @@ class VectorService:
         ]
         return json_reply({"id": f"rerank-{uuid.uuid4().hex}", "model": self.name, "results": results, "usage": {"total_tokens": tokens}})
 
-    async def _embeddings(self, texts: Sequence[str], receive: Receive) -> tuple[Tensor, int]:
+    async def _embeddings(self, given: Sequence[str | list[int]], receive: Receive) -> tuple[Tensor, int]:
         """Encode texts, and cancel that if the client disconnects.
 
         Args:
-            texts: The texts.
+            given: The texts, or their token ids.
             receive: ASGI's, by which a disconnection is noticed.
 
         Returns:
@@ -85,15 +88,10 @@ class VectorService:
         Raises:
             ApiError: A text is too long or not Unicode, there are too many, or the time is over.
         """
-        if len(texts) > self._settings.inputs:
-            raise ApiError(400, f"a request has {self._settings.inputs} texts at most, got {len(texts)}: ask several times", param="input")
-        for text in texts:
-            try:
-                text.encode()
-            except UnicodeEncodeError as e:
-                raise ApiError(400, f"a text has a lone surrogate at character {e.start}: send UTF-8", param="input") from e
+        if len(given) > self._settings.inputs:
+            raise ApiError(400, f"a request has {self._settings.inputs} texts at most, got {len(given)}: ask several times", param="input")
         loop = asyncio.get_running_loop()
-        counts = await loop.run_in_executor(self._executor, partial(self.encoder.count, texts))
+        texts, counts = await loop.run_in_executor(self._executor, partial(self._read, given))
         most = self.encoder.most_tokens
         if most is not None and max(counts) > most:
             at = counts.index(max(counts))
@@ -112,3 +110,13 @@ class VectorService:
             raise
         self._metrics.embedded(sum(counts))
         return rows, sum(counts)
+
+    def _read(self, given: Sequence[str | list[int]]) -> tuple[list[str], list[int]]:
+        """Return texts, those of token ids too, and how many tokens each has."""
+        texts = [text if isinstance(text, str) else self.encoder.decode(text) for text in given]
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError as e:
+                raise ApiError(400, f"a text has a lone surrogate at character {e.start}: send UTF-8", param="input") from e
+        return texts, self.encoder.count(texts)
