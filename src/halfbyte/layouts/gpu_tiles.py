@@ -242,8 +242,8 @@ def pack(codes: Codes, *, sparse: bool = False, paired: bool = False) -> Packed:
 
 
 def gap_bytes(geo: Geometry) -> int:
-    """Return how many bytes of the codes are padding of blocks that `without_gaps` leaves out: of 8 bits in blocks such as those of 16."""
-    if geo.format.bits != 8 or geo.sparse or geo.paired or geo.contiguous or not geo.nbytes:
+    """Return how many bytes of the codes are padding of blocks that `without_gaps` leaves out: zeros in 8 bits, as in blocks of 16."""
+    if geo.format.bits != 8 or geo.format.zero != "none" or geo.sparse or geo.paired or geo.contiguous or not geo.nbytes:
         return 0
     return geo.codes_bytes - geo.n_padded * geo.blocks * geo.block
 
@@ -258,7 +258,7 @@ def add_gaps(data: Tensor, geo: Geometry, out: Tensor) -> None:
     """Write the inverse of `without_gaps` to `out`, uint8 [E, geo.nbytes]."""
     kept = data.shape[1] - (geo.nbytes - geo.codes_bytes)
     out[:, geo.codes_bytes :] = data[:, kept:]
-    codes, blocks = out[:, : geo.codes_bytes], data[:, :kept].unflatten(1, (geo.n_padded, geo.blocks, geo.block))
+    codes, blocks = out[:, : geo.codes_bytes], data[:, :kept].view(-1, geo.n_padded, geo.blocks, geo.block)
     codes.zero_()
     target = _blocks_of(codes, geo)[..., : geo.block]
     if geo.block % 8 == 0:  # words take a fraction of the time of bytes
@@ -268,8 +268,8 @@ def add_gaps(data: Tensor, geo: Geometry, out: Tensor) -> None:
 
 def _blocks_of(codes: Tensor, geo: Geometry) -> Tensor:
     """Return a view of codes [E, codes_bytes], 8 bits: [E, N padded, blocks, padded]."""
-    rows = codes.unflatten(1, (geo.n_padded, geo.k_padded))
-    return rows[..., : geo.blocks * geo.padded].unflatten(2, (geo.blocks, geo.padded))
+    rows = codes.view(len(codes), geo.n_padded, geo.k_padded)[..., : geo.blocks * geo.padded]
+    return rows.view(*rows.shape[:2], geo.blocks, geo.padded)
 
 
 def in_order(packed: Packed) -> Packed:

@@ -21,7 +21,6 @@ from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.linear.linear import LinearKernel
-    from halfbyte.kernels.cpu.transformer.expert_items import Stack
 
 
 def grouped_linear(
@@ -160,18 +159,11 @@ def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
     return multiply
 
 
-def stack_on_cpu(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: *_Sizes) -> Stack:
-    """Return the operands of the op, but for x and ids, as `kernels.cpu.transformer.expert_items` takes them.
-
-    Raises:
-        ArgumentError: Operands do not fit, or ids are out of range.
-    """
-    from halfbyte.kernels.cpu.transformer.expert_items import Stack
-
+def check_stack(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: *_Sizes) -> None:
+    """Raise ArgumentError where operands of the op on a CPU do not fit, but for the shapes of x and ids, or ids are out of range."""
     s = _Settings(*settings)
     _check(x, weight, ids, bias, s)
     _check_ids(ids, s)
-    return Stack(_cpu_kernel(s, torch.float32), aligned(weight), None if bias is None else bias.to(torch.float32).contiguous())
 
 
 def _check_ids(ids: Tensor, s: _Settings) -> None:

@@ -19,7 +19,7 @@ _COPIED = 32 << 20  # bytes of pinned memory
 _COPIES = 4
 FEWEST_ROWS = 16  # of a prompt whose experts may cross the link
 CONTENTION = 1.5  # times the CPU's own time while the link reads the same memory: assumed, not measured
-_LEAST_SHARE, _MOST_SHARE = 1 / 3, 0.8  # of a work that two devices share: with CONTENTION less than a third takes the CPU alone less time
+_LEAST_SHARE, _MOST_SHARE = 0.45, 0.7  # of a work that two devices share: outside, one of them alone takes at most 1.5 times as long
 # What prompts reach of the peaks of products: int8 ones on a CPU for few rows of each expert, 16-bit ones on a GPU.
 _OF_DOTS, _OF_PRODUCTS = 0.5, 0.8
 

@@ -21,14 +21,17 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.layer_kinds import RouterScores, scores_in_torch
-from halfbyte.kernels.problem import ExpertsProblem
+from halfbyte.kernels.problem import Activation, ExpertsProblem
+from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.base import Packed
+from halfbyte.layouts.experts import PREFIX
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
-from halfbyte.ops.grouped import stack_on_cpu
+from halfbyte.ops.grouped import check_stack
 from halfbyte.ops.registration import OPS
 from halfbyte.ops.tensors import aligned
-from halfbyte.ops.transformer.experts import CLAMPED, Experts, check_scores
+from halfbyte.ops.transformer.experts import CLAMPED, Clamped, Experts, check_scores, many_rows
 from halfbyte.ops.transformer.normed_linear import activated_in_torch
 from halfbyte.ops.transformer.norms import norm_in_torch
 from halfbyte.ops.transformer.sublayers import Norm
@@ -207,7 +210,7 @@ class _Arguments(NamedTuple):
     shared_down_bias: Tensor | None
     shared_inner: int
     compute: str  # of all products, as in `ops.linear`
-    activation: str
+    activation: Activation
 
     @property
     def pre_norm(self) -> Norm:
@@ -289,14 +292,15 @@ class _Arguments(NamedTuple):
         return (self.experts(z, ids, down).float() * weights.unsqueeze(-1)).sum(1)
 
     def _mixed_on_cpu(self, z: Tensor, ids: Tensor, weights: Tensor, of_down: _Arguments, first: int) -> Tensor:
-        from halfbyte.kernels.cpu.transformer import expert_items
+        up, down = (a.stack_as_weight(z, ids, down=is_down) for a, is_down in ((self, False), (of_down, True)))
+        return many_rows(up, down, z, ids, weights, None if self.clamped is None else Clamped(*self.clamped), first)
 
-        stacks = []
-        for weight, bias, settings in (self.stack(down=False), of_down.stack(down=True)):
-            stacks.append(stack_on_cpu(z, weight, ids, bias, *settings))
-        clamped = None if self.clamped is None else expert_items.Clamped(*self.clamped)
-        rows = z.float().contiguous(), ids.long().contiguous(), weights.float().contiguous()
-        return expert_items.run(*stacks, *rows, clamped=clamped, first=first)
+    def stack_as_weight(self, x: Tensor, ids: Tensor, *, down: bool) -> Weight:
+        """Return the `gate_up` or `down` stacks on a CPU. Raise ArgumentError where they do not fit, or ids are out of range."""
+        weight, bias, settings = self.stack(down=down)
+        check_stack(x, weight, ids, bias, *settings)
+        name, *shape, compute, _ = settings
+        return Weight(Packed(as_format(name), tuple(shape), PREFIX + cpu_tiles.NAME, aligned(weight)), bias, compute, self.activation)
 
     def of_shared(self, z: Tensor, down: _Arguments | None = None) -> Tensor:
         """Return the shared expert of z [M, K] -> [M, K], without its gate; `down` as for `experts`."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -35,9 +35,8 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled
 from halfbyte.kernels.cpu.codegen.kernel import phase as emitted
 from halfbyte.kernels.cpu.linear import grouped
-from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS
-from halfbyte.kernels.cpu.step_sequence import through_gates
+from halfbyte.kernels.cpu.step_sequence import Product, through_gates
 from halfbyte.kernels.cpu.transformer.experts import Clamped, clamped_gates
 
 _FIELDS = len(LINEAR.fields)
@@ -82,6 +81,14 @@ def build(phase: ItemsPhase, isa: ISA, f: Function) -> None:
     getattr(_Items(phase, isa, f), phase.kind)()
 
 
+class _Row(NamedTuple):
+    """A row of an item: its number, the rows of the tile that it is in, and which of these it is."""
+
+    number: Value
+    tile_rows: Value
+    inside: Value
+
+
 class _Items(Emitter):
     """Emits the phases, each by the method of its name."""
 
@@ -97,27 +104,32 @@ class _Items(Emitter):
             up, down = (self.pointer(name) + i * (8 * _FIELDS) for name in ("up", "down"))
             start, rows = (self.pointer("starts") + i * 8).load("i64", 0, 8), LINEAR.load(up, "m")
             x, x_stride, up_stride = LINEAR.load(up, "x", "ptr"), LINEAR.load(up, "x_stride"), LINEAR.load(up, "out_stride")
-            routed = order + start * 8
-            self._lay_out(up, rows, memory, lambda r, x=x, routed=routed, by=x_stride: x + (routed + r * 8).load("i64", 0, 8) // top_k * by)
+            for row in self._tiles(up, rows):
+                routed = (order + (start + row.number) * 8).load("i64", 0, 8)
+                self._lay_out(up, row, x + routed // top_k * x_stride, memory)
             self._multiply(up, memory, gate_up)
             inner, activations, stride = LINEAR.load(down, "k"), gate_up, up_stride
             if self.spec.clamped:
                 activations, stride = memory + self.get("activations"), inner * 4
             for r in f.loop(rows):
                 self._gates(gate_up + r * up_stride, activations + r * stride, inner)
-            self._lay_out(down, rows, down_rows, lambda r, stride=stride, activations=activations: activations + r * stride)
+            for row in self._tiles(down, rows):
+                self._lay_out(down, row, activations + row.number * stride, down_rows)
             self._multiply(down, down_rows, self.pointer("products") + start * LINEAR.load(down, "out_stride"))
 
-    def _lay_out(self, linear: Value, rows: Value, scratch: Value, row_at: Callable[[Value], Value]) -> None:
-        """Emit the layout of an item's rows, as tiles read them. `row_at` emits the address of a row."""
-        f, row_bytes, big = self.f, LINEAR.load(linear, "row_bytes"), LINEAR.load(linear, "tile_rows")
+    def _tiles(self, linear: Value, rows: Value) -> Iterator[_Row]:
+        """`for row in self._tiles(linear, n):` the rows of an item, in the tiles in which the product reads them."""
+        big = LINEAR.load(linear, "tile_rows")
         split = big * LINEAR.load(linear, "tiles")  # the first row of the lesser tiles
-        for r in f.loop(rows):
+        for r in self.f.loop(rows):
             is_large = r.below(split)
             in_tile = is_large.select(big, big - 1)
-            inside = is_large.select(r, r - split) % in_tile
-            function = LINEAR.load(linear, "row_function", "ptr")
-            f.call_pointer(function, linear, row_at(r), scratch + (r - inside) * row_bytes, in_tile, inside)
+            yield _Row(r, in_tile, is_large.select(r, r - split) % in_tile)
+
+    def _lay_out(self, linear: Value, row: _Row, x: Value, scratch: Value) -> None:
+        """Emit the layout of the row at address x, in memory where the item's first row is at `scratch`."""
+        tile = scratch + (row.number - row.inside) * LINEAR.load(linear, "row_bytes")
+        self.f.call_pointer(LINEAR.load(linear, "row_function", "ptr"), linear, x, tile, row.tile_rows, row.inside)
 
     def _multiply(self, linear: Value, scratch: Value, out: Value) -> None:
         """Emit the product of laid-out rows, by this thread alone."""
@@ -159,22 +171,13 @@ class _Items(Emitter):
                 sum_at(i, "float")
 
 
-class Stack(NamedTuple):
-    """The weights of all experts: the kernel of one, for float32 rows, packed bytes [E * nbytes], and float32 biases [E, N] or None."""
-
-    kernel: LinearKernel
-    weight: Tensor
-    bias: Tensor | None
-
-
 def run(
-    gate_up: Stack, down: Stack, x: Tensor, ids: Tensor, weights: Tensor, *, clamped: Clamped | None = None, first: int = 0
+    products: tuple[Product, Product], x: Tensor, ids: Tensor, weights: Tensor, clamped: Clamped | None = None, first: int = 0
 ) -> Tensor:
     """Compute y, float32 [M, K].
 
     Args:
-        gate_up: [E, 2 I, K]
-        down: [E, K, I]
+        products: gate_up [2 I, K] and down [K, I] of the first expert; weights and biases of the others follow in memory.
         x: float32 [M, K], contiguous and on the CPU, like all others.
         ids: int64 [M, T], each in 0 … E - 1, which the caller checks.
         weights: float32 [M, T].
@@ -184,13 +187,15 @@ def run(
     y, top_k = torch.empty_like(x), ids.shape[1]
     rows = max(1, _PRODUCTS_BYTES // (4 * top_k * x.shape[1]))
     for part_x, part_ids, part_weights, part_y in zip(*(t.split(rows) for t in (x, ids, weights, y)), strict=True):
-        _run(gate_up, down, (part_x, part_ids, part_weights, part_y), clamped, first)
+        _run(products, (part_x, part_ids, part_weights, part_y), clamped, first)
     return y
 
 
-def _run(gate_up: Stack, down: Stack, tensors: tuple[Tensor, Tensor, Tensor, Tensor], clamped: Clamped | None, first: int) -> None:
+def _run(
+    products: tuple[Product, Product], tensors: tuple[Tensor, Tensor, Tensor, Tensor], clamped: Clamped | None, first: int
+) -> None:
     """Compute as many rows as one call takes. `tensors`: x, ids, weights and y."""
-    x, ids, weights, y = tensors
+    (gate_up, down), (x, ids, weights, y) = products, tensors
     (m, k), top_k, available = x.shape, ids.shape[1], runtime.threads()
     experts = ids.reshape(-1).numpy()
     order = np.argsort(experts, kind="stable")
@@ -205,13 +210,13 @@ def _run(gate_up: Stack, down: Stack, tensors: tuple[Tensor, Tensor, Tensor, Ten
     up_blocks, up_bytes = _blocks(gate_up, items)
     down_blocks, down_bytes = _blocks(down, items)
     up_blocks[:, _COLUMN["x"]], up_blocks[:, _COLUMN["x_stride"]] = x.data_ptr(), 4 * k
-    n, inner = gate_up.kernel.geometry.n, down.kernel.geometry.k
+    n, inner = gate_up.n, down.k
     starts = np.cumsum([0, up_bytes, 4 * most_rows * n + 64, 0 if clamped is None else 4 * most_rows * inner + 64, down_bytes])
     starts = (starts + 63) // 64 * 64 + 64 * np.arange(len(starts))
     thread_bytes, product_bytes = int(starts[-1]), 4 * k * (len(order) + 1)
     memory = PLANS.expert_items.of(threads * thread_bytes + product_bytes)
-    products = memory + threads * thread_bytes
-    ctypes.memset(products + product_bytes - 4 * k, 0, 4 * k)
+    outputs = memory + threads * thread_bytes
+    ctypes.memset(outputs + product_bytes - 4 * k, 0, 4 * k)
     phases = [compiled(build, ItemsPhase(kind, clamped is not None and kind == "items"), gate_up.kernel.isa) for kind in ("items", "sums")]
     arguments = ITEMS.buffer(
         {
@@ -229,7 +234,7 @@ def _run(gate_up: Stack, down: Stack, tensors: tuple[Tensor, Tensor, Tensor, Ten
             "gate_up": int(starts[1]),
             "activations": int(starts[2]),
             "down_rows": int(starts[3]),
-            "products": products,
+            "products": outputs,
             "rows": m,
             "k": k,
             "weights": weights.data_ptr(),
@@ -261,12 +266,12 @@ def _items(counts: NDArray[np.int64], most_rows: int) -> _ItemTable:
     return _ItemTable(*(np.ascontiguousarray(part[largest_first]) for part in (experts, rows, starts)))
 
 
-def _blocks(stack: Stack, items: _ItemTable) -> tuple[NDArray[np.int64], int]:
+def _blocks(product: Product, items: _ItemTable) -> tuple[NDArray[np.int64], int]:
     """Return the blocks of LINEAR of items, [items, fields], and the bytes that the largest item's laid-out rows take."""
-    plans = {int(rows): grouped.cached_plan(stack.kernel, int(rows), 1) for rows in np.unique(items.rows)}
+    plans = {int(rows): grouped.cached_plan(product.kernel, int(rows), 1) for rows in np.unique(items.rows)}
     blocks = np.frombuffer(bytearray().join(plans[rows][0] for rows in items.rows.tolist()), dtype=np.int64).reshape(-1, _FIELDS)
-    blocks[:, _COLUMN["weights"]] = stack.weight.data_ptr() + items.experts * stack.kernel.nbytes
-    if stack.bias is not None:
-        blocks[:, _COLUMN["bias"]] = stack.bias.data_ptr() + items.experts * (4 * stack.kernel.geometry.n)
+    blocks[:, _COLUMN["weights"]] = product.weight + items.experts * product.kernel.nbytes
+    if product.bias:
+        blocks[:, _COLUMN["bias"]] = product.bias + items.experts * (4 * product.n)
     blocks[:, _COLUMN["clamp"]] = _NO_CLAMP
     return blocks, max((size for _, size in plans.values()), default=0)
