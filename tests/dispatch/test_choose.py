@@ -27,14 +27,15 @@ from halfbyte.kernels.problem import AttentionProblem, ConvProblem, NormedProble
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import GPUS
-from halfbyte.nn.modules import experts as expert_modules
 from halfbyte.ops import cuda
 from halfbyte.ops.conv import cpu as cpu_conv
 from halfbyte.ops.conv import cuda as cuda_conv
 from halfbyte.ops.transformer import attend as attend_op
 from halfbyte.ops.transformer import attention as whole_attention
 from halfbyte.ops.transformer import prefill_ops
+from halfbyte.ops.transformer.experts import Mixture
 from halfbyte.ops.transformer.sublayers import Heads
+from halfbyte.ops.transformer.weights import Weight
 
 # (channels, outputs, kernel, groups, stride, size), x of 7 x size numbers or a little more: kernels of all lists
 CONVS = [
@@ -209,12 +210,11 @@ def test_attention_on_a_cpu_is_explained_as_it_runs(dim: int, dtype: torch.dtype
         assert {candidate.name for candidate in CPU_ATTENTION} == {*cached.choice.reasons, cached.kernel} - {"torch"}
 
 
-@pytest.mark.parametrize(("rows", "kernel"), [(1, "one_call"), (32, "one_call"), (33, "torch")])
+@pytest.mark.parametrize(("rows", "kernel"), [(1, "one_call"), (32, "one_call"), (33, "items")])
 def test_experts_on_a_cpu_are_explained_as_they_run(rows: int, kernel: str) -> None:
     said = explained(hb.ExpertsShape(rows, 8, 2, 64, 96), format="q4_0")
-    ids = torch.zeros(rows, 2, dtype=torch.int64)
-    with torch.no_grad():
-        assert expert_modules._fits_fused(torch.zeros(rows, 64), ids, torch.zeros(rows, 2)) == (kernel == "one_call")
+    first, second = (Weight(hb.pack(hb.quantize(torch.randn(8, n, k), "q4_0")), None, "int8", "block") for n, k in ((192, 64), (64, 96)))
+    assert (Mixture(first, second).for_few_rows(torch.zeros(rows, 2)) is None) == (kernel == "items")
     assert said.kernel == kernel
     assert [name for name, _ in said.products] == ["gate_up", "down"]
     assert explained(hb.ExpertsShape(1, 8, 2, 64, 40), format="q4_0").choice.reasons == {"one_call": "40 gates are not whole panels of 32"}

@@ -1,13 +1,15 @@
 """The GPU weight layout: element by element against its text (and see test_layouts.py)."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import formats, random_codes, same_codes
 
+from halfbyte import ops
 from halfbyte.formats import Format, as_format
 from halfbyte.formats.codes import unpack_nibbles
-from halfbyte.layouts.gpu_tiles import geometry, geometry_of, in_order, pack, unpack, views
+from halfbyte.layouts.gpu_tiles import add_gaps, gap_bytes, geometry, geometry_of, in_order, pack, unpack, views, without_gaps
 from halfbyte.nn.described import Scale
 from halfbyte.nn.static.integer import IntegerLinear
 
@@ -77,3 +79,23 @@ def test_geometry(fmt: Format, n: int, k: int) -> None:
     assert geo.blocks <= geo.block_rows == -(-geo.k_padded // geo.padded)
     if geo.contiguous:
         assert 0 <= geo.k_padded - k < 128
+
+
+@pytest.mark.parametrize(("fmt", "n", "k"), [("int8_g16", 70, 160), ("int8_g16", 64, 768), ("int8_g20", 5, 67)])
+def test_padding_of_blocks_is_left_out_and_added_again(fmt: str, n: int, k: int) -> None:
+    """What Q6_K has on GPUs: 16 of 32 codes of each block are padding."""
+    torch.manual_seed(0)
+    stack = torch.stack([pack(ops.quantize(torch.randn(n, k), fmt)).data for _ in range(3)])
+    geo = geometry(as_format(fmt), (n, k))
+    assert gap_bytes(geo) > geo.n_padded * k // 4
+    compact = without_gaps(stack, geo)
+    assert compact.shape == (3, geo.nbytes - gap_bytes(geo))
+    out = torch.full_like(stack, 85)
+    add_gaps(compact[:2], geo, out[:2])
+    assert torch.equal(out[:2], stack[:2])
+    assert bool((out[2] == 85).all())
+
+
+@pytest.mark.parametrize("fmt", ["int8_g32", "int8_channel", "int4_g16", "int8_g128", "int8_g16_zp", "int8_g16_offset"])
+def test_formats_without_padding_that_could_be_left_out(fmt: str) -> None:
+    assert gap_bytes(geometry(as_format(fmt), (64, 256))) == 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from halfbyte.kernels.gpu.experts import grouped
 
 SOFTCAP = "the kernels have no soft cap of scores"
-MAX_ROUTED_ROWS = 64  # of a row and an expert: of more, rows that share an expert are better multiplied together, by `grouped_linear`
+MAX_ROUTED_ROWS = 64  # of a row and an expert: threads share the experts of fewer, and have experts of their own of more
 _START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels that start early
 _BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it
 
@@ -164,7 +164,7 @@ class ExpertsCandidate(Candidate[ExpertsProblem, "Gpu | ISA"]):
         gates: On a GPU, returns the config of the first product in which it computes silu(gate) * up, too; None: a kernel of its own does.
     """
 
-    against: Callable[[ExpertsProblem, Any], str | None] = field(kw_only=True)
+    against: Callable[[ExpertsProblem, Any], str | None] = field(kw_only=True, default=lambda problem, machine: None)
     gates: Callable[[ExpertsProblem, Any], object] = field(kw_only=True, default=lambda problem, machine: None)
 
     def supports(self, problem: ExpertsProblem, machine: Gpu | ISA) -> str | None:
@@ -199,7 +199,7 @@ def gated_experts(product: Problem, gpu: Gpu) -> grouped.Config | None:
 def _against_one_call(problem: ExpertsProblem, isa: ISA) -> str | None:
     pairs = problem.rows * problem.top_k
     if pairs > MAX_ROUTED_ROWS:
-        return f"{pairs} rows of experts are many: from {MAX_ROUTED_ROWS + 1} on those that share an expert are multiplied together"
+        return f"{pairs} rows of experts are many: from {MAX_ROUTED_ROWS + 1} on threads do not share experts"
     return why_not_panels(problem.inner)
 
 
@@ -214,7 +214,10 @@ GPU_EXPERTS = (
         against=_against_routing, gates=_gates_inside,
     ),
 )  # fmt: skip
-CPU_EXPERTS = (ExpertsCandidate("one_call", "router, products, gates and the weighted sum in one native call", against=_against_one_call),)
+CPU_EXPERTS = (
+    ExpertsCandidate("one_call", "router, products, gates and the weighted sum in one native call", against=_against_one_call),
+    ExpertsCandidate("items", "products, gates and the weighted sum in one native call, in which each thread has experts of its own"),
+)
 
 
 def choose_experts(problem: ExpertsProblem, gpu: Gpu) -> Choice[ExpertsProblem, ExpertsCandidate]:

@@ -241,6 +241,37 @@ def pack(codes: Codes, *, sparse: bool = False, paired: bool = False) -> Packed:
     return Packed(fmt, codes.shape, geo.layout, data)
 
 
+def gap_bytes(geo: Geometry) -> int:
+    """Return how many bytes of the codes are padding of blocks that `without_gaps` leaves out: zeros in 8 bits, as in blocks of 16."""
+    if geo.format.bits != 8 or geo.format.zero != "none" or geo.sparse or geo.paired or geo.contiguous or not geo.nbytes:
+        return 0
+    return geo.codes_bytes - geo.n_padded * geo.blocks * geo.block
+
+
+def without_gaps(data: Tensor, geo: Geometry) -> Tensor:
+    """Packed bytes [E, geo.nbytes] of weights -> [E, geo.nbytes - gap_bytes(geo)], without the padding of their blocks."""
+    codes, rest = data.split([geo.codes_bytes, geo.nbytes - geo.codes_bytes], 1)
+    return torch.cat([_blocks_of(codes, geo)[..., : geo.block].flatten(1), rest], 1)
+
+
+def add_gaps(data: Tensor, geo: Geometry, out: Tensor) -> None:
+    """Write the inverse of `without_gaps` to `out`, uint8 [E, geo.nbytes]."""
+    kept = data.shape[1] - (geo.nbytes - geo.codes_bytes)
+    out[:, geo.codes_bytes :] = data[:, kept:]
+    codes, blocks = out[:, : geo.codes_bytes], data[:, :kept].view(-1, geo.n_padded, geo.blocks, geo.block)
+    codes.zero_()
+    target = _blocks_of(codes, geo)[..., : geo.block]
+    if geo.block % 8 == 0:  # words take a fraction of the time of bytes
+        target, blocks = target.view(torch.int64), blocks.view(torch.int64)
+    target.copy_(blocks)
+
+
+def _blocks_of(codes: Tensor, geo: Geometry) -> Tensor:
+    """Return a view of codes [E, codes_bytes], 8 bits: [E, N padded, blocks, padded]."""
+    rows = codes.view(len(codes), geo.n_padded, geo.k_padded)[..., : geo.blocks * geo.padded]
+    return rows.view(*rows.shape[:2], geo.blocks, geo.padded)
+
+
 def in_order(packed: Packed) -> Packed:
     """The same weight in K's order where it is in pairs; others as they are."""
     if packed.layout != PAIRED:

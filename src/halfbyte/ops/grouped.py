@@ -147,9 +147,8 @@ def _empty_product(x: Tensor, ids: Tensor, bias: Tensor | None, shape: tuple[int
 def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
     """Return the product on a CPU. Raise ArgumentError for an id that is out of range and an unknown compute."""
     kernel = _cpu_kernel(s, x.dtype)
+    _check_ids(ids, s)
     id_list = ids.flatten().tolist()
-    if id_list and (min(id_list) < 0 or max(id_list) >= s.experts):
-        raise ArgumentError(f"expert ids lie in 0 … {s.experts - 1}, got {min(id_list)} … {max(id_list)}")
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         from halfbyte.kernels.cpu.linear import grouped
@@ -158,6 +157,20 @@ def _on_cpu(x: Tensor, ids: Tensor, s: _Settings) -> _Multiply:
         return grouped.run(kernel, x.contiguous(), id_list, aligned(weight), biases)
 
     return multiply
+
+
+def check_stack(x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None, *settings: *_Sizes) -> None:
+    """Raise ArgumentError where operands of the op on a CPU do not fit, but for the shapes of x and ids, or ids are out of range."""
+    s = _Settings(*settings)
+    _check(x, weight, ids, bias, s)
+    _check_ids(ids, s)
+
+
+def _check_ids(ids: Tensor, s: _Settings) -> None:
+    if ids.numel():
+        lowest, highest = (int(i) for i in ids.aminmax())
+        if lowest < 0 or highest >= s.experts:
+            raise ArgumentError(f"expert ids lie in 0 … {s.experts - 1}, got {lowest} … {highest}")
 
 
 @functools.lru_cache(maxsize=1024)  # to import at each call takes longer

@@ -11,7 +11,7 @@ from halfbyte.decoder.offload import rates
 from halfbyte.decoder.offload.rates import Rates, SecondsOfRows, link_bandwidth, rates_of, share_of_link
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.cpu import probe
-from halfbyte.machine import GPUS
+from halfbyte.machine import GPUS, machine
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The CPU's probe, which takes a second, is replaced; how often it is asked."""
     asked: list[int] = []
     monkeypatch.setattr(probe, "read_bandwidth", lambda threads: (asked.append(threads), 5e10)[1])
-    monkeypatch.setattr(probe, "dot_peak", lambda threads: 4e12)
+    monkeypatch.setattr(rates, "product_rate", lambda: 2e12)
     for function in (rates._cpu, rates._measured):
         function.cache_clear()
     yield asked
@@ -33,7 +33,7 @@ def test_of_a_gpu_that_is_not_here(quick: list[int]) -> None:
     assert not found.measured
     assert found.cpu_bandwidth == 5e10
     assert found.gpu_bandwidth <= (GPUS["sm_90"].bandwidth or 0.0)
-    assert found.cpu_operations < 4e12 < found.gpu_operations
+    assert found.cpu_operations == 2e12 < found.gpu_operations
     assert "link 25.0 GB/s assumed, as the GPU is not here" in str(found)
     assert rates_of("sm_120").gpu_bandwidth < found.gpu_bandwidth
     assert len(quick) == 1
@@ -68,17 +68,22 @@ def test_of_the_gpu_here(quick: list[int], monkeypatch: pytest.MonkeyPatch) -> N
     assert rates._memory_bandwidth(GPUS["sm_90"], torch.device("cpu")) == rates_of("sm_90").gpu_bandwidth
 
 
+def test_products_of_prompts_are_measured() -> None:
+    """A core multiplies 10^9 to 10^13 numbers a second."""
+    assert 1e9 < rates.product_rate() < 1e13 * machine().cores
+
+
 def test_the_link_is_measured_by_copies() -> None:
     """Of pinned memory; between CPUs of main memory, which reads and writes at least 100 MB/s and less than 10 TB/s."""
     assert 1e8 < link_bandwidth(torch.device("cpu")) < 1e13
 
 
 def test_a_link_and_a_cpu_end_at_the_same_time() -> None:
-    for cpu, link in ((1.0, 3.0), (1.0, 1.0), (2.0, 1.0)):
+    for cpu, link in ((1.0, 1.8), (1.0, 1.0), (1.5, 1.0)):
         share = share_of_link(cpu, link)
         assert link * share == pytest.approx(rates.CONTENTION * cpu * (1 - share), rel=1e-9)
         assert link * share <= cpu * (1 + 1e-9)
-    assert [share_of_link(cpu, 1.0) for cpu in (0.0, 0.33, 3.0)] == [0.0, 0.0, 1.0], "one of them alone"
+    assert [share_of_link(cpu, 1.0) for cpu in (0.0, 0.5, 1.6)] == [0.0, 0.0, 1.0], "one of them alone"
 
 
 def test_seconds_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from halfbyte.decoder.offload.placement import CHUNK
 from halfbyte.decoder.offload.rates import FEWEST_ROWS, SecondsOfRows, link_bandwidth, share_of_link
 from halfbyte.decoder.offload.streamed_experts import StreamedExperts
 from halfbyte.errors import UnsupportedError
-from halfbyte.ops.transformer.experts import Experts, Mixture, why_not
+from halfbyte.ops.transformer.experts import Experts, Mixture, why_no_mixture
 from halfbyte.ops.transformer.routing import mixed, route, shared_output
 
 _MOST_TIMES = 8  # the time of the link, up to which the CPU is measured: more rows take in proportion
@@ -46,13 +46,13 @@ class HostExperts:
         self._mixtures, self._device = mixtures, device
         self._kernels = {
             index: Mixture(mixture.gate_up, mixture.down_proj, mixture.clamped)
-            if why_not(mixture.gate_up, mixture.down_proj) is None
+            if why_no_mixture(mixture.gate_up, mixture.down_proj) is None
             else None
             for index, mixture in mixtures.items()
         }
         self._crossing = Crossing(device)
         self._streamed: StreamedExperts | None = None
-        reasons = dict.fromkeys(why_not(mixture.gate_up, mixture.down_proj) for mixture in mixtures.values())
+        reasons = dict.fromkeys(why_no_mixture(mixture.gate_up, mixture.down_proj) for mixture in mixtures.values())
         self.notes = tuple(f"torch computes experts on the CPU: {reason}" for reason in reasons if reason is not None)
         try:
             self._streamed = StreamedExperts(mixtures, device, memory) if mixtures else None
@@ -143,7 +143,7 @@ class HostExperts:
     def _compute(self, layer: int, rows: Rows) -> None:
         """Compute y of rows as soon as they are there."""
         kernel = self._kernels[layer]
-        if kernel is not None and len(rows.z) <= self._mixtures[layer].most_rows:
+        if kernel is not None and kernel.for_few_rows(rows.ids) is not None:
             kernel.serve(*rows, self._crossing.flags)
         else:
             self._crossing.wait()
@@ -153,6 +153,5 @@ class HostExperts:
 
     def _routed(self, layer: int, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The sum of the routed experts of rows, float32, by their weights."""
-        mixture, kernel = self._mixtures[layer], self._kernels[layer]
-        few = kernel is not None and len(z) <= mixture.most_rows
-        return kernel(z, ids, weights) if few and kernel is not None else mixed(z, ids, weights, mixture)
+        kernel = self._kernels[layer]
+        return mixed(z, ids, weights, self._mixtures[layer]) if kernel is None else kernel(z, ids, weights)

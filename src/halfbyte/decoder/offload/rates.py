@@ -13,15 +13,16 @@ import torch
 from halfbyte.dispatch.roofline import gpu_ceilings
 from halfbyte.machine import Gpu, gpu, machine
 from halfbyte.memory import size_text
+from halfbyte.ops.functions import linear, pack, quantize
 
 _LINK = 25e9  # bytes per second, where there is no GPU to measure: 16 lanes of PCIe 4.0
 _COPIED = 32 << 20  # bytes of pinned memory
 _COPIES = 4
 FEWEST_ROWS = 16  # of a prompt whose experts may cross the link
 CONTENTION = 1.5  # times the CPU's own time while the link reads the same memory: assumed, not measured
-_LEAST_SHARE, _MOST_SHARE = 1 / 3, 0.8  # of a work that two devices share: with CONTENTION less than a third takes the CPU alone less time
-# What prompts reach of the peaks of products: int8 ones on a CPU for few rows of each expert, 16-bit ones on a GPU.
-_OF_DOTS, _OF_PRODUCTS = 0.5, 0.8
+_LEAST_SHARE, _MOST_SHARE = 0.45, 0.7  # of a work that two devices share: outside, one of them alone takes at most 1.5 times as long
+_OF_PRODUCTS = 0.8  # of a GPU's 16-bit peak, which prompts reach
+_PRODUCT = 2048, 2048, 256  # N, K and rows of the product by which a CPU is measured
 
 
 class Rates(NamedTuple):
@@ -90,9 +91,18 @@ def _cpu() -> tuple[float, float]:
 
     cores = machine().cores
     try:
-        return probe.read_bandwidth(cores), _OF_DOTS * probe.dot_peak(cores)
+        return probe.read_bandwidth(cores), product_rate()
     finally:
         probe.free_buffers()
+
+
+def product_rate() -> float:
+    """Measure the operations per second of products of prompts on all cores, by 4-bit weights in blocks of 32; takes some ms."""
+    n, k, rows = _PRODUCT
+    random = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(*size, generator=random, device="cpu", dtype=torch.float32) for size in ((n, k), (rows, k)))
+    packed = pack(quantize(weight, "q4_0"))
+    return 2 * n * k * rows / min(_seconds(partial(linear, x, packed, compute="int8")) for _ in range(_COPIES))
 
 
 def link_bandwidth(device: torch.device) -> float:

@@ -22,14 +22,12 @@ from torch import Tensor, nn
 
 from halfbyte import ops
 from halfbyte.bounded import by_object
-from halfbyte.dispatch.layers import MAX_ROUTED_ROWS
 from halfbyte.layouts.base import Packed
 from halfbyte.nn.described import check_compute
 from halfbyte.nn.modules.quantized import PART, QuantModule, has_hooks, why_not_hooks
 from halfbyte.nn.modules.transposed import transposed_parameter
 from halfbyte.ops.modes import plain
-from halfbyte.ops.transformer.experts import Clamped, Mixture
-from halfbyte.ops.transformer.experts import why_not as why_not_one_call
+from halfbyte.ops.transformer.experts import Clamped, Mixture, why_no_mixture
 from halfbyte.ops.transformer.weights import Weight
 
 _DOWN = "down_proj"
@@ -87,11 +85,11 @@ class MixtureOfExperts(nn.Module):
     Attributes:
         transposed: Whether the float module has its stacks inputs first.
         biased: Whether the experts have biases.
-        fuses_few_rows: Whether few rows may be computed by one native call on a CPU, which rounds otherwise than the operations that it
-            replaces. `optimize_` sets it.
+        fuses: Whether one native call on a CPU may compute the experts, which rounds otherwise than the operations that it replaces.
+            `optimize_` sets it.
     """
 
-    fuses_few_rows = False
+    fuses = False
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -120,7 +118,7 @@ class MixtureOfExperts(nn.Module):
             [M, K], in the dtype of `hidden_states`.
         """
         module: Any = self._float[0]
-        if self.fuses_few_rows and _fits_fused(hidden_states, top_k_index, top_k_weights):
+        if self.fuses and _fits_fused(hidden_states, top_k_index, top_k_weights):
             stacks = self.gated_stacks()
             if not isinstance(stacks, str) and (mixture := _fused(self, stacks)[1]) is not None:
                 return mixture(hidden_states, top_k_index, top_k_weights)
@@ -288,13 +286,13 @@ class GatedStacks(NamedTuple):
 @by_object(lambda cached, stacks: stacks.same_as(cached[0]))
 def _fused(module: MixtureOfExperts, stacks: GatedStacks) -> tuple[GatedStacks, Mixture | None]:
     """Return the stacks and the native call that computes them, cached for `module`; None where there is no such kernel."""
-    return stacks, None if why_not_one_call(stacks.gate_up, stacks.down) is not None else Mixture(*stacks)
+    return stacks, None if why_no_mixture(stacks.gate_up, stacks.down) is not None else Mixture(*stacks)
 
 
 def _fits_fused(x: Tensor, ids: Tensor, weights: Tensor) -> bool:
-    """Whether a call has few enough rows for the native call, on a CPU, without gradients and tensor subclasses."""
-    is_small = x.is_cpu and x.dim() == 2 and 0 < ids.numel() <= MAX_ROUTED_ROWS
-    return is_small and not torch.is_grad_enabled() and all(map(plain, (x, ids, weights)))
+    """Whether the native call takes a call: on a CPU, without gradients and tensor subclasses."""
+    fits = x.is_cpu and x.dim() == 2 and ids.numel() > 0
+    return fits and not torch.is_grad_enabled() and all(map(plain, (x, ids, weights)))
 
 
 def _is_overridden(module: nn.Module) -> bool:

@@ -1,8 +1,8 @@
-"""Mixtures of experts for few rows, each in one native call on a CPU.
+"""Mixtures of experts, each in one native call on a CPU.
 
 `Mixture` multiplies by experts that somebody else's router chose (nn/modules/experts.py, decoder/offload). `Experts` is that part of a
 decoder layer, with its norm, router and shared expert: `DecoderLayer` (decoder.py) takes it in place of an MLP, and GPU steps read it
-(routing.py). The kernels are in kernels/cpu/transformer/experts.py and experts_plan.py.
+(routing.py). The kernels are in kernels/cpu/transformer: experts.py and experts_plan.py for few rows, expert_items.py for many.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from halfbyte.ops.transformer.weights import TensorAddresses, Weight
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.transformer import experts as kernel
     from halfbyte.kernels.cpu.transformer import sublayers
+    from halfbyte.kernels.cpu.transformer.experts_plan import Mixture as NativeMixture
 
 CLAMPED = "(up + 1) * gate * sigmoid(alpha * gate)"  # the activation of `Clamped`, in words
 
@@ -55,19 +56,21 @@ class Mixture:
         clamped: The activation in place of silu(gate) * up.
 
     Raises:
-        ArgumentError: Weights do not fit together, or `why_not` refuses them.
+        ArgumentError: Weights do not fit together, or `why_no_mixture` refuses them.
     """
 
     def __init__(self, gate_up: Weight, down: Weight, clamped: Clamped | None = None) -> None:
-        from halfbyte.kernels.cpu.transformer.experts_plan import Mixture as NativeMixture
+        from halfbyte.kernels.cpu.transformer import experts_plan
 
         check_stacks(gate_up, down)
-        if (reason := why_not(gate_up, down)) is not None:
+        if (reason := why_no_mixture(gate_up, down)) is not None:
             raise ArgumentError(f"these experts are not computed in one call: {reason}")
         self._experts, self._k, _ = down.packed.shape
         self._tensors = TensorAddresses()
         activation = None if clamped is None else clamped.native()
-        self._native = NativeMixture(self._tensors.product(gate_up), self._tensors.product(down), self._experts, activation)
+        self._products, self._activation = (self._tensors.product(gate_up), self._tensors.product(down)), activation
+        shares = why_not(gate_up, down) is None
+        self._of_few_rows = experts_plan.Mixture(*self._products, self._experts, activation) if shares else None
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Compute the mixture, without gradients.
@@ -87,15 +90,25 @@ class Mixture:
         if not fits or weights.shape != ids.shape or not (x.is_cpu and ids.is_cpu and weights.is_cpu):
             got = ", ".join(f"{t.dtype} {list(t.shape)}" for t in (x, ids, weights))
             raise ArgumentError(f"these experts take on the CPU x [M, {self._k}], and ids and weights [M, T] of it, got {got}")
-        all_ids = ids.flatten().tolist()
-        if min(all_ids) < 0 or max(all_ids) >= self._experts:
-            raise ArgumentError(f"expert ids lie in 0 … {self._experts - 1}, got {min(all_ids)} … {max(all_ids)}")
+        lowest, highest = (int(bound) for bound in ids.aminmax())
+        if lowest < 0 or highest >= self._experts:
+            raise ArgumentError(f"expert ids lie in 0 … {self._experts - 1}, got {lowest} … {highest}")
         self._tensors.refresh()
-        float_x, float_weights = (t.to(torch.float32).contiguous() for t in (x, weights))
-        return self._native(float_x, ids.to(torch.int64).contiguous(), float_weights).to(x.dtype)
+        operands = x.to(torch.float32).contiguous(), ids.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
+        if (few := self.for_few_rows(ids)) is not None:
+            return few(*operands).to(x.dtype)
+        from halfbyte.kernels.cpu.transformer import expert_items
+
+        return expert_items.run(self._products, *operands, self._activation).to(x.dtype)
+
+    def for_few_rows(self, ids: Tensor) -> NativeMixture | None:
+        """Return the kernel in which threads share the experts of rows, where it is the one to take; None: each has experts of its own."""
+        return self._of_few_rows if ids.numel() <= MAX_ROUTED_ROWS else None
 
     def serve(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, flags: Tensor) -> None:
-        """Compute y into `out` once a GPU has stored the rows (kernels/crossing.py). Biases are as they were when this object was created.
+        """Compute y into `out` once a GPU has stored the rows (kernels/crossing.py); there is a kernel `for_few_rows`.
+
+        Biases are as they were when this object was created.
 
         Args:
             x, out: float32 [M, K]. These and the others are contiguous, in memory that stays where it is.
@@ -106,7 +119,27 @@ class Mixture:
         from halfbyte.kernels.cpu.transformer.experts_plan import CrossingAddresses
 
         rows, top_k = ids.shape
-        self._native.serve(rows, top_k, CrossingAddresses(*(tensor.data_ptr() for tensor in (flags, x, ids, weights, out))))
+        assert self._of_few_rows is not None
+        self._of_few_rows.serve(rows, top_k, CrossingAddresses(*(tensor.data_ptr() for tensor in (flags, x, ids, weights, out))))
+
+
+def many_rows(
+    gate_up: Weight, down: Weight, x: Tensor, ids: Tensor, weights: Tensor, clamped: Clamped | None = None, first: int = 0
+) -> Tensor:
+    """Compute what `Mixture` does, for weights of any sizes and at least one row, without its checks -> float32 [M, K].
+
+    Args:
+        gate_up, down: As in `Mixture`, on the CPU.
+        x, ids, weights: Rows, their experts, each in 0 … E - 1, and the weights of these.
+        clamped: As in `Mixture`.
+        first: Experts before this one are left out of the sums.
+    """
+    from halfbyte.kernels.cpu.transformer import expert_items
+
+    tensors = TensorAddresses()
+    products = tensors.product(gate_up), tensors.product(down)
+    operands = x.to(torch.float32).contiguous(), ids.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
+    return expert_items.run(products, *operands, None if clamped is None else clamped.native(), first)
 
 
 class SharedExpert(NamedTuple):
@@ -233,12 +266,17 @@ class Experts(NamedTuple):
 
 
 def why_not(gate_up: Weight, down: Weight) -> str | None:
-    """Return why stacks are not multiplied in one call; None if they are."""
+    """Return why few rows are not computed by the kernel in which threads share experts; None if they are."""
+    return why_no_mixture(gate_up, down) or why_not_panels(gate_up.packed.shape[1] // 2)
+
+
+def why_no_mixture(gate_up: Weight, down: Weight) -> str | None:
+    """Return why `Mixture` does not compute stacks; None if it does."""
     if any(weight.packed.layout != PREFIX + cpu_tiles.NAME for weight in (gate_up, down)):
         return "its experts are not packed for CPUs"
     if any(weight.packed.data.data_ptr() % 64 or not weight.packed.data.is_contiguous() for weight in (gate_up, down)):
         return "its packed experts do not begin at multiples of 64 bytes"
-    return why_not_panels(gate_up.packed.shape[1] // 2)
+    return None
 
 
 def check_scores(scores: str, correction: Tensor | None) -> None:

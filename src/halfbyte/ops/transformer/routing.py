@@ -21,13 +21,17 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.layer_kinds import RouterScores, scores_in_torch
-from halfbyte.kernels.problem import ExpertsProblem
+from halfbyte.kernels.problem import Activation, ExpertsProblem
+from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts.base import Packed
+from halfbyte.layouts.experts import PREFIX
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.checks import check_bytes, packed_bytes
 from halfbyte.ops.cuda import on
+from halfbyte.ops.grouped import check_stack
 from halfbyte.ops.registration import OPS
 from halfbyte.ops.tensors import aligned
-from halfbyte.ops.transformer.experts import CLAMPED, Experts, check_scores
+from halfbyte.ops.transformer.experts import CLAMPED, Clamped, Experts, check_scores, many_rows
 from halfbyte.ops.transformer.normed_linear import activated_in_torch
 from halfbyte.ops.transformer.norms import norm_in_torch
 from halfbyte.ops.transformer.sublayers import Norm
@@ -109,19 +113,10 @@ def mixed(z: Tensor, ids: Tensor, weights: Tensor, half: Experts, first: int = 0
         z: [M, K]
         ids, weights: [M, T]
         half: The experts. All is on one device.
-        first: Experts before this one are left out.
+        first: Experts before this one are left out, on a CPU.
     """
     a, down = _arguments(z, half), _arguments(z, _computing_as(half, half.down_proj))
-    if first == 0:
-        return a.mixed(z, ids, weights, down)
-    pairs = (ids.flatten() >= first).nonzero().squeeze(1)  # of a row and one of its experts, row after row
-    rows, chosen = pairs // ids.shape[1], ids.flatten()[pairs, None]
-    if not len(pairs):
-        return z.new_zeros(z.shape, dtype=torch.float32)
-    y = a.experts(z[rows], chosen, down).squeeze(1).float()
-    starts = torch.searchsorted(rows, torch.arange(len(z), device=z.device))
-    each = torch.arange(len(pairs), device=z.device)
-    return functional.embedding_bag(each, y, starts, mode="sum", per_sample_weights=weights.flatten()[pairs].float())
+    return a.mixed(z, ids, weights, down, first)
 
 
 def add_first(x: Tensor, routed: Routed, half: Experts, count: int) -> Tensor:
@@ -215,7 +210,7 @@ class _Arguments(NamedTuple):
     shared_down_bias: Tensor | None
     shared_inner: int
     compute: str  # of all products, as in `ops.linear`
-    activation: str
+    activation: Activation
 
     @property
     def pre_norm(self) -> Norm:
@@ -247,14 +242,18 @@ class _Arguments(NamedTuple):
         clamped, biased = self.clamped is not None, self.gate_up_bias is not None
         return ExpertsProblem(*sizes, *formats, self.x.dtype, *kinds, clamped=clamped, biased=biased)  # type: ignore[arg-type]
 
+    def stack(self, *, down: bool) -> tuple[Tensor, Tensor | None, tuple[str, int, int, int, str, str]]:
+        """Return the weight and bias of the `gate_up` or `down` stacks, and the settings of `halfbyte::grouped_linear` after them."""
+        experts, k = self.router.shape
+        computes = self.compute, self.activation
+        if down:
+            return self.down, self.down_bias, (self.down_format, experts, k, self.inner, *computes)
+        return self.gate_up, self.gate_up_bias, (self.gate_up_format, experts, 2 * self.inner, k, *computes)
+
     def product(self, x: Tensor, ids: Tensor, *, down: bool) -> Tensor:
         """Multiply rows by the `gate_up` or `down` stacks of their experts -> [M, T, N]."""
-        experts, k = self.router.shape
-        if down:
-            weight, bias, name, n, k = self.down, self.down_bias, self.down_format, k, self.inner
-        else:
-            weight, bias, name, n = self.gate_up, self.gate_up_bias, self.gate_up_format, 2 * self.inner
-        y: Tensor = OPS.grouped_linear.default(x, weight, ids, bias, name, experts, n, k, self.compute, self.activation)
+        weight, bias, settings = self.stack(down=down)
+        y: Tensor = OPS.grouped_linear.default(x, weight, ids, bias, *settings)
         return y
 
     def gated(self, x: Tensor) -> Tensor:
@@ -285,9 +284,23 @@ class _Arguments(NamedTuple):
         """Return the outputs of the experts of rows, [M, T, K]; `down`: with the compute of the second product, if it has another."""
         return (down or self).product(self.gated(self.product(z, ids, down=False)).to(z.dtype), ids, down=True)
 
-    def mixed(self, z: Tensor, ids: Tensor, weights: Tensor, down: _Arguments | None = None) -> Tensor:
-        """Return the sum of the routed experts by their weights, float32 [M, K]; `down` as for `experts`."""
+    def mixed(self, z: Tensor, ids: Tensor, weights: Tensor, down: _Arguments | None = None, first: int = 0) -> Tensor:
+        """Return the sum of the routed experts by their weights, float32 [M, K]; `down` as for `experts`, `first` as for `mixed`."""
+        if z.is_cpu and 0 not in (z.numel(), ids.numel(), self.inner):
+            return self._mixed_on_cpu(z, ids, weights, down or self, first)
+        assert first == 0 or z.numel() == 0, "experts are left out on CPUs alone"
         return (self.experts(z, ids, down).float() * weights.unsqueeze(-1)).sum(1)
+
+    def _mixed_on_cpu(self, z: Tensor, ids: Tensor, weights: Tensor, of_down: _Arguments, first: int) -> Tensor:
+        up, down = (a.stack_as_weight(z, ids, down=is_down) for a, is_down in ((self, False), (of_down, True)))
+        return many_rows(up, down, z, ids, weights, None if self.clamped is None else Clamped(*self.clamped), first)
+
+    def stack_as_weight(self, x: Tensor, ids: Tensor, *, down: bool) -> Weight:
+        """Return the `gate_up` or `down` stacks on a CPU. Raise ArgumentError where they do not fit, or ids are out of range."""
+        weight, bias, settings = self.stack(down=down)
+        check_stack(x, weight, ids, bias, *settings)
+        name, *shape, compute, _ = settings
+        return Weight(Packed(as_format(name), tuple(shape), PREFIX + cpu_tiles.NAME, aligned(weight)), bias, compute, self.activation)
 
     def of_shared(self, z: Tensor, down: _Arguments | None = None) -> Tensor:
         """Return the shared expert of z [M, K] -> [M, K], without its gate; `down` as for `experts`."""

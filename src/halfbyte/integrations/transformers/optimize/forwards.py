@@ -49,7 +49,7 @@ def replace_forwards_(model: nn.Module) -> nn.Module:
         elif kind_of(module) is not None:
             compile_encoder(module)
         elif isinstance(module, MixtureOfExperts):
-            module.fuses_few_rows = True
+            module.fuses = True
     for module in model.modules():
         if is_stack(module):
             compile_stack(module)

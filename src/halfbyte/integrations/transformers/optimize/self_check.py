@@ -122,7 +122,7 @@ class SelfCheck:
             if isinstance(module, ReplacedForward):
                 restore_class(module)
             if isinstance(module, MixtureOfExperts):
-                module.fuses_few_rows = False
+                module.fuses = False
             for name, child in list(module._modules.items()):
                 if isinstance(child, (FusedLinear, GeluLinear)):
                     setattr(module, name, _separate(child))

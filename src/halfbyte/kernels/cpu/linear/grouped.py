@@ -124,8 +124,8 @@ def _passes(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     yield some
 
 
-def _cached_plan(kernel: LinearKernel, rows: int, threads: int) -> tuple[bytes, int]:
-    """Return `_plan`, cached for each Python thread."""
+def cached_plan(kernel: LinearKernel, rows: int, threads: int) -> tuple[bytes, int]:
+    """Return the arguments of a part of M rows, and the bytes of scratch memory that it takes; cached for each Python thread."""
     key = kernel.number, rows, threads
     plan = PLANS.experts.get(key)
     if plan is None:
@@ -136,7 +136,7 @@ def _cached_plan(kernel: LinearKernel, rows: int, threads: int) -> tuple[bytes, 
 def _pass(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, Tensor, Tensor | None, Tensor], threads: int) -> None:
     """Multiply the parts of one pass in one native call."""
     x, weight, bias, out = operands
-    plans = [_cached_plan(kernel, part.rows, threads) for part in parts]
+    plans = [cached_plan(kernel, part.rows, threads) for part in parts]
     _memory, scratch = PLANS.memory(sum(size for _, size in plans))
     blocks = ctypes.create_string_buffer(b"".join(plan for plan, _ in plans), len(parts) * _BLOCK_BYTES)
     row_bytes, out_bytes, n = x.shape[1] * x.element_size(), out.shape[1] * out.element_size(), out.shape[1]

@@ -350,7 +350,8 @@ class _Experts(Emitter):
                 if self.spec.clamped:
                     driver.multiply(f, linear, tile, (first * 2, last * 2), a, out, weights, bias, next_weights=next_weights)
                     activations = self.pointer("activations") + place * self.get("activations_stride")
-                    self._clamped(out + first * (8 * PANEL), activations + first * (4 * PANEL), (last - first) * PANEL)
+                    count, settings = (last - first) * PANEL, EXPERTS.load_floats(self.args, "alpha_limit")
+                    clamped_gates(f, self.isa, out + first * (8 * PANEL), activations + first * (4 * PANEL), count, settings)
                 else:
                     driver.multiply(f, linear, tile, (first, last), a, out, weights, bias, first + gate)
                     driver.multiply(f, linear, tile, (first + gate, last + gate), a, out, weights, bias, next_weights=next_weights)
@@ -370,18 +371,6 @@ class _Experts(Emitter):
         weights = LINEAR.load(linear, "weights", "ptr") + expert * EXPERTS.load(down, "expert_bytes") + start * panel_bytes
         for at in f.loop(f.umin((stop - start) * panel_bytes, f.value("i64", _AT_BARRIER)), step=64):
             f.prefetch(weights + at, 2)
-
-    def _clamped(self, gate_up: Value, to: Value, count: Value) -> None:
-        """Emit `Clamped` of `count` adjacent pairs of a gate and its up."""
-        f, isa, n = self.f, self.isa, self.isa.lanes
-        alpha, limit = (part.splat(n) for part in EXPERTS.load_floats(self.args, "alpha_limit"))
-        lowest = f.value(isa.floats, -0.0) - limit
-        for i in f.loop(count, step=n):
-            first, second = ((gate_up + i * 8).load(isa.floats, at, 4) for at in (0, 4 * n))
-            gate, up = (first.shuffle(range(at, 2 * n, 2), second) for at in (0, 1))
-            gate, up = gate.min_keeping_nan(limit), up.min_keeping_nan(limit).max_keeping_nan(lowest)
-            sigmoid = f.value(isa.floats, 1.0) / (exp(f, (f.value(isa.floats, -0.0) - gate) * alpha) + 1.0)
-            (to + i * 4).store((up + 1.0) * (gate * sigmoid), 0, 4)
 
     def down(self) -> None:
         """Emit the second product and y: groups are cut from its panels, and a thread computes a group for all pairs."""
@@ -429,6 +418,19 @@ class _Experts(Emitter):
             columns_from(i * 4, isa.floats, isa.lanes)
         for i in f.loop(stop, whole):
             columns_from(i * 4, "float", 1)
+
+
+def clamped_gates(f: Function, isa: ISA, gate_up: Value, to: Value, count: Value, alpha_limit: tuple[Value, Value]) -> None:
+    """Emit `Clamped` of `count` adjacent pairs of a gate and its up, a multiple of the lanes; `alpha_limit`: its parameters."""
+    n = isa.lanes
+    alpha, limit = (part.splat(n) for part in alpha_limit)
+    lowest = f.value(isa.floats, -0.0) - limit
+    for i in f.loop(count, step=n):
+        first, second = ((gate_up + i * 8).load(isa.floats, at, 4) for at in (0, 4 * n))
+        gate, up = (first.shuffle(range(at, 2 * n, 2), second) for at in (0, 1))
+        gate, up = gate.min_keeping_nan(limit), up.min_keeping_nan(limit).max_keeping_nan(lowest)
+        sigmoid = f.value(isa.floats, 1.0) / (exp(f, (f.value(isa.floats, -0.0) - gate) * alpha) + 1.0)
+        (to + i * 4).store((up + 1.0) * (gate * sigmoid), 0, 4)
 
 
 def _score_of(scores: Value, ids: Value, j: Value) -> Value:
