@@ -50,7 +50,7 @@ def test_prompts_that_are_read_together(kind: str, int8: bool, models: Any) -> N
     cache = Cache(gpu.spec, 4, int8=int8, most=32, where=gpu.where)
     for found, text in zip(gpu.prefill_together(texts[1:], cache), texts[1:], strict=True):
         assert_close(found, cpu.prefill(text, Cache(cpu.spec, int8=int8)), TOLERANCE[int8])
-    slots.join_all(cache, [len(text) for text in texts[1:]])
+    slots.join(cache, [len(text) for text in texts[1:]])
     for step in range(12):
         for index, text in enumerate(texts):
             text.append(3 + (5 * index + step) % 80)

@@ -12,9 +12,10 @@ pytest.importorskip("transformers")
 
 from test_batches import DENSE, KINDS, models, prompt, tokenizer  # noqa: F401 - fixtures
 
-from halfbyte.decoder.cache import Cache, PrefixCache, Slots, common_prefix
+from halfbyte.decoder.cache import Cache, Slots
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.language.generate import Batch, Generation
+from halfbyte.language.prefix_cache import PrefixCache, common_prefix
 from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 

@@ -154,24 +154,26 @@ class LayerCache:
         with torch.inference_mode(False), torch.no_grad():
             self.buffers = [_moved(buffer, start, stop, size, to) for buffer in self.buffers]
 
-    def put(self, slot: int, other: LayerCache, length: int) -> None:
-        """Copy the last tokens of another cache's first sequence to the end of `length` tokens, as many as both have."""
-        count = min(other.length, length - self.first)
-        stop = length - self.first
-        for target, source in zip(self.buffers, other.buffers, strict=True):
-            if target.is_cpu and stop > count:  # masked, but read: not a number would stay one. A GPU's slots never hold one
-                target[slot, :, : stop - count] = 0
-            target[slot, :, stop - count : stop] = source[0, :, other.length - count : other.length]
+    def put(self, slots: slice, other: LayerCache, lengths: Tensor | None, length: int) -> None:
+        """Copy the newest tokens of another cache's sequences so that they end at index `length` of the sequences here.
 
-    def put_all(self, slots: slice, other: LayerCache, lengths: Tensor, length: int) -> None:
-        """Copy the sequences of another cache, which begin at 0 there and have `lengths` tokens [b], so that they end at `length`."""
-        count, stop = min(other.length, length - self.first), length - self.first
-        columns = lengths[:, None] - count + torch.arange(count, device=lengths.device)
+        Args:
+            slots: Where the sequences are copied to, as many as `other` has.
+            other: Their cache.
+            lengths: Tokens of each, int64 [b], where they begin at index 0 and end at different ones; None: all end where `other` ends.
+            length: Tokens of the sequences here. Older tokens, for which these buffers have no place, are left out.
+        """
+        stop = length - self.first
+        count = min(other.length, stop)
         for target, source in zip(self.buffers, other.buffers, strict=True):
-            if target.is_cpu:  # as in `put`
+            if target.is_cpu:  # what lies before the tokens is masked, but read: NaN times 0 is NaN. A GPU's buffers never hold one
                 target[slots, :, : stop - count] = 0
-            at = columns.clamp(min=0)[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3])
-            target[slots, :, stop - count : stop] = source.gather(2, at)
+            if lengths is None:
+                tokens = source[:, :, other.length - count : other.length]
+            else:
+                columns = (lengths[:, None] - count + torch.arange(count, device=lengths.device)).clamp(min=0)
+                tokens = source.gather(2, columns[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
+            target[slots, :, stop - count : stop] = tokens
 
     def copy_from(self, other: LayerCache, slot: int, start: int, length: int) -> None:
         """Replace the contents by those of another cache's slot, whose sequence begins at index `start` and has `length` tokens to copy."""
@@ -369,50 +371,34 @@ class Slots(Cache):
             self._invalidate()
         super().reserve(tokens)
 
-    def join(self, sequence: Cache) -> None:
-        """Copy a sequence into the next free slot.
+    def join(self, sequences: Cache, lengths: Sequence[int] | None = None) -> None:
+        """Copy sequences into the next free slots.
 
         Args:
-            sequence: The cache of one sequence.
-
-        Raises:
-            ArgumentError: All slots are taken.
-        """
-        self._take(1, sequence.length)
-        self.starts.append(self.length - sequence.length)
-        for slot, other in zip(self.layers, sequence.layers, strict=True):
-            slot.put(self.batch - 1, other, self.length)
-        self._invalidate()
-
-    def join_all(self, sequences: Cache, lengths: Sequence[int]) -> None:
-        """Copy several sequences into the next free slots.
-
-        Args:
-            sequences: A cache in which all of them begin at index 0, with all of their tokens.
-            lengths: Tokens of each.
+            sequences: Their cache.
+            lengths: Tokens of each, where they begin at index 0 and have different ones; None: all have `sequences.length`.
 
         Raises:
             ArgumentError: Fewer slots are free.
         """
-        self._take(len(lengths), max(lengths))
-        self.starts += [self.length - length for length in lengths]
-        slots = slice(self.batch - len(lengths), self.batch)
-        counts = torch.tensor(lengths, dtype=torch.int64, device="cpu").to(self.layers[0].keys.device)
-        for slot, other in zip(self.layers, sequences.layers, strict=True):
-            slot.put_all(slots, other, counts, self.length)
-        self._invalidate()
-
-    def _take(self, count: int, length: int) -> None:
-        """Take the next free slots for sequences of at most `length` tokens."""
+        count = sequences.batch
         if self.batch + count > self.capacity:
             raise ArgumentError(
                 f"{self.capacity - self.batch} of {self.capacity} slots are free, got {count} sequences: wait until others have left"
             )
+        longest = sequences.length if lengths is None else max(lengths)
         if self.batch == 0:
             self._clear()
-        if length > self.length:
-            self._shift(length - self.length)
+        if longest > self.length:
+            self._shift(longest - self.length)
+        self.starts += [self.length - length for length in ([longest] * count if lengths is None else lengths)]
+        slots = slice(self.batch, self.batch + count)
+        device = self.layers[0].keys.device
+        counts = None if lengths is None else torch.tensor(lengths, dtype=torch.int64, device="cpu").to(device)
+        for layer, other in zip(self.layers, sequences.layers, strict=True):
+            layer.put(slots, other, counts, self.length)
         self.batch += count
+        self._invalidate()
 
     def copy_of(self, slot: int) -> Cache:
         """Copy the sequence of a slot to a cache of its own."""
@@ -444,93 +430,3 @@ class Slots(Cache):
         self.starts = [start + tokens for start in self.starts]
         for layer in self.layers:
             layer.shift(self.length)
-
-
-class Prefix(NamedTuple):
-    """The cache of one sequence.
-
-    Attributes:
-        ids: The `cache.length` token ids of the sequence.
-        cache: Their keys and values.
-    """
-
-    ids: list[int]
-    cache: Cache
-
-
-class PrefixCache:
-    """The KV caches of earlier sequences, so that a prompt that begins like one of them is prefilled from where they differ.
-
-    Entries are whole caches; the least recently used ones are dropped beyond a number of bytes. A prompt that continues an entry takes it
-    over, one that shares a part of it gets a copy, as long as both fit.
-
-    Attributes:
-        entries: The least recently used one first.
-        limit: Bytes of all entries; the newest entry stays even if it is larger.
-    """
-
-    def __init__(self, limit: int = 0) -> None:
-        """Make an empty cache. limit: bytes; 0: keep only the newest sequence."""
-        self.limit, self.entries = limit, list[Prefix]()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all entries."""
-        return sum(entry.cache.nbytes for entry in self.entries)
-
-    def clear(self) -> None:
-        """Drop all entries."""
-        self.entries = []
-
-    def put(self, ids: Sequence[int], cache: Cache) -> None:
-        """Keep the cache of a sequence, which the caller gives away, and drop entries that it makes useless or that no longer fit."""
-        kept = list(ids[: cache.length])
-        self.entries = [entry for entry in self.entries if entry.ids != kept[: len(entry.ids)] or not cache.can_cut(len(entry.ids))]
-        self.entries.append(Prefix(kept, cache))
-        used = self.nbytes
-        while len(self.entries) > 1 and used > self.limit:
-            used -= self.entries.pop(0).cache.nbytes
-
-    def take(self, prompt: Sequence[int], most: int, least: int, switch: int | None) -> tuple[Cache, int] | None:
-        """Return a cache with the longest prefix of a prompt that an entry has.
-
-        Args:
-            prompt: Token ids.
-            most: Tokens of the prefix, at most.
-            least: Tokens of the prefix, at least.
-            switch: Length at which rope switches frequencies: a prompt on one side of it shares nothing with an entry on the other.
-
-        Returns:
-            The cache, which belongs to the caller, and its length; None where no entry has a prefix of `least` tokens.
-        """
-        if most < least:
-            return None
-        best, longest = self.find(prompt, most, least, switch)
-        if best is None:
-            if not self.limit:  # the cache that the caller makes replaces the newest sequence's: memory for both may not be there
-                self.clear()
-            return None
-        self.entries.remove(best)
-        if longest < best.cache.length and self.nbytes + 2 * best.cache.nbytes <= self.limit:
-            self.entries.append(best)  # the most recently used one
-            return best.cache.copy(longest), longest
-        best.cache.cut(longest)
-        return best.cache, longest
-
-    def find(self, prompt: Sequence[int], most: int, least: int, switch: int | None) -> tuple[Prefix | None, int]:
-        """Return the entry that `take` would use, and the tokens of the prefix."""
-        ids, best, longest = list(prompt), None, max(least, 1) - 1
-        for entry in self.entries:
-            same_frequencies = switch is None or (entry.cache.length > switch) == (len(ids) > switch)
-            same = common_prefix(entry.ids, ids, min(most, entry.cache.length))
-            if same_frequencies and same > longest and entry.cache.can_cut(same):
-                best, longest = entry, same
-        return best, longest
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int], most: int) -> int:
-    """The number of tokens, at most so many, of the common prefix of two sequences."""
-    most = min(most, len(one), len(other))
-    if one[:most] == other[:most]:
-        return most
-    return next(index for index in range(most) if one[index] != other[index])

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.cache import Cache, PrefixCache, Slots
+from halfbyte.decoder.cache import Cache, Slots
 from halfbyte.decoder.offload.placement import CHUNK
 from halfbyte.errors import ArgumentError
 from halfbyte.language.device import is_out_of_memory, no_memory_to_run, returned_memory
+from halfbyte.language.prefix_cache import PrefixCache
 from halfbyte.language.report import Mark, Times
 from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampler, Sampling, most_likely
 from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
@@ -388,7 +389,7 @@ class Batch:
         self._prefilled += sum(lengths)
         for one in self._active:
             self._take_slot(one)
-        slots.join_all(cache, lengths)
+        slots.join(cache, lengths)
         return self._start([self._running_of(generation, None) for generation in generations], logits)
 
     def _end_prefill(self, generation: Generation, cache: Cache) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from halfbyte.decoder.cache import Cache, common_prefix
+from halfbyte.decoder.cache import Cache
+from halfbyte.language.prefix_cache import common_prefix
 from halfbyte.language.sampling.sampler import Choice, Sampler, most_likely
 
 if TYPE_CHECKING:
