@@ -25,7 +25,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.language.device import is_out_of_memory, no_memory_to_run, returned_memory
 from halfbyte.language.prefix_cache import PrefixCache
 from halfbyte.language.report import Mark, Times
-from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampler, Sampling, most_likely
+from halfbyte.language.sampling.sampler import BatchSampler, Choice, LogitsProcessor, Sampler, Sampling, most_likely
 from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
 from halfbyte.language.text_stream import TextStream
 from halfbyte.language.tokenizer import Tokenizer
@@ -33,7 +33,6 @@ from halfbyte.language.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from halfbyte.decoder.lower_cpu import CpuModel
     from halfbyte.decoder.lower_gpu import GpuModel
-    from halfbyte.language.sampling.batched import BatchSampler
 
 DEFAULT_NEW_TOKENS = 128  # where `Sampling` does not say
 MOST_GUESSES = 64  # tokens
@@ -411,7 +410,7 @@ class Batch:
         if self._model.where is None:
             first: Sequence[int | Choice] = [sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True)]
         else:
-            chooser = _batch_sampler(samplers)
+            chooser = BatchSampler(samplers)
             first = chooser.accept(chooser(logits).tolist())
         self._prefill, self._prefilling = None, ()
         for one in runs:
@@ -460,7 +459,7 @@ class Batch:
         if self._model.where is None:
             logits = self._model.decode(tokens, cache)
             return most_likely(logits) if are_plain else (sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True))
-        chooser = None if are_plain else _batch_sampler(samplers)
+        chooser = None if are_plain else BatchSampler(samplers)
         launch_ahead = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
         chosen = cast("GpuModel", self._model).decode_tokens(tokens, cache, choose=chooser, launch_ahead=launch_ahead)
         return chosen if chooser is None else chooser.accept(chosen)
@@ -549,12 +548,6 @@ class Batch:
 def _padded_length(longest: int) -> int:
     """Return the rows that each of several prompts takes in a batch: a power of 2, so that few shapes of launches occur."""
     return 1 << (longest - 1).bit_length()
-
-
-def _batch_sampler(samplers: Sequence[Sampler]) -> BatchSampler:
-    from halfbyte.language.sampling.batched import BatchSampler  # which a CPU does not need
-
-    return BatchSampler(samplers)
 
 
 def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[tuple[int, str]]:

@@ -1,0 +1,150 @@
+"""Draws tokens from rows of scores, on their device and without a branch on what they hold.
+
+    q    = softmax of the scores / temperature that top_k, top_p and min_p keep
+    id   = the first token, in the order of candidates, at which the cumulative sum of q exceeds a uniform number
+
+With top_k or top_p the candidates are the largest scores in decreasing order, `most` of them at most; otherwise all tokens in the order of
+their ids. Called by `Sampler` and `BatchSampler` (sampler.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from halfbyte.language.sampling.sampler import Sampling
+
+MOST_CANDIDATES = 1024
+NOT_FINITE, UNDECIDED = -1, -2  # in place of a token
+_BLOCK = 64  # elements
+
+Draw = Callable[[Tensor, Tensor], Tensor]  # scores [B, N] and settings [B, 5] -> tokens, int64 [B]
+
+
+def choose_rows(scores: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float], most: int = MOST_CANDIDATES) -> Tensor:
+    """Choose a token of each row of scores.
+
+    Args:
+        scores: [B, N], float32, after penalties.
+        samplings: How the token of each row is chosen.
+        uniforms: A number in [0, 1) for each row, at which its cumulative distribution is inverted.
+        most: Candidates that are looked at with top_k or top_p.
+
+    Returns:
+        Ids int64 [B] on the device of the scores: NOT_FINITE where the row is not finite, UNDECIDED where it may have more candidates.
+    """
+    from_the_largest = partial(_from_the_largest, most=most)
+    by_kind: dict[Draw, list[int]] = {}
+    for row, sampling in enumerate(samplings):
+        is_ranked = (sampling.top_k or scores.shape[1]) < scores.shape[1] or (sampling.top_p or 1) < 1
+        draw = _greedy if not sampling.temperature else from_the_largest if is_ranked else _from_all
+        by_kind.setdefault(draw, []).append(row)
+    numbers = [_numbers(sampling, scores.shape[1], uniform) for sampling, uniform in zip(samplings, uniforms, strict=True)]
+    settings = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(scores.device, non_blocking=True)
+    if len(by_kind) == 1:
+        (draw,) = by_kind
+        return draw(scores, settings)
+    ids = torch.empty(len(samplings), dtype=torch.int64, device=scores.device)
+    for draw, rows in by_kind.items():
+        where = torch.tensor(rows, dtype=torch.int64, device="cpu").to(scores.device, non_blocking=True)
+        ids[where] = draw(scores[where], settings[where])
+    return ids
+
+
+def _numbers(sampling: Sampling, count: int, uniform: float) -> tuple[float, ...]:
+    """Temperature, top_k, top_p, logarithm of min_p and the uniform number of a row, with values that keep all tokens for settings that it
+    does not have."""
+    top_p = math.inf if sampling.top_p is None or sampling.top_p == 1 else sampling.top_p  # sums of all before a token are rounded to 1
+    least = math.log(sampling.min_p) if sampling.min_p else -math.inf
+    return sampling.temperature, min(sampling.top_k or count, count), top_p, least, uniform
+
+
+def _greedy(scores: Tensor, settings: Tensor) -> Tensor:
+    from halfbyte.decoder.gpu_step import likeliest  # not at the top: `Sampler` needs none of it
+
+    ids = likeliest(scores)
+    return ids.where(scores.gather(1, ids[:, None])[:, 0].isfinite(), NOT_FINITE)
+
+
+def _from_the_largest(scores: Tensor, settings: Tensor, most: int) -> Tensor:
+    ids, weights, is_decided = largest(scores, settings, most)
+    at, _ = _inverse_cumulative(weights, settings[:, 4:], relative=True)
+    chosen = ids.gather(1, at).masked_fill(~is_decided, UNDECIDED)
+    return chosen.where(weights[:, :1].isfinite(), NOT_FINITE)[:, 0]
+
+
+def largest(scores: Tensor, settings: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the tokens that top_k, top_p and min_p keep, among the `most` largest scores C.
+
+    Returns:
+        Ids [B, C] in decreasing order of their scores, their probabilities [B, C], 0 of those that are not kept, and whether all that are
+        kept are among them, bool [B, 1].
+    """
+    temperature, top_k, top_p, min_p, _ = settings.unsqueeze(2).unbind(1)
+    count, whole = min(most, scores.shape[1]), scores.shape[1]
+    values, ids = _top(scores, count)
+    values, is_limited = values / temperature.float(), top_k < whole
+    kept = (values >= values.gather(1, top_k.long().clamp(max=count) - 1)) | ~is_limited
+    total = _masked(values, kept).logsumexp(1, True)
+    if not (scores.is_cpu and is_limited.all()):  # a GPU's host would have to wait for the answer
+        total = torch.where(is_limited, total, (scores / temperature.float()).logsumexp(1, True))
+    probabilities = (values - total).exp().double() * kept
+    kept &= probabilities.cumsum(1) - probabilities < top_p
+    kept[:, 0] = True
+    kept &= values >= values[:, :1] + min_p
+    is_decided = ~(kept[:, -1:] | (is_limited & (top_k > count))) if count < whole else torch.ones_like(kept[:, :1])
+    return ids, _masked(values, kept).softmax(1), is_decided
+
+
+def _top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest scores [B, count] in decreasing order, and their ids.
+
+    On a CPU, where topk of many scores takes long, it is that of the `count` blocks with the largest maxima, which have them all.
+    """
+    rows, whole = scores.shape
+    if not scores.is_cpu or 4 * _BLOCK * count >= whole:
+        return scores.topk(count)
+    blocks = nn.functional.pad(scores, (0, -whole % _BLOCK), value=-math.inf).view(rows, -1, _BLOCK)
+    numbers = blocks.amax(2).topk(count).indices
+    values, at = blocks.gather(1, numbers[..., None].expand(-1, -1, _BLOCK)).flatten(1).topk(count)
+    return values, numbers.gather(1, at // _BLOCK) * _BLOCK + at % _BLOCK
+
+
+def _from_all(scores: Tensor, settings: Tensor) -> Tensor:
+    """Draw from all tokens that min_p keeps: first a block of them, then one of it."""
+    weights = of_all(scores, settings)
+    blocks = nn.functional.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    block, rest = _inverse_cumulative(blocks.sum(2), settings[:, 4:], relative=True)
+    inside, _ = _inverse_cumulative(blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0], rest, relative=False)
+    return (block * _BLOCK + inside).where(weights[:, :1].isfinite(), NOT_FINITE)[:, 0]
+
+
+def of_all(scores: Tensor, settings: Tensor) -> Tensor:
+    """Return the probabilities [B, N] of all tokens, 0 of those that min_p does not keep; NaN in rows that are not finite."""
+    scores = scores / settings[:, :1].float()
+    return _masked(scores, scores >= scores.amax(1, True) + settings[:, 3:4]).softmax(1)
+
+
+def _masked(scores: Tensor, kept: Tensor) -> Tensor:
+    return scores.masked_fill(~kept, -math.inf)
+
+
+def _inverse_cumulative(weights: Tensor, target: Tensor, *, relative: bool) -> tuple[Tensor, Tensor]:
+    """Return the element [B, 1] at which the cumulative sum of weights [B, C], in float64, exceeds a target [B, 1], and how far in it the
+    target is.
+
+    A relative target is a fraction of the sum. An element of weight 0 is never chosen.
+    """
+    cumulative = weights.double().cumsum(1)
+    if relative:
+        target = target * cumulative[:, -1:]
+    columns = torch.arange(weights.shape[1], device=weights.device)
+    last = torch.where(weights > 0, columns, 0).amax(1, True)  # sums are rounded
+    at = torch.searchsorted(cumulative, target, right=True).minimum(last)
+    return at, target - (cumulative - weights).gather(1, at)
