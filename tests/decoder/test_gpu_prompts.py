@@ -91,7 +91,7 @@ def test_a_batch_reads_short_prompts_together(prefix_bytes: int, both: Any, grap
     batch.submit(ids_of(100, 3) + ids_of(25, 4), Sampling(max_new_tokens=2, ignore_eos=True))
     monkeypatch.setattr(gpu, "prefill_chunk", 64)
     batch.step()
-    assert batch.prefilling is not None
+    assert batch._prefill is not None
     monkeypatch.setattr(gpu, "decode_tokens", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         batch.step()

@@ -148,9 +148,10 @@ def test_a_prompt_is_cancelled_between_chunks(models: dict[str, CpuModel], token
     batch, ids = Batch(models[KINDS[0]], tokenizer, slots=2, prefix_bytes=MOST), prompt(60, 1)
     generation = batch.submit(ids, Sampling())
     batch.step()
-    assert batch.prefilling is generation
+    assert batch._prefill is not None
+    assert batch._prefill[0] is generation
     batch.cancel(generation)
-    assert (generation.finish_reason, batch.running, batch.prefilling) == ("cancelled", False, None)
+    assert (generation.finish_reason, batch.running, batch._prefill) == ("cancelled", False, None)
     assert run(batch, ids).cached_tokens == 10
 
 

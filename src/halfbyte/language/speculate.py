@@ -159,7 +159,7 @@ class Draft:
 
     def _guess(self, text: list[int], count: int) -> list[int]:
         spec = self._model.spec
-        long_rope = spec.rope_switch is not None and len(text) > spec.rope_switch
+        long_rope = spec.has_long_rope(len(text))
         same = common_prefix(self._tokens, text, len(text) - 1)
         if long_rope != self._long_rope or not self._cache.cut(same):
             self.forget()
