@@ -326,11 +326,8 @@ def layer_kernels(ops: Sequence[Op]) -> Iterator[Lowered]:
             problem = Problem("linear", 1, n, k, op.part.packed.format, torch.float32, compute, op.part.activation)
             yield Lowered(op, choose(problem, current()).options[0].candidate.name, call=_STEP)
         else:
-            yield Lowered(op, _step_kernel(op) if home is None else "", home, _STEP)
-
-
-def _step_kernel(op: Op) -> str:
-    return "attend_whole" if op.setting("bidirectional") else _STEPS[op.kind]
+            kernel = "" if home is not None else "attend_whole" if op.setting("bidirectional") else _STEPS[op.kind]
+            yield Lowered(op, kernel, home, _STEP)
 
 
 def _fused_into(op: Op, readers: Sequence[Op], by_name: Mapping[str, Op]) -> str | None:

@@ -5,8 +5,8 @@
 
 A prompt is prefilled into a KV cache of its own, in chunks, between which other sequences are decoded. A sequence that runs alone is
 decoded in that cache, by speculation if that is on. Several sequences move to the slots of one shared cache (`Slots`), and a step decodes a
-token of each. Caches of sequences that have ended are kept (`PrefixCache`): a prompt that begins with the same tokens, as in a chat or after
-the same instructions, is prefilled from where they differ.
+token of each. Caches of sequences that have ended are kept (`PrefixCache`): a prompt that begins with the same tokens, as in a chat, is
+prefilled from where they differ.
 
 Called by `LanguageModel` and the server's engine. `CpuModel` or `GpuModel` computes logits, the `Sampler` of each sequence chooses tokens.
 """

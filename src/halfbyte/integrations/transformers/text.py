@@ -109,7 +109,7 @@ def open_model(
     Scales and offsets of a .gguf file that would be float32 are rounded to float16. The network is not used, no code from the folder is
     run, and no pickle is opened. Raises CheckpointError, ArgumentError.
     """
-    if dtype is None and _is_cpu(device):
+    if dtype is None and torch.device(device).type == "cpu":
         dtype = torch.float32
     if not is_there(path):
         raise not_there(path, "a Hugging Face folder, a halfbyte folder or a .gguf file")
@@ -355,10 +355,6 @@ def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         if isinstance(module, QuantModule):
             module.dtype_mark = module.dtype_mark.to(dtype)
-
-
-def _is_cpu(device: str) -> bool:
-    return torch.device(device).type == "cpu"
 
 
 def weight_bytes(model: nn.Module) -> int:
