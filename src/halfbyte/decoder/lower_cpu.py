@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.cache import Cache, OnGpu
-from halfbyte.decoder.offload.placement import Plan
+from halfbyte.decoder.cache import Cache
+from halfbyte.decoder.decoder_model import DecoderModel
 from halfbyte.decoder.program import ALL_HEADS, TORCH, Lowered, Op, Program, readers_of
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec
 from halfbyte.errors import ArgumentError, UnsupportedError
@@ -38,22 +38,12 @@ _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and inter
 LEAST_PREFILL = MOST_CONSECUTIVE + 1
 
 
-class CpuModel:
-    """A decoder, ready to compute on a CPU. Its weights must not change.
+class CpuModel(DecoderModel):
+    """A decoder on a CPU.
 
     Attributes:
-        spec: What is computed, with the weights.
         step: The native call of a decode step, up to the logits, or to normed hidden states where the output embedding is not packed.
-        most_decode: Sequences that are decoded at the same time, at most.
-        most_verify: Tokens of one sequence that are verified at the same time, at most.
-        least_prefill: Tokens of a prompt that are read at a time, at least, where others of it are in the cache.
-        most_prompts, prefill_chunk: Prompts, and tokens of prompts, that are read before other sequences are decoded, at most.
-        streams_experts, where, notes, plan: As in `GpuModel`, of what is on a GPU: nothing.
     """
-
-    where: OnGpu | None = None  # of its caches
-    notes: tuple[str, ...] = ()
-    plan: Plan | None = None  # of what is on a GPU
 
     def __init__(self, spec: DecoderSpec) -> None:
         """Lower a specification.
@@ -83,21 +73,11 @@ class CpuModel:
         self._rows: dict[tuple[int, bool], Tensor] = {}
         self.most_decode = most_decode(spec)
         self.most_verify = min(MOST_CONSECUTIVE, self.most_decode)
-        self.least_prefill, self.most_prompts, self.prefill_chunk, self.streams_experts = LEAST_PREFILL, 1, _CHUNK, False
+        self.least_prefill, self.most_prompts, self.prefill_chunk = LEAST_PREFILL, 1, _CHUNK
 
     @torch.inference_mode()
     def decode(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None) -> Tensor:
-        """Compute the logits [B, N], float32, after one new token of each sequence, which enters the cache.
-
-        Args:
-            ids: A token for each sequence.
-            cache: Of the tokens before.
-            positions: Of the tokens; None: those that follow in the cache.
-        """
-        if len(ids) != cache.batch or len(ids) > self.most_decode:
-            raise ArgumentError(
-                f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
-            )
+        self._check_decode(ids, cache)
         cache.reserve(1)
         return self._stepped(ids, cache.positions() if positions is None else positions, cache, cache.mask())
 
@@ -132,21 +112,7 @@ class CpuModel:
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int], cache: Cache, *, every: bool = False, total: int | None = None) -> Tensor:
-        """Read tokens of one sequence, which enter the cache.
-
-        Args:
-            ids: The tokens, at least one.
-            cache: Of the tokens before, of one sequence.
-            every: Compute the logits of every token, not of the last one.
-            total: Length of the whole sequence, which decides between short and long frequencies ("longrope"); None: with these tokens.
-
-        Returns:
-            The logits after the last token [N], float32; or after every token [t, N].
-        """
-        if cache.batch != 1 or not ids:
-            raise ArgumentError(f"a prompt of at least one token is read into the cache of one sequence, got {len(ids)} and {cache.batch}")
-        if min(ids) < 0 or max(ids) >= self.spec.vocabulary:
-            raise ArgumentError(f"token ids lie in 0 … {self.spec.vocabulary - 1}, got {min(ids)} … {max(ids)}")
+        self._check_prompt(ids, cache)
         logits = []
         total = cache.length + len(ids) if total is None else total
         for start, end in _chunks(len(ids)):
@@ -158,14 +124,7 @@ class CpuModel:
 
     @torch.inference_mode()
     def verify(self, ids: Sequence[int], cache: Cache) -> Tensor:
-        """Compute the logits after every one of several tokens of one sequence [t, N], which enter the cache.
-
-        They are those of as many calls of `decode`, bit by bit: the kernels of a few rows sum each in the order of a single one.
-
-        Args:
-            ids: The tokens, `most_verify` at most.
-            cache: Of the tokens before, of one sequence.
-        """
+        # Bit by bit those of `decode`: the kernels of a few rows sum each in the order of a single one.
         if cache.batch != 1 or not 0 < len(ids) <= self.most_verify:
             raise ArgumentError(f"1 to {self.most_verify} tokens of one sequence are verified, got {len(ids)} of {cache.batch}")
         cache.reserve(len(ids))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from halfbyte import env
 from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
+from halfbyte.decoder.decoder_model import DecoderModel
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
 from halfbyte.decoder.gpu_step import (
     Choose,
@@ -78,22 +79,15 @@ class _Ahead(NamedTuple):
     results: tuple[Tensor, Tensor]
 
 
-class GpuModel:
-    """A decoder, ready to compute on a GPU. Its weights must not change.
+class GpuModel(DecoderModel):
+    """A decoder on a GPU, or with a plan on a GPU and the CPU.
 
     Attributes:
-        spec: The specification, with the weights.
         device: The GPU.
         dtype: Of activations: float16, bfloat16 or float32.
-        plan: Which layers and experts are on the CPU; None: none.
-        where: What `Cache` needs to know of the GPU.
-        most_decode: Maximum number of sequences of `decode`.
-        most_verify: Maximum number of tokens of `verify`.
-        least_prefill: Minimum number of tokens of `prefill` where the cache has others of the sequence: 1; see `CpuModel`.
-        most_prompts: Maximum number of prompts of `prefill_together`.
-        prefill_chunk: Tokens of prompts that `Batch` reads before it decodes other sequences again.
-        notes: Which ops torch computes, as this device has no kernel for them, and why.
     """
+
+    where: OnGpu
 
     def __init__(
         self,
@@ -157,7 +151,6 @@ class GpuModel:
 
     @property
     def streams_experts(self) -> bool:
-        """Whether experts that are on the CPU cross to the GPU for long prompts."""
         return self._host.has_copy
 
     @property
@@ -213,13 +206,6 @@ class GpuModel:
 
     @torch.inference_mode()
     def decode(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None) -> Tensor:
-        """Compute the logits [B, N], float32 on the GPU, after one new token of each sequence, which enters the cache.
-
-        Args:
-            ids: A token for each sequence.
-            cache: Of the tokens before.
-            positions: Of the tokens; None: those that follow in the cache.
-        """
         with self._on:
             step, state = self._prepared(ids, cache, positions)
             logits, _ = self._run(step, state, cache)
@@ -297,10 +283,7 @@ class GpuModel:
             ids, cache, positions: As for `decode`.
             choose: Chooses tokens within the step; None: the likeliest ones.
         """
-        if len(ids) != cache.batch or len(ids) > self.most_decode:
-            raise ArgumentError(
-                f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
-            )
+        self._check_decode(ids, cache)
         self._check_ids(ids)
         positions = cache.positions() if positions is None else list(positions)
         cache.reserve(1)
@@ -360,20 +343,7 @@ class GpuModel:
         every: bool = False,
         total: int | None = None,
     ) -> Tensor:
-        """Read tokens of one sequence, which enter the cache.
-
-        Args:
-            ids: The tokens, at least one.
-            cache: Of the tokens before, of one sequence.
-            every: Compute the logits of every token, not of the last one.
-            total: Length of the whole sequence, which decides between short and long frequencies ("longrope"); None: with these tokens.
-
-        Returns:
-            The logits after the last token [N], float32 on the GPU; or after every token [t, N].
-        """
-        if cache.batch != 1 or not ids:
-            raise ArgumentError(f"a prompt of at least one token is read into the cache of one sequence, got {len(ids)} and {cache.batch}")
-        self._check_ids(ids)
+        self._check_prompt(ids, cache)
         logits, total = [], cache.length + len(ids) if total is None else total
         chunk = _FEW if every else self._chunk
         with self._on:
@@ -411,8 +381,6 @@ class GpuModel:
             return self._scaled(self._head(normed(x[torch.arange(len(prompts), device=self.device), last], self._norm)))
 
     def verify(self, ids: Sequence[int], cache: Cache) -> Tensor:
-        """Read tokens of which the first is known and the others are guesses; the logits after each, as `decode` would give them up to the
-        rounding of sums, which kernels of several rows choose otherwise."""
         return self.prefill(ids, cache, every=True)
 
     def _compile_kernels(self, ids: Sequence[int], cache: Cache, total: int) -> None:
@@ -515,10 +483,6 @@ class GpuModel:
         return ((columns > rows - window) & (columns <= rows))[None]
 
     # Both
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        if min(ids) < 0 or max(ids) >= self.spec.vocabulary:
-            raise ArgumentError(f"token ids lie in 0 … {self.spec.vocabulary - 1}, got {min(ids)} … {max(ids)}")
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Hidden states [t, K] of ids [t]."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, Slots
+from halfbyte.decoder.decoder_model import DecoderModel
 from halfbyte.decoder.offload.placement import CHUNK
 from halfbyte.errors import ArgumentError
 from halfbyte.language.device import is_out_of_memory, no_memory_to_run, returned_memory
@@ -35,7 +36,6 @@ from halfbyte.language.text_stream import TextStream
 from halfbyte.language.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from halfbyte.decoder.lower_cpu import CpuModel
     from halfbyte.decoder.lower_gpu import GpuModel
 
 DEFAULT_NEW_TOKENS = 128  # where `Sampling` does not say
@@ -149,13 +149,13 @@ class Batch:
 
     def __init__(
         self,
-        model: CpuModel | GpuModel,
+        model: DecoderModel,
         tokenizer: Tokenizer,
         *,
         slots: int = 16,
         int8_cache: bool = False,
         speculate: int = 0,
-        draft: CpuModel | GpuModel | None = None,
+        draft: DecoderModel | None = None,
         prefix_bytes: int = 0,
         times: Times | None = None,
     ) -> None:

@@ -5,7 +5,7 @@ is found by comparison: the token, positions that grow by one, masks [B, 1, 1, T
 The other arguments stay as they are, and from then on these few are advanced in place. A model whose arguments change in any other way
 takes transformers' preparation for each step.
 
-`Step` calls the model, on a CPU its `ModelStep` where there is one. `GraphStep` (graphs.py) replays a CUDA graph of that call.
+`Step` calls the model, on a CPU its `native_step` where there is one. `GraphStep` (graphs.py) replays a CUDA graph of that call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.transformers.decoder.live_ends import Head
 from halfbyte.integrations.transformers.decoder.live_layer import family_of
 from halfbyte.integrations.transformers.decoder.stack import CompiledStack, compiled, is_compiled_stack
-from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, cache_name, is_true, unset
 from halfbyte.integrations.transformers.optimize.hooked import why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers, original
@@ -115,7 +114,7 @@ class Step:
         self._model, self.choice, self.more = model, choice, more
         self.first, self._has_begun = choice(ids, outputs["logits"][:, -1]), False
         self._arguments: Arguments = model._update_model_kwargs_for_generation(outputs, arguments)
-        self._native = ModelStep.of(model) if model.device.type == "cpu" else None
+        self._native = native_step(model) if model.device.type == "cpu" else None
         self._skipped = 0  # steps of which the arguments know nothing
         self._before: Arguments | None = None  # the last step's, where transformers prepared it
         self._inputs: Inputs | None = None
@@ -187,38 +186,32 @@ class Step:
         return logits[:, -1]
 
 
-class ModelStep:
-    """The decode step of a causal language model on a CPU: from tokens to logits in one native call.
+def native_step(model: Part) -> Callable[[Arguments], Tensor | None] | None:
+    """Return the decode step of a causal language model on a CPU as one native call; None for models that have none.
 
-    It belongs to one call of `generate`, in which the model does not change.
+    The step takes the arguments of a call of the model, which must not have changed, and returns the logits [B, 1, N]; None for a call of
+    another kind than one token of each sequence with a cache.
     """
+    decoder, stack = compiled_decoder(model), stack_of(model)
+    if decoder is None or stack is None or why_hooked(model) is not None:
+        return None
+    (compiled_stack, logits), head = decoder, Head.of(model.lm_head)
+    weight = head.weight if head is not None and isinstance(head.weight, Weight) else None
+    step = compiled_stack.step(stack, weight, None if weight is None else logits)
+    if step is None:
+        return None
 
-    def __init__(self, model: Part, step: TokenStep, logits: Logits, *, with_head: bool) -> None:
-        """Make a step that ends with the model's head, or calls it (`with_head`: it is part of `step`)."""
-        self._step, self._logits = step, logits
-        self._head = None if with_head else model.lm_head
-
-    @classmethod
-    def of(cls, model: Part) -> ModelStep | None:
-        """Make the step of a model; None if it is not computed in one native call."""
-        decoder, stack = compiled_decoder(model), stack_of(model)
-        if decoder is None or stack is None or why_hooked(model) is not None:
-            return None
-        (found, logits), head = decoder, Head.of(model.lm_head)
-        weight = head.weight if head is not None and isinstance(head.weight, Weight) else None
-        step = found.step(stack, weight, None if weight is None else logits)
-        return None if step is None else cls(model, step, logits, with_head=weight is not None)
-
-    def __call__(self, arguments: Arguments) -> Tensor | None:
-        """Compute the logits [B, 1, N] of a call of the model with one token of each sequence; None if the call is of another kind."""
+    def compute(arguments: Arguments) -> Tensor | None:
         call = bind((), (), arguments, ARGUMENTS)
         if call is None or torch.is_grad_enabled() or (past := call.get(CACHE)) is None:
             return None
         ids = call.get("input_ids")
         if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or not plain(ids):
             return None
-        y = self._step(ids, call.get("attention_mask"), call.get("position_ids"), past.layers)
-        return y if y is None or self._head is None else logits_in_torch(self._head(y), self._logits)
+        y = step(ids, call.get("attention_mask"), call.get("position_ids"), past.layers)
+        return y if y is None or weight is not None else logits_in_torch(model.lm_head(y), logits)
+
+    return compute
 
 
 def stack_of(model: Part) -> Part | None:
