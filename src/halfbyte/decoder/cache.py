@@ -1,9 +1,12 @@
-"""The KV cache of a decoder: keys and values of each layer, in floating point or in 8 bits, in buffers that grow.
+"""The KV cache of a decoder: `Cache` of sequences of one length, `Slots` of sequences that join and leave; `LayerCache` is one layer's.
 
-    buffer [B, Hkv, T, D]       tokens first … first + n - 1 of the sequence, at 0 … n - 1; T >= n
+    buffer [B, Hkv, T, D]       place p has token first + p of the sequence, for p < length; T >= length
 
-A layer with a sliding window keeps the tokens that a new one may attend to: when its buffer is full, the last window - 1 of them move to
-the front of it. Other layers get a larger buffer.
+On a CPU keys and values are float32, or in 8 bits the records of `layouts/records.py` (codes and scale of 32 elements side by side). On a
+GPU they are in the dtype of activations, or int8 codes with their scales in buffers of their own.
+
+Layers without a sliding window keep all tokens, in buffers that grow. A layer with a window keeps at least those that a new token attends
+to: when its buffer is full, the last window - 1 tokens move to the front, and `first` becomes larger.
 """
 
 from __future__ import annotations
@@ -21,18 +24,18 @@ from halfbyte.errors import ArgumentError
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.records import record_bytes, scales_of
 
-_STEP = 64  # tokens by which buffers grow at least
-_STEP_ON_GPU = 512  # there a larger buffer needs another CUDA graph, and one of another size other recorded launches
+_GROWTH = 64  # tokens: buffers grow by this at least, and have multiples of it
+_GROWTH_ON_GPU = 512  # there each size of a buffer needs a CUDA graph and recorded launches of its own
 _versions = itertools.count(1)
 
 
 class OnGpu(NamedTuple):
-    """Where a GPU's kernels want a cache: in 8 bits codes and scales are buffers of their own.
+    """How the cache of a model on a GPU is stored.
 
     Attributes:
-        device: Of the buffers.
+        device: The GPU. In tests a CPU, which computes as a GPU does.
         dtype: Of activations, and of keys and values that are not in 8 bits.
-        cpu_layers: The first layers whose caches are on the CPU, as its kernels want them.
+        cpu_layers: How many layers, the first ones, the CPU computes: their caches are as on a CPU.
     """
 
     device: torch.device
@@ -41,52 +44,55 @@ class OnGpu(NamedTuple):
 
 
 def _buffers(dim: int, int8: bool, where: OnGpu | None) -> list[tuple[int, torch.dtype]]:
-    """Elements of a head, and their type, in the buffers of keys and of values."""
+    """Return the last dimension and the dtype of each buffer of a layer with heads of `dim` elements: keys, values, then their scales."""
     if where is None:
         return [(record_bytes(dim), torch.int8) if int8 else (dim, torch.float32)] * 2
     return [(dim, torch.int8)] * 2 + [(scales_of(dim), torch.bfloat16)] * 2 if int8 else [(dim, where.dtype)] * 2
 
 
 def most_bytes(spec: LayerSpec, *, tokens: int, chunk: int, slots: int = 0, singles: int = 1, int8: bool, where: OnGpu) -> int:
-    """Return the bytes that a layer's caches have on a GPU, at most.
+    """Return an upper bound of the bytes that a layer's caches take on a GPU, by which memory is planned.
+
+    It follows from the sizes that `LayerCache.reserve`, `shift` and `fill` choose (tests/decoder/offload/test_placement.py compares them).
 
     Args:
         spec: The layer.
-        tokens: Of a sequence, at most.
-        chunk: Tokens that are read at a time, at most.
-        slots: Of sequences that are decoded at the same time.
-        singles: Sequences that have a cache of their own at the same time.
+        tokens: Maximum length of a sequence.
+        chunk: Maximum number of tokens that are read at a time.
+        slots: Number of slots of `Slots`; 0: there are none.
+        singles: Number of caches of one sequence at the same time.
         int8, where: As for `LayerCache`.
     """
     window, heads = spec.sliding_window, spec.attention.heads
 
     def sized(size: int) -> int:
         if window is not None:
-            size = min(size, window + min(chunk, tokens) + window // 4 + _STEP)
-        return round_up(size, _STEP if window is not None else _STEP_ON_GPU)
+            size = min(size, window + min(chunk, tokens) + window // 4 + _GROWTH)
+        return round_up(size, _GROWTH if window is not None else _GROWTH_ON_GPU)
 
     token = sum(width * dtype.itemsize for width, dtype in _buffers(heads.head_dim, int8, where)) * heads.num_kv_heads
-    return token * (slots * sized(tokens + max(tokens // 4, _STEP_ON_GPU)) + singles * sized(tokens))
+    return token * (slots * sized(tokens + max(tokens // 4, _GROWTH_ON_GPU)) + singles * sized(tokens))
 
 
 class LayerCache:
     """Keys and values of one layer.
 
     Attributes:
-        buffers: Keys and values, [B, Hkv, T, D] each; in 8 bits the records of `layouts/records.py` in place of D elements, or, on a GPU,
-            codes of keys, of values, scales of keys, of values.
-        first: Index in the sequence of the token at 0 of the buffers.
-        length: Tokens in the buffers.
-        buffer_id: Unique number of the buffers; others have another one.
+        buffers: Keys and values, [B, Hkv, T, D] each, or records instead of D elements. On a GPU in 8 bits: codes of keys, codes of values,
+            scales of keys, scales of values.
+        first: Index in the sequence of the token at place 0 of the buffers.
+        length: Number of tokens in the buffers.
+        buffer_id: Changes when the buffers are allocated anew; unique among all layers and caches.
     """
 
     def __init__(self, spec: LayerSpec, batch: int, *, int8: bool = False, where: OnGpu | None = None) -> None:
-        """Make an empty cache for `batch` sequences, on a CPU or where a GPU's kernels want it."""
+        """Make an empty cache of `batch` sequences. where: For a GPU; None: for a CPU."""
         heads = spec.attention.heads
         self._window, self.first, self.length, self.buffer_id = spec.sliding_window, 0, 0, next(_versions)
-        self._step, self._share = (_STEP, 1) if where is None else (_STEP_ON_GPU, 4)
-        # Tokens of a sliding window's buffer beyond the window: a GPU's kernels read these, too.
-        self._slack = 0 if self._window is None else _STEP + (self._window if where is None else self._window // 4)
+        # A full buffer grows by 1 / `_share` of its tokens, and by `_growth` at least.
+        self._growth, self._share = (_GROWTH, 1) if where is None else (_GROWTH_ON_GPU, 4)
+        # The most places that a window's buffer has beyond the window. Kernels of a GPU read all places, so there are fewer there.
+        self._slack = 0 if self._window is None else _GROWTH + (self._window if where is None else self._window // 4)
         device = torch.device("cpu") if where is None else where.device
         with torch.inference_mode(False):
             self.buffers = [
@@ -110,17 +116,25 @@ class LayerCache:
         return self.buffers[0].shape[2]
 
     def _slack_of(self, tokens: int) -> int:
-        """Return the tokens that a sliding window's buffer has beyond so many; until it is full, as many as other buffers."""
-        return min(self._slack, _STEP + max(tokens // self._share, self._step))
+        """Return how many places a window's buffer gets beyond `tokens`: as those of other layers, and `_slack` at most."""
+        return min(self._slack, _GROWTH + max(tokens // self._share, self._growth))
 
     def has_room(self, tokens: int) -> bool:
-        """Whether there is room for so many more tokens. A window's buffer that a long prompt has enlarged becomes smaller again."""
+        """Whether so many more tokens fit. In a window's buffer that a long prompt has enlarged, places beyond `_slack` do not count, so
+        that `reserve` makes it smaller again."""
         usable = self.size if self._window is None else min(self.size, self._window + tokens + self._slack)
         return usable - self.length >= tokens
 
     def reserve(self, tokens: int, most: int | None) -> bool:
-        """Make room for so many more tokens; `most` is the longest that the sequence can become. Returns whether the buffers are others,
-        or tokens have moved in them."""
+        """Make room for so many more tokens.
+
+        Args:
+            tokens: How many.
+            most: Maximum length of the sequence: no more places than for these are allocated; None: it is not known.
+
+        Returns:
+            Whether buffers were allocated anew, or tokens moved in them.
+        """
         if self.has_room(tokens):
             return False
         window, size = self._window, self.size
@@ -128,27 +142,28 @@ class LayerCache:
         wanted = kept + tokens
         if window is not None:
             grown = wanted + self._slack_of(wanted)
-            fits = grown - _STEP <= size <= 2 * grown
-        else:  # at least so many more, so that tokens are seldom copied
-            grown, fits = wanted + max(wanted // self._share, self._step), size >= wanted
+            fits = grown - _GROWTH <= size <= 2 * grown
+        else:
+            grown, fits = wanted + max(wanted // self._share, self._growth), size >= wanted
         if not fits:
-            size = round_up(grown if most is None else max(wanted, min(grown, most)), _STEP if window is not None else self._step)
-            size = size if most is None else min(size, round_up(max(wanted, most), _STEP))
+            size = round_up(grown if most is None else max(wanted, min(grown, most)), _GROWTH if window is not None else self._growth)
+            size = size if most is None else min(size, round_up(max(wanted, most), _GROWTH))
         self._move(self.length - kept, self.length, size)
         self.first += self.length - kept
         self.length = kept
         return True
 
     def shift(self, length: int) -> None:
-        """Renumber the tokens so that the sequence, to whose end they belong, has `length` of them."""
+        """Move the tokens so that they are the last ones of a sequence of `length` tokens, longer or shorter than now (`Slots._shift`)."""
         kept = length if self._window is None else min(length, self._window - 1)
         start = max(0, self.length - kept)
-        size = round_up(kept + self._step, self._step) if self._window is None else round_up(kept + self._slack_of(kept + 1), _STEP)
+        size = round_up(kept + self._growth, self._growth) if self._window is None else round_up(kept + self._slack_of(kept + 1), _GROWTH)
         self._move(start, self.length, self.size if kept < self.size <= 2 * size else size, kept - (self.length - start))
         self.first, self.length = length - kept, kept
 
     def _move(self, start: int, stop: int, size: int, to: int = 0) -> None:
-        """Move the tokens start … stop - 1 to `to`, with zeros before, in buffers of `size` tokens: other ones if that is another size."""
+        """Move the tokens at places start … stop - 1 to place `to`, with zeros before it, in buffers of `size` places: in new ones unless
+        these have the same size."""
         if size != self.size:
             self.buffer_id = next(_versions)
         with torch.inference_mode(False), torch.no_grad():
@@ -176,7 +191,14 @@ class LayerCache:
             target[slots, :, stop - count : stop] = tokens
 
     def copy_from(self, other: LayerCache, slot: int, start: int, length: int) -> None:
-        """Replace the contents by those of another cache's slot, whose sequence begins at index `start` and has `length` tokens to copy."""
+        """Replace the contents by the first `length` tokens of a sequence in another cache, or by those of them that a window needs.
+
+        Args:
+            other: A cache, for which `can_cut(start + length)` holds.
+            slot: Of the sequence.
+            start: Index at which it begins there.
+            length: Number of tokens.
+        """
         skipped, first = max(start - other.first, 0), max(other.first - start, 0)
         count = min(other.length - skipped, length - first)
         if self._window is not None and count > (kept := min(count, self._window - 1)):  # a slot may hold another sequence's before them
@@ -184,10 +206,10 @@ class LayerCache:
         self.fill([source[slot : slot + 1, :, skipped : skipped + count] for source in other.buffers], first + count)
 
     def fill(self, states: Sequence[Tensor], length: int) -> None:
-        """Replace the contents by the last tokens of sequences of `length` tokens, [B, Hkv, n, …] for each buffer; n is at least as many as
-        are attended to."""
+        """Replace the contents by the last n tokens of sequences of `length` tokens, [B, Hkv, n, …] for each buffer; n is at least as many
+        as a new token attends to."""
         count = states[0].shape[2]
-        size = round_up(count + self._step, _STEP if self._window is not None else self._step)
+        size = round_up(count + self._growth, _GROWTH if self._window is not None else self._growth)
         self.buffer_id, self.first, self.length = next(_versions), length - count, count
         with torch.inference_mode(False), torch.no_grad():
             self.buffers = [_allocated(old, tokens.shape, size) for old, tokens in zip(self.buffers, states, strict=True)]
@@ -195,11 +217,11 @@ class LayerCache:
                 buffer[:, :, :count] = tokens
 
     def can_cut(self, length: int) -> bool:
-        """Whether the tokens that are attended to after the first `length` of the sequence are still in the buffers."""
+        """Whether the buffers have all tokens that a new one behind the first `length` of the sequence attends to."""
         return length - (length if self._window is None else min(length, self._window - 1)) >= self.first
 
     def cut(self, length: int) -> bool:
-        """Forget the tokens of the sequence from `length` on. Returns False where a window has lost tokens that others need now."""
+        """Remove the tokens of the sequence from `length` on; return False, and remove nothing, where `can_cut` is False."""
         if not self.can_cut(length):
             return False
         self.length = length - self.first
@@ -207,7 +229,7 @@ class LayerCache:
 
 
 def _moved(buffer: Tensor, start: int, stop: int, size: int, to: int) -> Tensor:
-    """A buffer of `size` tokens with those from start to stop - 1 of another one at `to`, and zeros before: in place if it has as many."""
+    """Return a buffer of `size` places with the tokens at start … stop - 1 of another one at `to`; the same buffer if it has that size."""
     tokens = buffer[:, :, start:stop]
     if size == buffer.shape[2]:
         moved, tokens = buffer, tokens.clone()
@@ -221,9 +243,9 @@ def _moved(buffer: Tensor, start: int, stop: int, size: int, to: int) -> Tensor:
 
 
 def _allocated(like: Tensor, shape: Sequence[int], size: int) -> Tensor:
-    """A buffer of `size` tokens, but else of a shape [B, Hkv, T, D]."""
+    """Return a buffer of a shape [B, Hkv, T, D] with `size` in place of T, of the dtype and device of another one."""
     batch, heads, _, width = shape
-    # Steps on a GPU read free slots and what is behind the tokens, too.
+    # Steps on a GPU also read free slots and places behind the tokens, masked: these must not be NaN.
     return (like.new_empty if like.is_cpu or batch == 1 else like.new_zeros)((batch, heads, size, width))
 
 
@@ -231,13 +253,13 @@ class Cache:
     """Keys and values of sequences that have the same length.
 
     Attributes:
-        layers: One for each layer that has keys and values of its own.
-        by_layer: For each layer of the model, that whose keys and values it attends to.
-        length: Tokens of each sequence so far.
-        version: Changes when tokens are cut off or move, not when tokens are appended; unique among all caches.
-        buffer_version: Changes when buffers, or tokens in them, move; unique among all caches.
-        most: Tokens that each sequence will have at most; None: not known.
-        empty: Function that makes an empty cache of one sequence, otherwise like this one.
+        layers: Of each layer of the model that has keys and values of its own.
+        by_layer: For each layer of the model the cache that it attends to: its own, or that of its `kv_source`.
+        length: Number of tokens of each sequence.
+        version: Changes when tokens are removed or move, not when tokens are appended; unique among all caches.
+        buffer_version: Changes when buffers are allocated anew or tokens move in them; unique among all caches.
+        most: Maximum length of each sequence; None: it is not known.
+        empty: Makes an empty cache of one sequence with the same settings.
     """
 
     def __init__(
@@ -246,11 +268,11 @@ class Cache:
         """Make an empty cache.
 
         Args:
-            spec: Of the model.
+            spec: The model.
             batch: Number of sequences.
             int8: Keep keys and values in 8 bits, blocks of 32 elements with a scale each.
-            most: Tokens that the sequences will have at most, if known: no more memory than for these is reserved.
-            where: For a GPU; None: on a CPU, in float32.
+            most: Maximum length of the sequences: no more memory than for these is allocated; None: it is not known.
+            where: For a GPU; None: for a CPU.
         """
         if batch < 1:
             raise ArgumentError(f"a cache is for at least one sequence, got {batch}")
@@ -415,7 +437,7 @@ class Slots(Cache):
         self.starts.pop()
         self.batch = last
         unused = min(self.starts, default=0)
-        if unused > max(_STEP, self.length // 2):
+        if unused > max(_GROWTH, self.length // 2):
             self._shift(-unused)
         self._invalidate()
 
