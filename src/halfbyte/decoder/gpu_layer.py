@@ -233,24 +233,19 @@ def decode(
 
 def _decode(layer: GpuLayer, x: Tensor, rotary: Rotary, cache: KeyValues, mask: Tensor | None, advance: int) -> Tensor:
     """The launches of `decode`, without those of the per-layer input."""
-    attention, mlp, z = layer.attention, layer.mlp, x
+    attention, mlp, z = layer.attention, _without_common_norm(layer), x
     if _is_parallel(mlp) and attention.pre_norm is not None:  # both sublayers read norm(x), which is computed once
-        z, attention, mlp = normed(x, attention.pre_norm), attention._replace(pre_norm=None), mlp._replace(pre_norm=None)
+        z, attention = normed(x, attention.pre_norm), attention._replace(pre_norm=None)
     products = [_product(z, attention.pre_norm, weight) for weight in attention.qkv]
     qkv = (torch.cat(products, -1) if len(products) > 1 else products[0]).view(len(x), -1)
     assert cache.length is not None
     settings: dict[str, Any] = {"scales": cache.scales, "factor": attention.residual_multiplier, "advance": advance}
     attended = attend(qkv, rotary, cache.keys, cache.values, cache.length, mask, attention.heads, **settings).unsqueeze(1)
-    if not isinstance(mlp, MLP):
-        h, _ = add_to_residual(attention, layer.o_proj, attended, x)
-        return h if mlp is None else add_experts(h, mlp)
-    assert layer.down_proj is not None
-    h, normed_h = add_to_residual(attention, layer.o_proj, attended, x, mlp.pre_norm)
-    if not mlp.parallel_residual:
-        z = h if normed_h is None else normed_h
-    pre_norm = mlp.pre_norm if normed_h is None else None
-    gated = _product(z, pre_norm, mlp.gate_up, mlp.gate_function, mlp.residual_multiplier, gated=mlp.gated)
-    return add_to_residual(mlp, layer.down_proj, gated, h)[0]
+
+    def gate_up(mlp: MLP, z: Tensor, norm: Norm | None) -> Tensor:
+        return _product(z, norm, mlp.gate_up, mlp.gate_function, mlp.residual_multiplier, gated=mlp.gated)
+
+    return _after_attention(layer, mlp, attended, x, z, gate_up)
 
 
 def _is_parallel(mlp: MLP | Experts | None) -> TypeGuard[MLP]:
@@ -364,24 +359,55 @@ def _attend(
     layer: GpuLayer, x: Tensor, z: Tensor, queries: Tensor, cache: KeyValues, mask: Tensor | None, per_layer_input: Tensor | None
 ) -> Tensor:
     """Return the layer's output from its queries and its cache. z: norm(x), which a parallel MLP reads."""
-    attention, mlp, heads = layer.attention, layer.mlp, layer.attention.heads
+    attention, heads = layer.attention, layer.attention.heads
     settings: dict[str, Any] = {"factor": attention.residual_multiplier, "sinks": heads.sinks, "softcap": heads.softcap}
     attended = attend_many(queries, cache.keys, cache.values, cache.length, mask, heads.scale, **settings)
+
+    def gate_up(mlp: MLP, z: Tensor, norm: Norm | None) -> Tensor:
+        z = z if norm is None else normed(z, norm)
+        product = linear(z, mlp.gate_up.packed, mlp.gate_up.bias, **_compute_of(mlp.gate_up))
+        return activated(product, mlp.gate_function, mlp.residual_multiplier, gated=mlp.gated)
+
+    return add_per_layer_input(layer, _after_attention(layer, _without_common_norm(layer), attended, x, z, gate_up), per_layer_input)
+
+
+# Both
+
+
+def _without_common_norm(layer: GpuLayer) -> MLP | Experts | None:
+    """Return the layer's MLP; a parallel one without its norm where attention has that norm, as it reads the same norm(x) then."""
+    mlp = layer.mlp
+    return mlp._replace(pre_norm=None) if _is_parallel(mlp) and layer.attention.pre_norm is not None else mlp
+
+
+def _after_attention(
+    layer: GpuLayer,
+    mlp: MLP | Experts | None,
+    attended: Tensor,
+    x: Tensor,
+    z: Tensor,
+    gate_up: Callable[[MLP, Tensor, Norm | None], Tensor],
+) -> Tensor:
+    """Compute the layer's output from that of attention, before its output projection.
+
+    Args:
+        layer: The layer.
+        mlp: Its MLP, `_without_common_norm`.
+        attended: [B, t, heads * D]
+        x: The layer's input, [B, t, K].
+        z: What a parallel MLP reads, norm(x) or x.
+        gate_up: Computes act(gate(norm(z))) * up(norm(z)), or without norm(), for the MLP.
+    """
+    attention = layer.attention
     if not isinstance(mlp, MLP):
         h, _ = add_to_residual(attention, layer.o_proj, attended, x)
         return h if mlp is None else add_experts(h, mlp)
     assert layer.down_proj is not None
     h, normed_h = add_to_residual(attention, layer.o_proj, attended, x, None if mlp.parallel_residual else mlp.pre_norm)
-    if normed_h is not None:
-        z = normed_h
-    elif not mlp.parallel_residual:
-        z = h if mlp.pre_norm is None else normed(h, mlp.pre_norm)
-    product = linear(z, mlp.gate_up.packed, mlp.gate_up.bias, **_compute_of(mlp.gate_up))
-    gated = activated(product, mlp.gate_function, mlp.residual_multiplier, gated=mlp.gated)
-    return add_per_layer_input(layer, add_to_residual(mlp, layer.down_proj, gated, h)[0], per_layer_input)
-
-
-# Both
+    if not mlp.parallel_residual:
+        z = h if normed_h is None else normed_h
+    gated = gate_up(mlp, z, mlp.pre_norm if normed_h is None else None)
+    return add_to_residual(mlp, layer.down_proj, gated, h)[0]
 
 
 def add_to_residual(
