@@ -1,6 +1,7 @@
-"""Computes a decoder specification on a CPU: native calls of a layer for prompts, and of the whole model for one token of each sequence.
+"""Computes a decoder specification on a CPU: `CpuModel`. `decode_kernels` says which kernel computes each op, for `explain`.
 
-A prompt goes through the layers by `ops.transformer.decoder.run_layers`, a decode step is one call of `ops.transformer.whole_model_decode`.
+prefill          one native call for each layer, `ops.transformer.decoder.run_layers`; of few tokens for several layers
+decode, verify   one native call for the whole model, `ops.transformer.whole_model_decode`
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from halfbyte.ops.transformer.norms import wide_norm
 from halfbyte.ops.transformer.weights import Weight, why_not_packed
 from halfbyte.ops.transformer.whole_model_decode import MOST_CONSECUTIVE, WholeModelDecode
 
-_FEW = 32  # tokens for which all layers are one native call, whose intermediate results are kept for all of them
+_FEW = 32  # tokens of a prompt up to which several layers are one native call, which has memory for the results of each
 _STEP = "decode step"  # the native call
 _NORMS = "rms_norm", "layer_norm"
 # The kernels of ops with a step of their own, linear layers excepted.
@@ -117,7 +118,7 @@ class CpuModel(DecoderModel):
         total = cache.length + len(ids) if total is None else total
         for start, end in _chunks(len(ids)):
             some, is_last = ids[start:end], end == len(ids)
-            x = self._read(some, cache, total, len(some) if every else int(is_last))
+            x = self._prefill_layers(some, cache, total, len(some) if every else int(is_last))
             if every:
                 logits.append(self._head(self._normed(x[0])))
         return torch.cat(logits) if every else self._head(self._normed(x[0, -1:]))[0]
@@ -130,9 +131,14 @@ class CpuModel(DecoderModel):
         cache.reserve(len(ids))
         return self._stepped(ids, range(cache.length, cache.length + len(ids)), cache, None, consecutive=True)
 
-    def _read(self, ids: Sequence[int], cache: Cache, total: int, wanted: int) -> Tensor:
-        """The hidden states [1, t, K] of tokens after the last layer, of the last `wanted` ones at least. total: length of the whole
-        sequence."""
+    def _prefill_layers(self, ids: Sequence[int], cache: Cache, total: int, wanted: int) -> Tensor:
+        """Compute the hidden states [1, t, K] after the last layer, and append the tokens to the cache.
+
+        Args:
+            ids, cache: As for `prefill`.
+            total: Length of the whole sequence.
+            wanted: For how many of the last tokens hidden states are needed: layers that reuse keys and values compute no others.
+        """
         tokens, before = len(ids), cache.length
         cache.reserve(tokens)
         given = torch.tensor([list(ids)], dtype=torch.int64, device="cpu")
@@ -154,7 +160,7 @@ class CpuModel(DecoderModel):
         return x
 
     def _runs(self, tokens: int, cache: Cache) -> Iterator[tuple[int, int]]:
-        """Ranges of layers that are computed by one call: of few tokens, those with the same rope and mask."""
+        """Yield ranges (first, last + 1) of layers for one native call each: of few tokens, neighbors with the same rope and mask."""
         first, layers, lengths = 0, self.spec.layers, [entry.length for entry in cache.by_layer]
         for last in range(1, len(layers) + 1):
             if (

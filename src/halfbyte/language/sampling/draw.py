@@ -43,7 +43,7 @@ def choose_rows(scores: Tensor, samplings: Sequence[Sampling], uniforms: Sequenc
     by_kind: dict[Draw, list[int]] = {}
     for row, sampling in enumerate(samplings):
         is_ranked = (sampling.top_k or scores.shape[1]) < scores.shape[1] or (sampling.top_p or 1) < 1
-        draw = _greedy if not sampling.temperature else from_the_largest if is_ranked else _from_all
+        draw: Draw = _greedy if not sampling.temperature else from_the_largest if is_ranked else _from_all
         by_kind.setdefault(draw, []).append(row)
     numbers = [_numbers(sampling, scores.shape[1], uniform) for sampling, uniform in zip(samplings, uniforms, strict=True)]
     settings = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(scores.device, non_blocking=True)
