@@ -15,8 +15,7 @@ from tiny_decoders import CASES, vary_
 import halfbyte as hb
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache, Slots
-from halfbyte.decoder.decoder_model import DecoderModel
-from halfbyte.decoder.lower_cpu import CpuModel
+from halfbyte.decoder.lower_cpu import CpuModel, DecoderModel
 from halfbyte.errors import ArgumentError
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 

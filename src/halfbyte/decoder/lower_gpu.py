@@ -20,7 +20,6 @@ from torch import Tensor
 
 from halfbyte import env
 from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
-from halfbyte.decoder.decoder_model import DecoderModel
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
 from halfbyte.decoder.gpu_step import (
     Choose,
@@ -35,6 +34,7 @@ from halfbyte.decoder.gpu_step import (
     finite_likeliest,
 )
 from halfbyte.decoder.kernels_gpu import torch_ops, why_not_layer
+from halfbyte.decoder.lower_cpu import DecoderModel
 from halfbyte.decoder.offload.crossing import AT_ONCE
 from halfbyte.decoder.offload.host_experts import HostExperts
 from halfbyte.decoder.offload.host_layers import HostLayers, HostStep

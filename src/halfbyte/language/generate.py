@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.decoder.cache import Cache, Slots
-from halfbyte.decoder.decoder_model import DecoderModel
+from halfbyte.decoder.lower_cpu import DecoderModel
 from halfbyte.decoder.offload.placement import CHUNK
 from halfbyte.errors import ArgumentError
 from halfbyte.language.device import is_out_of_memory, no_memory_to_run, returned_memory

@@ -15,8 +15,7 @@ from torch import Tensor
 from halfbyte.checkpoint.files import has_adapter
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache
-from halfbyte.decoder.decoder_model import DecoderModel
-from halfbyte.decoder.lower_cpu import CpuModel
+from halfbyte.decoder.lower_cpu import CpuModel, DecoderModel
 from halfbyte.decoder.offload.placement import Plan, Request, make_request, plan_of
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, model_path, not_there

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from halfbyte.decoder.cache import Cache
-from halfbyte.decoder.decoder_model import DecoderModel
+from halfbyte.decoder.lower_cpu import DecoderModel
 from halfbyte.language.prefix_cache import common_prefix
 from halfbyte.language.sampling.sampler import Choice, Sampler, most_likely
 

@@ -12,28 +12,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from halfbyte.language.sampling.sampler import Sampling
 
 MOST_CANDIDATES = 1024
 NOT_FINITE, UNDECIDED = -1, -2  # in place of a token
 _BLOCK = 64  # elements
 
-Draw = Callable[[Tensor, Tensor], Tensor]  # scores [B, N] and settings [B, 5] -> tokens, int64 [B]
+Draw = Callable[[Tensor, Tensor], Tensor]  # scores [B, N] and `DrawSettings` [B, 5] -> tokens, int64 [B]
 
 
-def choose_rows(scores: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float], most: int = MOST_CANDIDATES) -> Tensor:
+class DrawSettings(NamedTuple):
+    """How the token of a row of N scores is drawn.
+
+    Attributes:
+        temperature: Scores are divided by it; 0: the largest score is taken.
+        top_k: At most N.
+        top_p: Infinite to keep all tokens: a sum of probabilities may be rounded to 1 before the last one.
+        log_min_p: Natural logarithm of min_p; -inf to keep all tokens.
+        uniform: A number in [0, 1), at which the cumulative distribution is inverted.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    log_min_p: float
+    uniform: float
+
+
+def choose_rows(scores: Tensor, settings: Sequence[DrawSettings], most: int = MOST_CANDIDATES) -> Tensor:
     """Choose a token of each row of scores.
 
     Args:
         scores: [B, N], float32, after penalties.
-        samplings: How the token of each row is chosen.
-        uniforms: A number in [0, 1) for each row, at which its cumulative distribution is inverted.
+        settings: Of each row.
         most: Candidates that are looked at with top_k or top_p.
 
     Returns:
@@ -41,35 +55,25 @@ def choose_rows(scores: Tensor, samplings: Sequence[Sampling], uniforms: Sequenc
     """
     from_the_largest = partial(_from_the_largest, most=most)
     by_kind: dict[Draw, list[int]] = {}
-    for row, sampling in enumerate(samplings):
-        is_ranked = (sampling.top_k or scores.shape[1]) < scores.shape[1] or (sampling.top_p or 1) < 1
-        draw: Draw = _greedy if not sampling.temperature else from_the_largest if is_ranked else _from_all
+    for row, of_row in enumerate(settings):
+        is_ranked = of_row.top_k < scores.shape[1] or of_row.top_p < 1
+        draw: Draw = _greedy if not of_row.temperature else from_the_largest if is_ranked else _from_all
         by_kind.setdefault(draw, []).append(row)
-    numbers = [_numbers(sampling, scores.shape[1], uniform) for sampling, uniform in zip(samplings, uniforms, strict=True)]
-    settings = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(scores.device, non_blocking=True)
+    numbers = torch.tensor(settings, dtype=torch.float64, device="cpu").to(scores.device, non_blocking=True)
     if len(by_kind) == 1:
         (draw,) = by_kind
-        return draw(scores, settings)
-    ids = torch.empty(len(samplings), dtype=torch.int64, device=scores.device)
+        return draw(scores, numbers)
+    ids = torch.empty(len(settings), dtype=torch.int64, device=scores.device)
     for draw, rows in by_kind.items():
         where = torch.tensor(rows, dtype=torch.int64, device="cpu").to(scores.device, non_blocking=True)
-        ids[where] = draw(scores[where], settings[where])
+        ids[where] = draw(scores[where], numbers[where])
     return ids
 
 
-def _numbers(sampling: Sampling, count: int, uniform: float) -> tuple[float, ...]:
-    """Temperature, top_k, top_p, logarithm of min_p and the uniform number of a row, with values that keep all tokens for settings that it
-    does not have."""
-    top_p = math.inf if sampling.top_p is None or sampling.top_p == 1 else sampling.top_p  # sums of all before a token are rounded to 1
-    least = math.log(sampling.min_p) if sampling.min_p else -math.inf
-    return sampling.temperature, min(sampling.top_k or count, count), top_p, least, uniform
-
-
 def _greedy(scores: Tensor, settings: Tensor) -> Tensor:
-    from halfbyte.decoder.gpu_step import likeliest  # not at the top: `Sampler` needs none of it
+    from halfbyte.decoder.gpu_step import finite_likeliest  # not at the top: a CPU's `Sampler` needs none of it
 
-    ids = likeliest(scores)
-    return ids.where(scores.gather(1, ids[:, None])[:, 0].isfinite(), NOT_FINITE)
+    return finite_likeliest(scores)
 
 
 def _from_the_largest(scores: Tensor, settings: Tensor, most: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError, non_finite_logits
-from halfbyte.language.sampling.draw import NOT_FINITE, UNDECIDED, choose_rows
+from halfbyte.language.sampling.draw import NOT_FINITE, UNDECIDED, DrawSettings, choose_rows
 
 LEAST, MOST = 1e-5, 1e5  # of what logits are divided by: less makes them infinite in float32, more makes them equal
 _MOST_PENALTY = 2.0  # as in OpenAI's API
@@ -245,11 +245,18 @@ class Sampler:
             CheckpointError: The scores are NaN or infinite.
         """
         most = max(_FIRST_CANDIDATES, 2 * (self.sampling.top_k or 0))
-        while (token := int(choose_rows(scores[None], [self.sampling], [uniform], most))) == UNDECIDED:
+        while (token := int(choose_rows(scores[None], [draw_settings(self.sampling, scores.numel(), uniform)], most))) == UNDECIDED:
             most *= 8
         if token == NOT_FINITE:
             raise non_finite_logits(is_float16=self.is_float16)
         return token
+
+
+def draw_settings(sampling: Sampling, count: int, uniform: float) -> DrawSettings:
+    """Return the settings that a token of `count` is drawn with, at a number in [0, 1)."""
+    top_p = math.inf if sampling.top_p is None or sampling.top_p == 1 else sampling.top_p
+    log_min_p = math.log(sampling.min_p) if sampling.min_p else -math.inf
+    return DrawSettings(sampling.temperature, min(sampling.top_k or count, count), top_p, log_min_p, uniform)
 
 
 class BatchSampler:
@@ -281,7 +288,8 @@ class BatchSampler:
         if any(sampler.changes_logits for sampler in self._samplers):
             self._scores = torch.stack([sampler.scores(row) for sampler, row in zip(self._samplers, logits, strict=True)])
         self._uniforms = [sampler.uniform() if sampler.draws else 0.0 for sampler in self._samplers]
-        return choose_rows(self._scores, [sampler.sampling for sampler in self._samplers], self._uniforms)
+        pairs = zip(self._samplers, self._uniforms, strict=True)
+        return choose_rows(self._scores, [draw_settings(sampler.sampling, logits.shape[1], uniform) for sampler, uniform in pairs])
 
     def accept(self, ids: Sequence[int]) -> list[int | Choice]:
         """Note which tokens were chosen.
