@@ -50,7 +50,7 @@ def test_prompts_that_are_read_together(kind: str, int8: bool, models: Any) -> N
     cache = Cache(gpu.spec, 4, int8=int8, most=32, where=gpu.where)
     for found, text in zip(gpu.prefill_together(texts[1:], cache), texts[1:], strict=True):
         assert_close(found, cpu.prefill(text, Cache(cpu.spec, int8=int8)), TOLERANCE[int8])
-    slots.join_all(cache, [len(text) for text in texts[1:]])
+    slots.join(cache, [len(text) for text in texts[1:]])
     for step in range(12):
         for index, text in enumerate(texts):
             text.append(3 + (5 * index + step) % 80)
@@ -91,7 +91,7 @@ def test_a_batch_reads_short_prompts_together(prefix_bytes: int, both: Any, grap
     batch.submit(ids_of(100, 3) + ids_of(25, 4), Sampling(max_new_tokens=2, ignore_eos=True))
     monkeypatch.setattr(gpu, "prefill_chunk", 64)
     batch.step()
-    assert batch.prefilling is not None
+    assert batch._prefill is not None
     monkeypatch.setattr(gpu, "decode_tokens", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         batch.step()

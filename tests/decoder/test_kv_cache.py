@@ -15,7 +15,7 @@ from tiny_decoders import CASES, vary_
 import halfbyte as hb
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache, Slots
-from halfbyte.decoder.lower_cpu import CpuModel
+from halfbyte.decoder.lower_cpu import CpuModel, DecoderModel
 from halfbyte.errors import ArgumentError
 from halfbyte.language.checkpoint_tensors import open_checkpoint
 
@@ -39,13 +39,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CpuModel]:
     return found
 
 
-def read(model: CpuModel, ids: list[int], *, int8: bool = False) -> Cache:
+def read(model: DecoderModel, ids: list[int], *, int8: bool = False) -> Cache:
     cache = Cache(model.spec, int8=int8)
     model.prefill(ids, cache)
     return cache
 
 
-def last_logits(model: CpuModel, ids: list[int], *, int8: bool) -> torch.Tensor:
+def last_logits(model: DecoderModel, ids: list[int], *, int8: bool) -> torch.Tensor:
     """The logits after the last token, with a cache of the others."""
     cache = read(model, ids[:-1], int8=int8)
     return model.decode(ids[-1:], cache)[0]

@@ -516,7 +516,7 @@ def test_mistakes(models: Any) -> None:
     with _raises("0 of 1 slots are free, got 2 sequences"):
         slots = Slots(gpu.spec, 1, where=gpu.where)
         slots.join(cache)
-        slots.join_all(cache, [1, 1])
+        slots.join(Cache(gpu.spec, 2, where=gpu.where))
     assert cache.length == 2
 
 

@@ -132,7 +132,7 @@ def test_prompts_that_are_read_together(kind: str, int8: bool, tmp_path: Path) -
     for _ in range(3):  # the last time by recorded launches
         cache, slots = Cache(gpu.spec, 4, int8=int8, most=32, where=gpu.where), Slots(gpu.spec, 4, int8=int8, where=gpu.where)
         found = gpu.prefill_together(texts, cache)
-        slots.join_all(cache, [len(text) for text in texts])
+        slots.join(cache, [len(text) for text in texts])
         then = gpu.decode([5, 6, 7, 8], slots)
         for index, text in enumerate(texts):
             alone = Cache(cpu.spec, int8=int8)

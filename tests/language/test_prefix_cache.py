@@ -12,9 +12,10 @@ pytest.importorskip("transformers")
 
 from test_batches import DENSE, KINDS, models, prompt, tokenizer  # noqa: F401 - fixtures
 
-from halfbyte.decoder.cache import Cache, PrefixCache, Slots, common_prefix
+from halfbyte.decoder.cache import Cache, Slots
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.language.generate import Batch, Generation
+from halfbyte.language.prefix_cache import PrefixCache, common_prefix
 from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 
@@ -147,9 +148,10 @@ def test_a_prompt_is_cancelled_between_chunks(models: dict[str, CpuModel], token
     batch, ids = Batch(models[KINDS[0]], tokenizer, slots=2, prefix_bytes=MOST), prompt(60, 1)
     generation = batch.submit(ids, Sampling())
     batch.step()
-    assert batch.prefilling is generation
+    assert batch._prefill is not None
+    assert batch._prefill[0] is generation
     batch.cancel(generation)
-    assert (generation.finish_reason, batch.running, batch.prefilling) == ("cancelled", False, None)
+    assert (generation.finish_reason, batch.running, batch._prefill) == ("cancelled", False, None)
     assert run(batch, ids).cached_tokens == 10
 
 

@@ -188,14 +188,13 @@ def test_newlines_of_a_sentencepiece_vocabulary_stop_at_once() -> None:
     assert ("".join(pieces), taken) == ("a", len(ids) + 2)
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_special_tokens(skip: bool) -> None:
+def test_special_tokens_are_left_out() -> None:
     actual = tokenizer("bytes")
     special = actual.backend.token_to_id("<|x|>")
     assert special is not None
     ids = [*actual.encode("a"), special, *actual.encode("b")]
-    stream = TextStream(actual, skip_special_tokens=skip)
-    assert "".join(stream.push(id) for id in ids) == ("ab" if skip else "a<|x|>b")
+    stream = TextStream(actual)
+    assert "".join(stream.push(id) for id in ids) == "ab"
 
 
 def test_a_long_text_is_decoded_a_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

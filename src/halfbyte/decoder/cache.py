@@ -1,9 +1,12 @@
-"""The KV cache of a decoder: keys and values of each layer, in floating point or in 8 bits, in buffers that grow.
+"""The KV cache of a decoder: `Cache` of sequences of one length, `Slots` of sequences that join and leave; `LayerCache` is one layer's.
 
-    buffer [B, Hkv, T, D]       tokens first … first + n - 1 of the sequence, at 0 … n - 1; T >= n
+    buffer [B, Hkv, T, D]       place p has token first + p of the sequence, for p < length; T >= length
 
-A layer with a sliding window keeps the tokens that a new one may attend to: when its buffer is full, the last window - 1 of them move to
-the front of it. Other layers get a larger buffer.
+On a CPU keys and values are float32, or in 8 bits the records of `layouts/records.py` (codes and scale of 32 elements side by side). On a
+GPU they are in the dtype of activations, or int8 codes with their scales in buffers of their own.
+
+Layers without a sliding window keep all tokens, in buffers that grow. A layer with a window keeps at least those that a new token attends
+to: when its buffer is full, the last window - 1 tokens move to the front, and `first` becomes larger.
 """
 
 from __future__ import annotations
@@ -21,18 +24,18 @@ from halfbyte.errors import ArgumentError
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.records import record_bytes, scales_of
 
-_STEP = 64  # tokens by which buffers grow at least
-_STEP_ON_GPU = 512  # there a larger buffer needs another CUDA graph, and one of another size other recorded launches
+_GROWTH = 64  # tokens: buffers grow by this at least, and have multiples of it
+_GROWTH_ON_GPU = 512  # there each size of a buffer needs a CUDA graph and recorded launches of its own
 _versions = itertools.count(1)
 
 
 class OnGpu(NamedTuple):
-    """Where a GPU's kernels want a cache: in 8 bits codes and scales are buffers of their own.
+    """How the cache of a model on a GPU is stored.
 
     Attributes:
-        device: Of the buffers.
+        device: The GPU. In tests a CPU, which computes as a GPU does.
         dtype: Of activations, and of keys and values that are not in 8 bits.
-        cpu_layers: The first layers whose caches are on the CPU, as its kernels want them.
+        cpu_layers: How many layers, the first ones, the CPU computes: their caches are as on a CPU.
     """
 
     device: torch.device
@@ -41,52 +44,55 @@ class OnGpu(NamedTuple):
 
 
 def _buffers(dim: int, int8: bool, where: OnGpu | None) -> list[tuple[int, torch.dtype]]:
-    """Elements of a head, and their type, in the buffers of keys and of values."""
+    """Return the last dimension and the dtype of each buffer of a layer with heads of `dim` elements: keys, values, then their scales."""
     if where is None:
         return [(record_bytes(dim), torch.int8) if int8 else (dim, torch.float32)] * 2
     return [(dim, torch.int8)] * 2 + [(scales_of(dim), torch.bfloat16)] * 2 if int8 else [(dim, where.dtype)] * 2
 
 
 def most_bytes(spec: LayerSpec, *, tokens: int, chunk: int, slots: int = 0, singles: int = 1, int8: bool, where: OnGpu) -> int:
-    """Return the bytes that a layer's caches have on a GPU, at most.
+    """Return an upper bound of the bytes that a layer's caches take on a GPU, by which memory is planned.
+
+    It follows from the sizes that `LayerCache.reserve`, `shift` and `fill` choose (tests/decoder/offload/test_placement.py compares them).
 
     Args:
         spec: The layer.
-        tokens: Of a sequence, at most.
-        chunk: Tokens that are read at a time, at most.
-        slots: Of sequences that are decoded at the same time.
-        singles: Sequences that have a cache of their own at the same time.
+        tokens: Maximum length of a sequence.
+        chunk: Maximum number of tokens that are read at a time.
+        slots: Number of slots of `Slots`; 0: there are none.
+        singles: Number of caches of one sequence at the same time.
         int8, where: As for `LayerCache`.
     """
     window, heads = spec.sliding_window, spec.attention.heads
 
     def sized(size: int) -> int:
         if window is not None:
-            size = min(size, window + min(chunk, tokens) + window // 4 + _STEP)
-        return round_up(size, _STEP if window is not None else _STEP_ON_GPU)
+            size = min(size, window + min(chunk, tokens) + window // 4 + _GROWTH)
+        return round_up(size, _GROWTH if window is not None else _GROWTH_ON_GPU)
 
     token = sum(width * dtype.itemsize for width, dtype in _buffers(heads.head_dim, int8, where)) * heads.num_kv_heads
-    return token * (slots * sized(tokens + max(tokens // 4, _STEP_ON_GPU)) + singles * sized(tokens))
+    return token * (slots * sized(tokens + max(tokens // 4, _GROWTH_ON_GPU)) + singles * sized(tokens))
 
 
 class LayerCache:
     """Keys and values of one layer.
 
     Attributes:
-        buffers: Keys and values, [B, Hkv, T, D] each; in 8 bits the records of `layouts/records.py` in place of D elements, or, on a GPU,
-            codes of keys, of values, scales of keys, of values.
-        first: Index in the sequence of the token at 0 of the buffers.
-        length: Tokens in the buffers.
-        buffer_id: Unique number of the buffers; others have another one.
+        buffers: Keys and values, [B, Hkv, T, D] each, or records instead of D elements. On a GPU in 8 bits: codes of keys, codes of values,
+            scales of keys, scales of values.
+        first: Index in the sequence of the token at place 0 of the buffers.
+        length: Number of tokens in the buffers.
+        buffer_id: Changes when the buffers are allocated anew; unique among all layers and caches.
     """
 
     def __init__(self, spec: LayerSpec, batch: int, *, int8: bool = False, where: OnGpu | None = None) -> None:
-        """Make an empty cache for `batch` sequences, on a CPU or where a GPU's kernels want it."""
+        """Make an empty cache of `batch` sequences. where: For a GPU; None: for a CPU."""
         heads = spec.attention.heads
         self._window, self.first, self.length, self.buffer_id = spec.sliding_window, 0, 0, next(_versions)
-        self._step, self._share = (_STEP, 1) if where is None else (_STEP_ON_GPU, 4)
-        # Tokens of a sliding window's buffer beyond the window: a GPU's kernels read these, too.
-        self._slack = 0 if self._window is None else _STEP + (self._window if where is None else self._window // 4)
+        # A full buffer grows by 1 / `_share` of its tokens, and by `_growth` at least.
+        self._growth, self._share = (_GROWTH, 1) if where is None else (_GROWTH_ON_GPU, 4)
+        # The most places that a window's buffer has beyond the window. Kernels of a GPU read all places, so there are fewer there.
+        self._slack = 0 if self._window is None else _GROWTH + (self._window if where is None else self._window // 4)
         device = torch.device("cpu") if where is None else where.device
         with torch.inference_mode(False):
             self.buffers = [
@@ -110,17 +116,25 @@ class LayerCache:
         return self.buffers[0].shape[2]
 
     def _slack_of(self, tokens: int) -> int:
-        """Return the tokens that a sliding window's buffer has beyond so many; until it is full, as many as other buffers."""
-        return min(self._slack, _STEP + max(tokens // self._share, self._step))
+        """Return how many places a window's buffer gets beyond `tokens`: as those of other layers, and `_slack` at most."""
+        return min(self._slack, _GROWTH + max(tokens // self._share, self._growth))
 
     def has_room(self, tokens: int) -> bool:
-        """Whether there is room for so many more tokens. A window's buffer that a long prompt has enlarged becomes smaller again."""
+        """Whether so many more tokens fit. In a window's buffer that a long prompt has enlarged, places beyond `_slack` do not count, so
+        that `reserve` makes it smaller again."""
         usable = self.size if self._window is None else min(self.size, self._window + tokens + self._slack)
         return usable - self.length >= tokens
 
     def reserve(self, tokens: int, most: int | None) -> bool:
-        """Make room for so many more tokens; `most` is the longest that the sequence can become. Returns whether the buffers are others,
-        or tokens have moved in them."""
+        """Make room for so many more tokens.
+
+        Args:
+            tokens: How many.
+            most: Maximum length of the sequence: no more places than for these are allocated; None: it is not known.
+
+        Returns:
+            Whether buffers were allocated anew, or tokens moved in them.
+        """
         if self.has_room(tokens):
             return False
         window, size = self._window, self.size
@@ -128,53 +142,63 @@ class LayerCache:
         wanted = kept + tokens
         if window is not None:
             grown = wanted + self._slack_of(wanted)
-            fits = grown - _STEP <= size <= 2 * grown
-        else:  # at least so many more, so that tokens are seldom copied
-            grown, fits = wanted + max(wanted // self._share, self._step), size >= wanted
+            fits = grown - _GROWTH <= size <= 2 * grown
+        else:
+            grown, fits = wanted + max(wanted // self._share, self._growth), size >= wanted
         if not fits:
-            size = round_up(grown if most is None else max(wanted, min(grown, most)), _STEP if window is not None else self._step)
-            size = size if most is None else min(size, round_up(max(wanted, most), _STEP))
+            size = round_up(grown if most is None else max(wanted, min(grown, most)), _GROWTH if window is not None else self._growth)
+            size = size if most is None else min(size, round_up(max(wanted, most), _GROWTH))
         self._move(self.length - kept, self.length, size)
         self.first += self.length - kept
         self.length = kept
         return True
 
     def shift(self, length: int) -> None:
-        """Renumber the tokens so that the sequence, to whose end they belong, has `length` of them."""
+        """Move the tokens so that they are the last ones of a sequence of `length` tokens, longer or shorter than now (`Slots._shift`)."""
         kept = length if self._window is None else min(length, self._window - 1)
         start = max(0, self.length - kept)
-        size = round_up(kept + self._step, self._step) if self._window is None else round_up(kept + self._slack_of(kept + 1), _STEP)
+        size = round_up(kept + self._growth, self._growth) if self._window is None else round_up(kept + self._slack_of(kept + 1), _GROWTH)
         self._move(start, self.length, self.size if kept < self.size <= 2 * size else size, kept - (self.length - start))
         self.first, self.length = length - kept, kept
 
     def _move(self, start: int, stop: int, size: int, to: int = 0) -> None:
-        """Move the tokens start … stop - 1 to `to`, with zeros before, in buffers of `size` tokens: other ones if that is another size."""
+        """Move the tokens at places start … stop - 1 to place `to`, with zeros before it, in buffers of `size` places: in new ones unless
+        these have the same size."""
         if size != self.size:
             self.buffer_id = next(_versions)
         with torch.inference_mode(False), torch.no_grad():
             self.buffers = [_moved(buffer, start, stop, size, to) for buffer in self.buffers]
 
-    def put(self, slot: int, other: LayerCache, length: int) -> None:
-        """Copy the last tokens of another cache's first sequence to the end of `length` tokens, as many as both have."""
-        count = min(other.length, length - self.first)
-        stop = length - self.first
-        for target, source in zip(self.buffers, other.buffers, strict=True):
-            if target.is_cpu and stop > count:  # masked, but read: not a number would stay one. A GPU's slots never hold one
-                target[slot, :, : stop - count] = 0
-            target[slot, :, stop - count : stop] = source[0, :, other.length - count : other.length]
+    def put(self, slots: slice, other: LayerCache, lengths: Tensor | None, length: int) -> None:
+        """Copy the newest tokens of another cache's sequences so that they end at index `length` of the sequences here.
 
-    def put_all(self, slots: slice, other: LayerCache, lengths: Tensor, length: int) -> None:
-        """Copy the sequences of another cache, which begin at 0 there and have `lengths` tokens [b], so that they end at `length`."""
-        count, stop = min(other.length, length - self.first), length - self.first
-        columns = lengths[:, None] - count + torch.arange(count, device=lengths.device)
+        Args:
+            slots: Where the sequences are copied to, as many as `other` has.
+            other: Their cache.
+            lengths: Tokens of each, int64 [b], where they begin at index 0 and end at different ones; None: all end where `other` ends.
+            length: Tokens of the sequences here. Older tokens, for which these buffers have no place, are left out.
+        """
+        stop = length - self.first
+        count = min(other.length, stop)
         for target, source in zip(self.buffers, other.buffers, strict=True):
-            if target.is_cpu:  # as in `put`
+            if target.is_cpu:  # what lies before the tokens is masked, but read: NaN times 0 is NaN. A GPU's buffers never hold one
                 target[slots, :, : stop - count] = 0
-            at = columns.clamp(min=0)[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3])
-            target[slots, :, stop - count : stop] = source.gather(2, at)
+            if lengths is None:
+                tokens = source[:, :, other.length - count : other.length]
+            else:
+                columns = (lengths[:, None] - count + torch.arange(count, device=lengths.device)).clamp(min=0)
+                tokens = source.gather(2, columns[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
+            target[slots, :, stop - count : stop] = tokens
 
     def copy_from(self, other: LayerCache, slot: int, start: int, length: int) -> None:
-        """Replace the contents by those of another cache's slot, whose sequence begins at index `start` and has `length` tokens to copy."""
+        """Replace the contents by the first `length` tokens of a sequence in another cache, or by those of them that a window needs.
+
+        Args:
+            other: A cache, for which `can_cut(start + length)` holds.
+            slot: Of the sequence.
+            start: Index at which it begins there.
+            length: Number of tokens.
+        """
         skipped, first = max(start - other.first, 0), max(other.first - start, 0)
         count = min(other.length - skipped, length - first)
         if self._window is not None and count > (kept := min(count, self._window - 1)):  # a slot may hold another sequence's before them
@@ -182,10 +206,10 @@ class LayerCache:
         self.fill([source[slot : slot + 1, :, skipped : skipped + count] for source in other.buffers], first + count)
 
     def fill(self, states: Sequence[Tensor], length: int) -> None:
-        """Replace the contents by the last tokens of sequences of `length` tokens, [B, Hkv, n, …] for each buffer; n is at least as many as
-        are attended to."""
+        """Replace the contents by the last n tokens of sequences of `length` tokens, [B, Hkv, n, …] for each buffer; n is at least as many
+        as a new token attends to."""
         count = states[0].shape[2]
-        size = round_up(count + self._step, _STEP if self._window is not None else self._step)
+        size = round_up(count + self._growth, _GROWTH if self._window is not None else self._growth)
         self.buffer_id, self.first, self.length = next(_versions), length - count, count
         with torch.inference_mode(False), torch.no_grad():
             self.buffers = [_allocated(old, tokens.shape, size) for old, tokens in zip(self.buffers, states, strict=True)]
@@ -193,11 +217,11 @@ class LayerCache:
                 buffer[:, :, :count] = tokens
 
     def can_cut(self, length: int) -> bool:
-        """Whether the tokens that are attended to after the first `length` of the sequence are still in the buffers."""
+        """Whether the buffers have all tokens that a new one behind the first `length` of the sequence attends to."""
         return length - (length if self._window is None else min(length, self._window - 1)) >= self.first
 
     def cut(self, length: int) -> bool:
-        """Forget the tokens of the sequence from `length` on. Returns False where a window has lost tokens that others need now."""
+        """Remove the tokens of the sequence from `length` on; return False, and remove nothing, where `can_cut` is False."""
         if not self.can_cut(length):
             return False
         self.length = length - self.first
@@ -205,7 +229,7 @@ class LayerCache:
 
 
 def _moved(buffer: Tensor, start: int, stop: int, size: int, to: int) -> Tensor:
-    """A buffer of `size` tokens with those from start to stop - 1 of another one at `to`, and zeros before: in place if it has as many."""
+    """Return a buffer of `size` places with the tokens at start … stop - 1 of another one at `to`; the same buffer if it has that size."""
     tokens = buffer[:, :, start:stop]
     if size == buffer.shape[2]:
         moved, tokens = buffer, tokens.clone()
@@ -219,9 +243,9 @@ def _moved(buffer: Tensor, start: int, stop: int, size: int, to: int) -> Tensor:
 
 
 def _allocated(like: Tensor, shape: Sequence[int], size: int) -> Tensor:
-    """A buffer of `size` tokens, but else of a shape [B, Hkv, T, D]."""
+    """Return a buffer of a shape [B, Hkv, T, D] with `size` in place of T, of the dtype and device of another one."""
     batch, heads, _, width = shape
-    # Steps on a GPU read free slots and what is behind the tokens, too.
+    # Steps on a GPU also read free slots and places behind the tokens, masked: these must not be NaN.
     return (like.new_empty if like.is_cpu or batch == 1 else like.new_zeros)((batch, heads, size, width))
 
 
@@ -229,13 +253,13 @@ class Cache:
     """Keys and values of sequences that have the same length.
 
     Attributes:
-        layers: One for each layer that has keys and values of its own.
-        by_layer: For each layer of the model, that whose keys and values it attends to.
-        length: Tokens of each sequence so far.
-        version: Changes when tokens are cut off or move, not when tokens are appended; unique among all caches.
-        buffer_version: Changes when buffers, or tokens in them, move; unique among all caches.
-        most: Tokens that each sequence will have at most; None: not known.
-        empty: Function that makes an empty cache of one sequence, otherwise like this one.
+        layers: Of each layer of the model that has keys and values of its own.
+        by_layer: For each layer of the model the cache that it attends to: its own, or that of its `kv_source`.
+        length: Number of tokens of each sequence.
+        version: Changes when tokens are removed or move, not when tokens are appended; unique among all caches.
+        buffer_version: Changes when buffers are allocated anew or tokens move in them; unique among all caches.
+        most: Maximum length of each sequence; None: it is not known.
+        empty: Makes an empty cache of one sequence with the same settings.
     """
 
     def __init__(
@@ -244,11 +268,11 @@ class Cache:
         """Make an empty cache.
 
         Args:
-            spec: Of the model.
+            spec: The model.
             batch: Number of sequences.
             int8: Keep keys and values in 8 bits, blocks of 32 elements with a scale each.
-            most: Tokens that the sequences will have at most, if known: no more memory than for these is reserved.
-            where: For a GPU; None: on a CPU, in float32.
+            most: Maximum length of the sequences: no more memory than for these is allocated; None: it is not known.
+            where: For a GPU; None: for a CPU.
         """
         if batch < 1:
             raise ArgumentError(f"a cache is for at least one sequence, got {batch}")
@@ -369,50 +393,34 @@ class Slots(Cache):
             self._invalidate()
         super().reserve(tokens)
 
-    def join(self, sequence: Cache) -> None:
-        """Copy a sequence into the next free slot.
+    def join(self, sequences: Cache, lengths: Sequence[int] | None = None) -> None:
+        """Copy sequences into the next free slots.
 
         Args:
-            sequence: The cache of one sequence.
-
-        Raises:
-            ArgumentError: All slots are taken.
-        """
-        self._take(1, sequence.length)
-        self.starts.append(self.length - sequence.length)
-        for slot, other in zip(self.layers, sequence.layers, strict=True):
-            slot.put(self.batch - 1, other, self.length)
-        self._invalidate()
-
-    def join_all(self, sequences: Cache, lengths: Sequence[int]) -> None:
-        """Copy several sequences into the next free slots.
-
-        Args:
-            sequences: A cache in which all of them begin at index 0, with all of their tokens.
-            lengths: Tokens of each.
+            sequences: Their cache.
+            lengths: Tokens of each, where they begin at index 0 and have different ones; None: all have `sequences.length`.
 
         Raises:
             ArgumentError: Fewer slots are free.
         """
-        self._take(len(lengths), max(lengths))
-        self.starts += [self.length - length for length in lengths]
-        slots = slice(self.batch - len(lengths), self.batch)
-        counts = torch.tensor(lengths, dtype=torch.int64, device="cpu").to(self.layers[0].keys.device)
-        for slot, other in zip(self.layers, sequences.layers, strict=True):
-            slot.put_all(slots, other, counts, self.length)
-        self._invalidate()
-
-    def _take(self, count: int, length: int) -> None:
-        """Take the next free slots for sequences of at most `length` tokens."""
+        count = sequences.batch
         if self.batch + count > self.capacity:
             raise ArgumentError(
                 f"{self.capacity - self.batch} of {self.capacity} slots are free, got {count} sequences: wait until others have left"
             )
+        longest = sequences.length if lengths is None else max(lengths)
         if self.batch == 0:
             self._clear()
-        if length > self.length:
-            self._shift(length - self.length)
+        if longest > self.length:
+            self._shift(longest - self.length)
+        self.starts += [self.length - length for length in ([longest] * count if lengths is None else lengths)]
+        slots = slice(self.batch, self.batch + count)
+        device = self.layers[0].keys.device
+        counts = None if lengths is None else torch.tensor(lengths, dtype=torch.int64, device="cpu").to(device)
+        for layer, other in zip(self.layers, sequences.layers, strict=True):
+            layer.put(slots, other, counts, self.length)
         self.batch += count
+        self._invalidate()
 
     def copy_of(self, slot: int) -> Cache:
         """Copy the sequence of a slot to a cache of its own."""
@@ -429,7 +437,7 @@ class Slots(Cache):
         self.starts.pop()
         self.batch = last
         unused = min(self.starts, default=0)
-        if unused > max(_STEP, self.length // 2):
+        if unused > max(_GROWTH, self.length // 2):
             self._shift(-unused)
         self._invalidate()
 
@@ -444,93 +452,3 @@ class Slots(Cache):
         self.starts = [start + tokens for start in self.starts]
         for layer in self.layers:
             layer.shift(self.length)
-
-
-class Prefix(NamedTuple):
-    """The cache of one sequence.
-
-    Attributes:
-        ids: The `cache.length` token ids of the sequence.
-        cache: Their keys and values.
-    """
-
-    ids: list[int]
-    cache: Cache
-
-
-class PrefixCache:
-    """The KV caches of earlier sequences, so that a prompt that begins like one of them is prefilled from where they differ.
-
-    Entries are whole caches; the least recently used ones are dropped beyond a number of bytes. A prompt that continues an entry takes it
-    over, one that shares a part of it gets a copy, as long as both fit.
-
-    Attributes:
-        entries: The least recently used one first.
-        limit: Bytes of all entries; the newest entry stays even if it is larger.
-    """
-
-    def __init__(self, limit: int = 0) -> None:
-        """Make an empty cache. limit: bytes; 0: keep only the newest sequence."""
-        self.limit, self.entries = limit, list[Prefix]()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all entries."""
-        return sum(entry.cache.nbytes for entry in self.entries)
-
-    def clear(self) -> None:
-        """Drop all entries."""
-        self.entries = []
-
-    def put(self, ids: Sequence[int], cache: Cache) -> None:
-        """Keep the cache of a sequence, which the caller gives away, and drop entries that it makes useless or that no longer fit."""
-        kept = list(ids[: cache.length])
-        self.entries = [entry for entry in self.entries if entry.ids != kept[: len(entry.ids)] or not cache.can_cut(len(entry.ids))]
-        self.entries.append(Prefix(kept, cache))
-        used = self.nbytes
-        while len(self.entries) > 1 and used > self.limit:
-            used -= self.entries.pop(0).cache.nbytes
-
-    def take(self, prompt: Sequence[int], most: int, least: int, switch: int | None) -> tuple[Cache, int] | None:
-        """Return a cache with the longest prefix of a prompt that an entry has.
-
-        Args:
-            prompt: Token ids.
-            most: Tokens of the prefix, at most.
-            least: Tokens of the prefix, at least.
-            switch: Length at which rope switches frequencies: a prompt on one side of it shares nothing with an entry on the other.
-
-        Returns:
-            The cache, which belongs to the caller, and its length; None where no entry has a prefix of `least` tokens.
-        """
-        if most < least:
-            return None
-        best, longest = self.find(prompt, most, least, switch)
-        if best is None:
-            if not self.limit:  # the cache that the caller makes replaces the newest sequence's: memory for both may not be there
-                self.clear()
-            return None
-        self.entries.remove(best)
-        if longest < best.cache.length and self.nbytes + 2 * best.cache.nbytes <= self.limit:
-            self.entries.append(best)  # the most recently used one
-            return best.cache.copy(longest), longest
-        best.cache.cut(longest)
-        return best.cache, longest
-
-    def find(self, prompt: Sequence[int], most: int, least: int, switch: int | None) -> tuple[Prefix | None, int]:
-        """Return the entry that `take` would use, and the tokens of the prefix."""
-        ids, best, longest = list(prompt), None, max(least, 1) - 1
-        for entry in self.entries:
-            same_frequencies = switch is None or (entry.cache.length > switch) == (len(ids) > switch)
-            same = common_prefix(entry.ids, ids, min(most, entry.cache.length))
-            if same_frequencies and same > longest and entry.cache.can_cut(same):
-                best, longest = entry, same
-        return best, longest
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int], most: int) -> int:
-    """The number of tokens, at most so many, of the common prefix of two sequences."""
-    most = min(most, len(one), len(other))
-    if one[:most] == other[:most]:
-        return most
-    return next(index for index in range(most) if one[index] != other[index])

@@ -1,21 +1,22 @@
-"""A decoder layer on a GPU: the launches of a decode step and of a prefill.
+"""One decoder layer on a GPU: `decode` for one new token of each sequence, `prefill` for many.
 
-One new token of each sequence:
+`decode`, x [B, 1, K]:
 
-    qkv  = normed_linear(x, norm, q | k | v)                 queries, keys and values: a product for each weight
-    a    = attend(qkv, …)                                    qk norms, rope, the cache's new entry, attention; two kernels
-    h    = linear(a, o, residual=x)                          or, where a norm follows: h, z = add_normed(linear(a, o), x, norm, …)
-    g    = normed_linear(h, norm, gate | up, gates)          f(gate) * up, or f(up) where there are no gates
-    y    = linear(g, down, residual=h)                       or add_normed(linear(g, down), h, norm)
-    y    = add_experts(h, …)                                 in place of these two for a mixture of experts
-    y    = add_normed(linear(f(linear(y, gate)) * e, …), y)  after these, where a layer has an input e of its own
+    qkv  = normed_linear(x, pre_norm, qkv weights)                  one product where q, k and v are fused, else three
+    a    = attend(qkv, rope, KV cache)                              qk norms, rope, append to the cache, attention: two kernels
+    h    = linear(a, o_proj, residual=x)                            with a post norm: h, z = add_normed(linear(a, o_proj), x, norms)
+    g    = normed_linear(h, pre_norm, gate_up, gates)               act(gate) * up, or act(up) without gates
+    y    = linear(g, down_proj, residual=h)                         with a post norm: add_normed(linear(g, down_proj), h, norm)
+    y    = add_experts(h, experts)                                  in place of g and y for a mixture of experts
+    y    = add_normed(linear(act(linear(y, gate)) * e, proj), y)    after these, for a layer with a per-layer input e
 
-Many tokens of each sequence: the same with norms and gates in kernels of their own, `apply_rope` (qk norms, rope and the cache's new
-entries) and
-`attend_many`. An op that a GPU has no kernel for is that op in torch (`ops`). All launches of a layer are replayed together, once layers
-with the same launches have made them twice (`replay_layer`): one by one they take the host longer than the GPU.
+`prefill` computes the same with norms and gates in kernels of their own, `apply_rope` (qk norms, rope, append to the cache) and
+`attend_many`. The functions of `halfbyte.ops` compute an op in torch where the GPU has no kernel for it.
 
-Called by `lower_gpu.py` with layers of a specification, and by `integrations` with those of live modules.
+Launched one by one, the kernels of a layer take the host longer than the GPU. So the second time that layers make the same launches these
+are recorded, and replayed from then on (`replay_layer`).
+
+`lower_gpu.py` calls this with layers of a specification, `integrations/transformers/decoder/gpu_run.py` with those of live modules.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from halfbyte.ops.transformer.routing import add_experts
 from halfbyte.ops.transformer.sublayers import MLP, Attention, Norm, PerLayerInput
 from halfbyte.ops.transformer.weights import Weight
 
-Rotary = tuple[Tensor, Tensor] | None  # cosines and sines
+Rotary = tuple[Tensor, Tensor] | None  # cosines and sines of the tokens' positions; None: heads are not rotated
 
 
 class Projection(Protocol):
@@ -55,32 +56,37 @@ class Projection(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """linear(x)"""
 
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + linear(x)"""
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + multiplier * linear(x)"""
 
 
 class PackedProjection(NamedTuple):
-    """`Projection` of a packed weight: factor * linear(x)."""
+    """`Projection` of a packed weight.
+
+    Attributes:
+        weight: The weight, with its bias.
+        multiplier: Of the output, where torch multiplies it; 1 where another kernel does, or nothing.
+    """
 
     weight: Weight
-    factor: float = 1.0
+    multiplier: float = 1.0
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight.packed, self.weight.bias, **_how(self.weight))
+        return linear(x, self.weight.packed, self.weight.bias, **_compute_of(self.weight))
 
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
-        if self.factor != 1:
-            return residual + self(x) * self.factor
-        return linear(x, self.weight.packed, self.weight.bias, residual=residual, **_how(self.weight))
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        if self.multiplier != 1:
+            return residual + self(x) * self.multiplier
+        return linear(x, self.weight.packed, self.weight.bias, residual=residual, **_compute_of(self.weight))
 
 
 class KeyValues(NamedTuple):
-    """The KV cache of a layer as kernels take it.
+    """The KV cache of a layer, as kernels read and write it.
 
     Attributes:
-        keys, values: [B, Hkv, T, D], written from `length` on: of the activations' type, or int8 codes.
-        length: int64, one number: tokens in the cache before the new ones; None: 0.
-        scales: Of keys and of values that are codes, bfloat16 [B, Hkv, T, ceil(D / 32)].
+        keys, values: [B, Hkv, T, D], in the dtype of activations or int8 codes. New tokens are written from index `length` on.
+        length: int64 [1] on the GPU: tokens in the cache before the new ones; None: 0.
+        scales: Of the codes of keys and of values, bfloat16 [B, Hkv, T, ceil(D / 32)]; None: keys and values are not codes.
     """
 
     keys: Tensor
@@ -91,15 +97,17 @@ class KeyValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
-    """A decoder layer, as its kernels read it.
+    """A decoder layer, as `decode` and `prefill` read it.
 
     Attributes:
-        attention: Its attention.
-        mlp: Its MLP or mixture of experts; None where the caller computes these.
-        o_proj, down_proj: The linear layers that add to the residual stream; `down_proj` is None for experts.
-        per_layer: What it does with an input of its own, and the linear layer that adds; None where it has none.
-        launch_id: Equal for layers that launch the same kernels; None: the launches of a layer are not replayed together.
-        operands: Tensors that kernels read in addition to x, rope, mask and cache; only of layers with a `launch_id`.
+        attention: The attention sublayer.
+        mlp: The MLP or mixture of experts; None: the output is that of the attention sublayer, and the caller computes the rest.
+        o_proj: The output projection of attention, with its addition to the residual stream.
+        down_proj: That of the MLP; None where `mlp` is none.
+        per_layer: How the per-layer input is added, and its last projection; None: the layer has no per-layer input.
+        launch_id: Equal for layers that differ in nothing but the addresses of `operands`, so that they replay the same recorded
+            launches; None: launches of this layer are not replayed together.
+        operands: All tensors of the layer that kernels read; () without `launch_id`.
     """
 
     attention: Attention
@@ -110,26 +118,29 @@ class GpuLayer:
     launch_id: int | None = None
     operands: tuple[Tensor, ...] = ()
 
-    def linked(self) -> GpuLayer:
-        """Return the layer with `launch_id` and `operands`, which must not change from then on."""
+    def replayable(self) -> GpuLayer:
+        """Return the layer with `launch_id` and `operands`, or as it is where its launches cannot be replayed together. From then on its
+        tensors must not move."""
         parts = [*parts_of((self.attention, self.mlp, None if self.per_layer is None else self.per_layer[0]))]
-        tensors = [one.data if isinstance(one, Packed) else one for one in parts if isinstance(one, Packed | Tensor)]
-        if len(self.attention.qkv) > 1 or any(tensor.data_ptr() % 16 or not tensor.is_contiguous() for tensor in tensors):
-            return self  # products that torch joins, and tensors that kernels copy first
-        if any(isinstance(one, Weight) and one.compute == "int8" for one in parts):
+        tensors = [part.data if isinstance(part, Packed) else part for part in parts if isinstance(part, Packed | Tensor)]
+        if len(self.attention.qkv) > 1:  # torch concatenates their products
             return self
-        if any(isinstance(one, PackedProjection) and one.factor != 1 for one in (self.o_proj, self.down_proj)):
-            return self  # which torch multiplies
-        first = dict[int, int]()
-        same_as = [first.setdefault(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)]  # a tensor is one operand
-        launch_id = _launch_id((*map(_kind_of, parts), *same_as))
-        return replace(self, launch_id=launch_id, operands=tuple(tensors[index] for index in first.values()))
+        if any(tensor.data_ptr() % 16 or not tensor.is_contiguous() for tensor in tensors):  # kernels copy these first
+            return self
+        if any(isinstance(part, Weight) and part.compute == "int8" for part in parts):
+            return self
+        if any(isinstance(part, PackedProjection) and part.multiplier != 1 for part in (self.o_proj, self.down_proj)):  # by torch
+            return self
+        first_index = dict[int, int]()  # by address
+        same_as = [first_index.setdefault(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)]
+        launch_id = _launch_id((*map(_launch_key, parts), *same_as))
+        return replace(self, launch_id=launch_id, operands=tuple(tensors[index] for index in first_index.values()))
 
 
-def _kind_of(part: object) -> Hashable:
-    """What a part of a layer has in common with that of another one whose kernels read other addresses alone."""
+def _launch_key(part: object) -> Hashable:
+    """Everything of a part of a layer that decides which kernels are launched, and how: all but the addresses of tensors."""
     if isinstance(part, Packed):
-        return part.name, part.shape, _kind_of(part.data)
+        return part.name, part.shape, _launch_key(part.data)
     if isinstance(part, Tensor):
         return part.shape, part.dtype, part.get_device()
     return (type(part), len(part)) if isinstance(part, tuple) else part
@@ -139,45 +150,53 @@ _launch_ids = itertools.count()
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch_id(launches: Hashable) -> int:
-    """Return a number that tells `launches` from all others. One that is forgotten is not given again: later layers get another."""
+def _launch_id(key: Hashable) -> int:
+    """Return a number for a key of launches, unique even after the key was evicted: then the key gets a new number."""
     return next(_launch_ids)
 
 
 def packed_layer(attention: Attention, mlp: MLP | Experts | None, per_layer_input: PerLayerInput | None = None) -> GpuLayer:
-    """Make a layer of packed weights, without `launch_id`; `per_layer_input`: what it does with an input of its own."""
-    o_factor, down_factor = 1.0, 1.0
-    if (
-        attention.residual_multiplier != 1 and attention.o_proj.bias is not None
-    ):  # kernels multiply what the products read, which a bias does not follow
-        attention, o_factor = attention._replace(residual_multiplier=1.0), attention.residual_multiplier
-    o_proj = PackedProjection(attention.o_proj, o_factor)
-    if not isinstance(mlp, MLP):
-        return GpuLayer(attention, mlp, o_proj, None)
-    if mlp.residual_multiplier != 1 and mlp.down_proj.bias is not None:
-        mlp, down_factor = mlp._replace(residual_multiplier=1.0), mlp.residual_multiplier
+    """Make a layer, without `launch_id`, from its sublayers of packed weights."""
+    o_proj, down_proj = PackedProjection(attention.o_proj), None
+    # Kernels scale the input of a projection instead of its output. A bias would not be scaled: torch scales the output then.
+    if attention.residual_multiplier != 1 and attention.o_proj.bias is not None:
+        o_proj = PackedProjection(attention.o_proj, attention.residual_multiplier)
+        attention = attention._replace(residual_multiplier=1.0)
+    if isinstance(mlp, MLP):
+        down_proj = PackedProjection(mlp.down_proj)
+        if mlp.residual_multiplier != 1 and mlp.down_proj.bias is not None:
+            down_proj = PackedProjection(mlp.down_proj, mlp.residual_multiplier)
+            mlp = mlp._replace(residual_multiplier=1.0)
     per_layer = None if per_layer_input is None else (per_layer_input, PackedProjection(per_layer_input.projection))
-    return GpuLayer(attention, mlp, o_proj, PackedProjection(mlp.down_proj, down_factor), per_layer)
+    return GpuLayer(attention, mlp, o_proj, down_proj, per_layer)
 
 
 def replay_layer(
     name: str,
     layer: GpuLayer,
-    steps: Callable[[], Sequence[Tensor]],
+    compute: Callable[[], Sequence[Tensor]],
     x: Tensor,
-    others: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
     *settings: Hashable,
     undo: Callable[[], object] | None = None,
 ) -> Sequence[Tensor]:
-    """The results of steps that depend on x, others and settings, from one replay of all recorded launches where possible."""
+    """Return what a function computes, by one replay of its recorded launches where the layer has a `launch_id`.
+
+    Args:
+        name: Of the function: launches of different functions are not the same.
+        layer: The layer.
+        compute: Launches the kernels, which depend on nothing but the other arguments.
+        x, inputs: All tensors that the kernels read or write but the layer's own.
+        settings: Everything else that `compute` depends on.
+        undo: Undoes what `compute` changes in place, so that the check of the recording can compute once more.
+    """
     if layer.launch_id is not None and x.is_cuda and plain(x):
         with on(x):
-            how = name, layer.launch_id, *settings
-            return replayed(steps, (x, *others), *how, constants=layer.operands, undo=undo, verify=True)
-    return steps()
+            return replayed(compute, (x, *inputs), name, layer.launch_id, *settings, constants=layer.operands, undo=undo, verify=True)
+    return compute()
 
 
-# One token of each sequence
+# One new token of each sequence
 
 
 def decode(
@@ -190,67 +209,63 @@ def decode(
     *,
     advance: int = 0,
 ) -> Tensor:
-    """Compute a layer's output for one new token of each sequence, which enters the cache.
+    """Compute a layer's output [B, 1, K] for one new token of each sequence, and append its keys and values to the cache.
 
     Args:
         layer: The layer.
         x: [B, 1, K]
-        rotary: Cosines and sines of the tokens' positions, each [B or 1, R / 2], as `ops.transformer.attend.attend` takes them.
+        rotary: Each [B or 1, R / 2], as `ops.transformer.attend.attend` takes them.
         cache: Its KV cache.
-        mask: bool [B or 1, T]: which tokens of the cache may be seen; None: all that are there.
+        mask: bool [B or 1, T]: which tokens of the cache are attended to; None: all that are in it.
         per_layer_input: [B, 1, P], if the layer has one.
         advance: 0 or 1, added to the cache's length.
     """
     length = cache.length
     assert length is not None
 
-    def steps() -> list[Tensor]:
-        return [add_per_layer_input(layer, _decoded(layer, x, rotary, cache, mask, advance), per_layer_input)]
+    def compute() -> list[Tensor]:
+        return [add_per_layer_input(layer, _decode(layer, x, rotary, cache, mask, advance), per_layer_input)]
 
-    others = mask, *(rotary or (None, None)), cache.keys, cache.values, length, *(cache.scales or (None, None)), per_layer_input
-    (y,) = replay_layer("token", layer, steps, x, others, advance, undo=lambda: length.sub_(advance))
+    inputs = mask, *(rotary or (None, None)), cache.keys, cache.values, length, *(cache.scales or (None, None)), per_layer_input
+    (y,) = replay_layer("token", layer, compute, x, inputs, advance, undo=lambda: length.sub_(advance))
     return y
 
 
-def _decoded(layer: GpuLayer, x: Tensor, rotary: Rotary, cache: KeyValues, mask: Tensor | None, advance: int) -> Tensor:
-    first, second, read = layer.attention, layer.mlp, x
-    if _is_parallel(second) and first.pre_norm is not None:
-        read, first, second = normed(x, first.pre_norm), first._replace(pre_norm=None), second._replace(pre_norm=None)
-    products = [_product(read, first.pre_norm, weight) for weight in first.qkv]
+def _decode(layer: GpuLayer, x: Tensor, rotary: Rotary, cache: KeyValues, mask: Tensor | None, advance: int) -> Tensor:
+    """The launches of `decode`, without those of the per-layer input."""
+    attention, mlp, z = layer.attention, _without_common_norm(layer), x
+    if _is_parallel(mlp) and attention.pre_norm is not None:  # both sublayers read norm(x), which is computed once
+        z, attention = normed(x, attention.pre_norm), attention._replace(pre_norm=None)
+    products = [_product(z, attention.pre_norm, weight) for weight in attention.qkv]
     qkv = (torch.cat(products, -1) if len(products) > 1 else products[0]).view(len(x), -1)
     assert cache.length is not None
-    how: dict[str, Any] = {"scales": cache.scales, "factor": first.residual_multiplier, "advance": advance}
-    seen = attend(qkv, rotary, cache.keys, cache.values, cache.length, mask, first.heads, **how).unsqueeze(1)
-    if not isinstance(second, MLP):
-        h, _ = added(first, layer.o_proj, seen, x)
-        return h if second is None else add_experts(h, second)
-    assert layer.down_proj is not None
-    h, z = added(first, layer.o_proj, seen, x, second.pre_norm)
-    if not second.parallel_residual:
-        read = h if z is None else z
-    before = second.pre_norm if z is None else None
-    inner = _product(read, before, second.gate_up, second.gate_function, second.residual_multiplier, gated=second.gated)
-    return added(second, layer.down_proj, inner, h)[0]
+    settings: dict[str, Any] = {"scales": cache.scales, "factor": attention.residual_multiplier, "advance": advance}
+    attended = attend(qkv, rotary, cache.keys, cache.values, cache.length, mask, attention.heads, **settings).unsqueeze(1)
+
+    def gate_up(mlp: MLP, z: Tensor, norm: Norm | None) -> Tensor:
+        return _product(z, norm, mlp.gate_up, mlp.gate_function, mlp.residual_multiplier, gated=mlp.gated)
+
+    return _after_attention(layer, mlp, attended, x, z, gate_up)
 
 
-def _is_parallel(sublayer: MLP | Experts | None) -> TypeGuard[MLP]:
+def _is_parallel(mlp: MLP | Experts | None) -> TypeGuard[MLP]:
     """Whether it reads what attention reads."""
-    return isinstance(sublayer, MLP) and sublayer.parallel_residual
+    return isinstance(mlp, MLP) and mlp.parallel_residual
 
 
 def _product(
     x: Tensor, norm: Norm | None, weight: Weight, gates: GateFunction | Literal[""] = "", factor: float = 1.0, *, gated: bool = True
 ) -> Tensor:
-    """`normed_linear` as the weight computes."""
+    """Compute factor * act(linear(norm(x))), where a weight computes in floating point by `normed_linear`, in int8 by separate kernels."""
     if weight.compute != "int8":
         return normed_linear(x, norm, weight.packed, weight.bias, gates=gates, gated=gated, factor=factor)
     z = x if norm is None else normed(x, norm)
-    y = linear(z, weight.packed, weight.bias, **_how(weight))
+    y = linear(z, weight.packed, weight.bias, **_compute_of(weight))
     return activated(y, gates, factor, gated=gated) if gates else y
 
 
-def _how(weight: Weight) -> dict[str, Any]:
-    """The compute of a weight on a GPU, as `linear` takes it."""
+def _compute_of(weight: Weight) -> dict[str, Any]:
+    """The arguments of `linear` that say how a weight computes; "auto" is "float" on a GPU."""
     return {"compute": "int8", "activation": weight.activation} if weight.compute == "int8" else {"compute": "float"}
 
 
@@ -267,27 +282,27 @@ def prefill(
     *,
     name: str = "prompt",
 ) -> Tensor:
-    """Compute a layer's output for many tokens of each sequence, which enter the cache.
+    """Compute a layer's output [B, t, K] for t new tokens of each sequence, and write their keys and values to the cache.
 
     Args:
-        layer: The layer; where it makes no keys and values of its own, these are in the cache already.
-        x: [B, T, K]
-        rotary: Cosines and sines of the tokens' positions, each [B or 1, T, R / 2], as `ops.transformer.prefill_ops.apply_rope` takes them.
+        layer: The layer. Where it reuses keys and values of another layer, these are in the cache already.
+        x: [B, t, K]
+        rotary: Each [B or 1, t, R / 2], as `ops.transformer.prefill_ops.apply_rope` takes them.
         cache: Its KV cache, in floating point.
-        mask: bool [B or 1, T, S]: which tokens of the cache each new one may see; None: all up to itself.
-        per_layer_input: [B, T, P], if the layer has one.
-        name: The name of the recorded launches.
+        mask: bool [B or 1, t, T]: which tokens of the cache each new one attends to; None: all up to itself.
+        per_layer_input: [B, t, P], if the layer has one.
+        name: Of the recorded launches (`replay_layer`).
 
     Returns:
-        The output, or that of the attention where `layer.mlp` is None.
+        The output, or that of the attention sublayer where `layer.mlp` is None.
     """
 
-    def steps() -> list[Tensor]:
-        z, queries = _before(layer.attention, x, rotary, cache)
-        return [_after(layer, x, z, queries, cache, mask, per_layer_input)]
+    def compute() -> list[Tensor]:
+        z, queries = _queries(layer.attention, x, rotary, cache)
+        return [_attend(layer, x, z, queries, cache, mask, per_layer_input)]
 
-    others = mask, *(rotary or (None, None)), cache.keys, cache.values, cache.length, per_layer_input
-    (y,) = replay_layer(name, layer, steps, x, others)
+    inputs = mask, *(rotary or (None, None)), cache.keys, cache.values, cache.length, per_layer_input
+    (y,) = replay_layer(name, layer, compute, x, inputs)
     return y
 
 
@@ -300,90 +315,128 @@ def prefill_with(
     per_layer_input: Tensor | None = None,
     length: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """`prefill` with a cache that takes new keys and values by a function, or with none.
+    """`prefill` for a cache that kernels do not write to: new keys and values are computed, `update` appends them, then follows attention.
 
     Args:
         layer, x, rotary, per_layer_input: As for `prefill`.
-        update: New keys and values [B, Hkv, T, D] -> all that there are, [B, Hkv, S, D]; None: the new ones are all.
-        mask: bool [B or 1, T, S or more].
-        length: int64, one number: tokens before the new ones in what `update` returns; None: by the mask, or none.
+        update: From new keys and values [B, Hkv, t, D] to those of all tokens, [B, Hkv, S, D]; None: there is no cache.
+        mask: bool [B or 1, t, S or more], as for `prefill`.
+        length: int64 [1]: tokens before the new ones in what `update` returns; None: the mask tells, or there are none.
 
     Returns:
-        The output, and keys and values.
+        The output, and keys and values of all tokens.
     """
-    first, heads = layer.attention, layer.attention.heads
+    attention, heads = layer.attention, layer.attention.heads
 
-    def begin() -> list[Tensor]:
+    def project() -> list[Tensor]:
         keys, values = (output(x.new_empty(len(x), heads.num_kv_heads, x.shape[1], heads.head_dim)) for _ in range(2))
-        z, queries = _before(first, x, rotary, KeyValues(keys, values, None))
+        z, queries = _queries(attention, x, rotary, KeyValues(keys, values, None))
         return [keys, values, queries, *(() if z is x else (z,))]
 
-    keys, values, queries, *read = replay_layer("before", layer, begin, x, rotary or (None, None))
-    z = read[0] if read else x
+    keys, values, queries, *normed_x = replay_layer("before", layer, project, x, rotary or (None, None))
+    z = normed_x[0] if normed_x else x
     if update is not None:
         keys, values = update(keys, values)
-    seen = None if mask is None else mask[..., : keys.shape[2]]
+    mask = None if mask is None else mask[..., : keys.shape[2]]
 
-    def end() -> list[Tensor]:
-        return [_after(layer, x, z, queries, KeyValues(keys, values, length), seen, per_layer_input)]
+    def attend_and_mlp() -> list[Tensor]:
+        return [_attend(layer, x, z, queries, KeyValues(keys, values, length), mask, per_layer_input)]
 
-    (y,) = replay_layer("after", layer, end, x, (None if z is x else z, queries, keys, values, length, seen, per_layer_input))
+    inputs = None if z is x else z, queries, keys, values, length, mask, per_layer_input
+    (y,) = replay_layer("after", layer, attend_and_mlp, x, inputs)
     return y, (keys, values)
 
 
-def _before(sublayer: Attention, x: Tensor, rotary: Rotary, cache: KeyValues) -> tuple[Tensor, Tensor]:
-    """The input of the products, and queries; keys and values are written to the cache."""
-    z = x if sublayer.pre_norm is None else normed(x, sublayer.pre_norm)
-    products = [linear(z, weight.packed, weight.bias, **_how(weight)) for weight in sublayer.qkv]
-    joined = torch.cat(products, -1) if len(products) > 1 else products[0]
-    return z, apply_rope(joined, rotary, cache.keys, cache.values, cache.length, sublayer.heads)
+def _queries(attention: Attention, x: Tensor, rotary: Rotary, cache: KeyValues) -> tuple[Tensor, Tensor]:
+    """Return z = norm(x), and the queries after qk norms and rope; write keys and values to the cache."""
+    z = x if attention.pre_norm is None else normed(x, attention.pre_norm)
+    products = [linear(z, weight.packed, weight.bias, **_compute_of(weight)) for weight in attention.qkv]
+    qkv = torch.cat(products, -1) if len(products) > 1 else products[0]
+    return z, apply_rope(qkv, rotary, cache.keys, cache.values, cache.length, attention.heads)
 
 
-def _after(
+def _attend(
     layer: GpuLayer, x: Tensor, z: Tensor, queries: Tensor, cache: KeyValues, mask: Tensor | None, per_layer_input: Tensor | None
 ) -> Tensor:
-    """The layer's output, or that of its attention sublayer."""
-    first, second, heads = layer.attention, layer.mlp, layer.attention.heads
-    how: dict[str, Any] = {"factor": first.residual_multiplier, "sinks": heads.sinks, "softcap": heads.softcap}
-    read = attend_many(queries, cache.keys, cache.values, cache.length, mask, heads.scale, **how)
-    if not isinstance(second, MLP):
-        h, _ = added(first, layer.o_proj, read, x)
-        return h if second is None else add_experts(h, second)
-    assert layer.down_proj is not None
-    h, then = added(first, layer.o_proj, read, x, None if second.parallel_residual else second.pre_norm)
-    if not second.parallel_residual:
-        z = then if then is not None else h if second.pre_norm is None else normed(h, second.pre_norm)
-    product = linear(z, second.gate_up.packed, second.gate_up.bias, **_how(second.gate_up))
-    y = added(second, layer.down_proj, activated(product, second.gate_function, second.residual_multiplier, gated=second.gated), h)[0]
-    return add_per_layer_input(layer, y, per_layer_input)
+    """Return the layer's output from its queries and its cache. z: norm(x), which a parallel MLP reads."""
+    attention, heads = layer.attention, layer.attention.heads
+    settings: dict[str, Any] = {"factor": attention.residual_multiplier, "sinks": heads.sinks, "softcap": heads.softcap}
+    attended = attend_many(queries, cache.keys, cache.values, cache.length, mask, heads.scale, **settings)
+
+    def gate_up(mlp: MLP, z: Tensor, norm: Norm | None) -> Tensor:
+        z = z if norm is None else normed(z, norm)
+        product = linear(z, mlp.gate_up.packed, mlp.gate_up.bias, **_compute_of(mlp.gate_up))
+        return activated(product, mlp.gate_function, mlp.residual_multiplier, gated=mlp.gated)
+
+    return add_per_layer_input(layer, _after_attention(layer, _without_common_norm(layer), attended, x, z, gate_up), per_layer_input)
 
 
 # Both
 
 
-def added(
-    sublayer: Attention | MLP | PerLayerInput, projection: Projection, x: Tensor, residual: Tensor, then: Norm | None = None
+def _without_common_norm(layer: GpuLayer) -> MLP | Experts | None:
+    """Return the layer's MLP; a parallel one without its norm where attention has that norm, as it reads the same norm(x) then."""
+    mlp = layer.mlp
+    return mlp._replace(pre_norm=None) if _is_parallel(mlp) and layer.attention.pre_norm is not None else mlp
+
+
+def _after_attention(
+    layer: GpuLayer,
+    mlp: MLP | Experts | None,
+    attended: Tensor,
+    x: Tensor,
+    z: Tensor,
+    gate_up: Callable[[MLP, Tensor, Norm | None], Tensor],
+) -> Tensor:
+    """Compute the layer's output from that of attention, before its output projection.
+
+    Args:
+        layer: The layer.
+        mlp: Its MLP, `_without_common_norm`.
+        attended: [B, t, heads * D]
+        x: The layer's input, [B, t, K].
+        z: What a parallel MLP reads, norm(x) or x.
+        gate_up: Computes act(gate(norm(z))) * up(norm(z)), or without norm(), for the MLP.
+    """
+    attention = layer.attention
+    if not isinstance(mlp, MLP):
+        h, _ = add_to_residual(attention, layer.o_proj, attended, x)
+        return h if mlp is None else add_experts(h, mlp)
+    assert layer.down_proj is not None
+    h, normed_h = add_to_residual(attention, layer.o_proj, attended, x, None if mlp.parallel_residual else mlp.pre_norm)
+    if not mlp.parallel_residual:
+        z = h if normed_h is None else normed_h
+    gated = gate_up(mlp, z, mlp.pre_norm if normed_h is None else None)
+    return add_to_residual(mlp, layer.down_proj, gated, h)[0]
+
+
+def add_to_residual(
+    sublayer: Attention | MLP | PerLayerInput, projection: Projection, x: Tensor, residual: Tensor, next_norm: Norm | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """h = residual + norm(projection(x)), or times the factor of the output, and then(h) where that takes no further kernel."""
+    """Compute h = (residual + post_norm(projection(x))) * layer_scale, the post norm and the scale where the sublayer has them.
+
+    Returns:
+        h, and next_norm(h) where the kernel that computes h can compute that, too; else None.
+    """
     if sublayer.post_norm is None:
-        return projection.added(x, residual), None
+        return projection.add_to(residual, x), None
     scale = None if isinstance(sublayer, Attention) else sublayer.layer_scale
     if not sublayer.post_norm.layer_norm:
-        then = None if then is not None and then.layer_norm else then
-        return add_normed(projection(x), residual, sublayer.post_norm, then, scale)
+        next_norm = None if next_norm is not None and next_norm.layer_norm else next_norm
+        return add_normed(projection(x), residual, sublayer.post_norm, next_norm, scale)
     h = residual + normed(projection(x), sublayer.post_norm)
     return h if scale is None else h * scale, None
 
 
 def add_per_layer_input(layer: GpuLayer, h: Tensor, per_layer_input: Tensor | None) -> Tensor:
-    """The output of a layer that has an input of its own, from that of its other parts; or h."""
+    """Compute h + norm(projection(act(gate(h)) * per_layer_input)) for a layer with a per-layer input; h for others."""
     if layer.per_layer is None:
         return h
     assert per_layer_input is not None
-    third, projection = layer.per_layer
-    weight, bias = third.gate[:2]
+    sublayer, projection = layer.per_layer
+    weight, bias = sublayer.gate[:2]
     if torch.compiler.is_compiling():
-        inner = normed_linear(h, None, weight, bias, gates=third.activation, gated=False) * per_layer_input
+        gated = normed_linear(h, None, weight, bias, gates=sublayer.activation, gated=False) * per_layer_input
     else:
-        inner = activated(normed_linear(h, None, weight, bias), third.activation, gated=False, multiplier=per_layer_input)
-    return added(third, projection, inner, h)[0]
+        gated = activated(normed_linear(h, None, weight, bias), sublayer.activation, gated=False, multiplier=per_layer_input)
+    return add_to_residual(sublayer, projection, gated, h)[0]

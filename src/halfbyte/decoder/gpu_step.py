@@ -14,7 +14,8 @@ A step is for up to B sequences. Rows without one compute, too, and write to slo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -26,6 +27,7 @@ from halfbyte.ops.graph_capture import CapturedGraph
 
 _GROUP = 4  # numbers of a group in `state`: kernels read tensors that begin at multiples of 16 bytes
 _LEAST_WIDTH = 16
+_MOST_STEPS = 32  # whose graphs are kept
 # Sequences of steps: few graphs, and few rows without a sequence, whose keys and values are read for nothing.
 _BATCHES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 
@@ -266,6 +268,53 @@ class DecodeStep:
             begun = columns >= (self._places(self._starts) - first)[:, None]
             mask = begun if mask is None else mask & begun
         return mask
+
+
+class DecodeSteps:
+    """The decode steps of a model by their keys. A key has all that a captured graph depends on, so that a step found by it is right."""
+
+    def __init__(self) -> None:
+        """Begin without steps."""
+        self._steps: dict[Hashable, DecodeStep] = {}  # the most recently used one last
+        self._caches: dict[DecodeStep, weakref.ref[object]] = {}  # whose buffers a step reads and writes
+
+    def __len__(self) -> int:
+        """Number of steps."""
+        return len(self._steps)
+
+    def values(self) -> list[DecodeStep]:
+        """Return all steps, the most recently used one last."""
+        return [*self._steps.values()]
+
+    def find(self, key: Hashable, cache: object, make: Callable[[], DecodeStep]) -> DecodeStep:
+        """Return the step of a key; made, and kept for `cache`, where there is none.
+
+        Steps of caches that are gone are closed then, and the least recently used ones where there are too many: a graph keeps memory.
+        """
+        step = self._steps.pop(key, None)
+        if step is None:
+            self.close_of(None)
+            for oldest in [*self._steps][: max(0, len(self._steps) - _MOST_STEPS + 1)]:
+                self._close(oldest)
+            step = make()
+            self._caches[step] = weakref.ref(cache)
+        self._steps[key] = step
+        return step
+
+    def close_of(self, cache: object) -> None:
+        """Free the memory of the steps of a cache; None: of all caches that are gone."""
+        for key in [key for key, step in self._steps.items() if self._caches[step]() is cache]:
+            self._close(key)
+
+    def forget(self) -> None:
+        """Forget all steps, none of which has a graph."""
+        self._steps.clear()
+        self._caches.clear()
+
+    def _close(self, key: Hashable) -> None:
+        step = self._steps.pop(key)
+        del self._caches[step]
+        step.close()
 
 
 def batch_of_step(count: int) -> int:

@@ -1,11 +1,13 @@
-"""Computes a decoder specification on a CPU: native calls of a layer for prompts, and of the whole model for one token of each sequence.
+"""Computes a decoder specification on a CPU: `CpuModel`, with the interface `DecoderModel` that it shares with `GpuModel`.
 
-A prompt goes through the layers by `ops.transformer.decoder.run_layers`, a decode step is one call of `ops.transformer.whole_model_decode`.
+prefill          one native call for each layer, `ops.transformer.decoder.run_layers`; of few tokens for several layers
+decode, verify   one native call for the whole model, `ops.transformer.whole_model_decode`
 """
 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -26,7 +28,7 @@ from halfbyte.ops.transformer.norms import wide_norm
 from halfbyte.ops.transformer.weights import Weight, why_not_packed
 from halfbyte.ops.transformer.whole_model_decode import MOST_CONSECUTIVE, WholeModelDecode
 
-_FEW = 32  # tokens for which all layers are one native call, whose intermediate results are kept for all of them
+_FEW = 32  # tokens of a prompt up to which several layers are one native call, which has memory for the results of each
 _STEP = "decode step"  # the native call
 _NORMS = "rms_norm", "layer_norm"
 # The kernels of ops with a step of their own, linear layers excepted.
@@ -38,22 +40,94 @@ _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and inter
 LEAST_PREFILL = MOST_CONSECUTIVE + 1
 
 
-class CpuModel:
-    """A decoder, ready to compute on a CPU. Its weights must not change.
+class DecoderModel(ABC):
+    """A decoder that is ready to compute on a device: `CpuModel`, or `GpuModel` (lower_gpu.py). Its weights must not change.
 
     Attributes:
-        spec: What is computed, with the weights.
-        step: The native call of a decode step, up to the logits, or to normed hidden states where the output embedding is not packed.
-        most_decode: Sequences that are decoded at the same time, at most.
-        most_verify: Tokens of one sequence that are verified at the same time, at most.
-        least_prefill: Tokens of a prompt that are read at a time, at least, where others of it are in the cache.
-        most_prompts, prefill_chunk: Prompts, and tokens of prompts, that are read before other sequences are decoded, at most.
-        streams_experts, where, notes, plan: As in `GpuModel`, of what is on a GPU: nothing.
+        spec: The specification, with the weights.
+        where: What `Cache` needs to know of the GPU; None: the model computes on a CPU.
+        plan: Which layers and experts are on the CPU, where the model computes on a GPU; None: none.
+        notes: Which ops torch computes, as the device has no kernel for them, and why.
+        most_decode: Maximum number of sequences of `decode`.
+        most_verify: Maximum number of tokens of `verify`.
+        least_prefill: Minimum number of tokens of `prefill` where the cache has others of the sequence: with fewer the logits of a prompt
+            would depend on the parts that it is read in.
+        most_prompts: Maximum number of prompts that are prefilled as one batch.
+        prefill_chunk: Tokens of prompts after which `Batch` decodes other sequences again.
+        streams_experts: Whether experts that are on the CPU are copied to the GPU for long prompts.
     """
 
-    where: OnGpu | None = None  # of its caches
+    spec: DecoderSpec
+    where: OnGpu | None = None
+    plan: Plan | None = None
     notes: tuple[str, ...] = ()
-    plan: Plan | None = None  # of what is on a GPU
+    most_decode: int
+    most_verify: int
+    least_prefill: int
+    most_prompts: int
+    prefill_chunk: int
+
+    @property
+    def streams_experts(self) -> bool:
+        return False
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None) -> Tensor:
+        """Compute the logits [B, N], float32 on the model's device, after one new token of each sequence, which enters the cache.
+
+        Args:
+            ids: A token for each sequence.
+            cache: Of the tokens before.
+            positions: Of the tokens; None: those that follow in the cache.
+        """
+
+    @abstractmethod
+    def prefill(self, ids: Sequence[int], cache: Cache, *, every: bool = False, total: int | None = None) -> Tensor:
+        """Read tokens of one sequence, which enter the cache.
+
+        Args:
+            ids: The tokens, at least one.
+            cache: Of the tokens before, of one sequence.
+            every: Compute the logits of every token, not of the last one.
+            total: Length of the whole sequence, which decides between short and long frequencies ("longrope"); None: with these tokens.
+
+        Returns:
+            The logits after the last token [N], float32 on the model's device; or after every token [t, N].
+        """
+
+    @abstractmethod
+    def verify(self, ids: Sequence[int], cache: Cache) -> Tensor:
+        """Compute the logits [t, N] after every one of several tokens of one sequence, which enter the cache.
+
+        On a CPU they are those of as many calls of `decode`, bit by bit; on a GPU kernels of several rows round sums otherwise.
+
+        Args:
+            ids: The tokens, `most_verify` at most: the newest one and guesses of those that follow.
+            cache: Of the tokens before, of one sequence.
+        """
+
+    def _check_decode(self, ids: Sequence[int], cache: Cache) -> None:
+        if len(ids) != cache.batch or len(ids) > self.most_decode:
+            raise ArgumentError(
+                f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
+            )
+
+    def _check_prompt(self, ids: Sequence[int], cache: Cache) -> None:
+        if cache.batch != 1 or not ids:
+            raise ArgumentError(f"a prompt of at least one token is read into the cache of one sequence, got {len(ids)} and {cache.batch}")
+        self._check_ids(ids)
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if min(ids) < 0 or max(ids) >= self.spec.vocabulary:
+            raise ArgumentError(f"token ids lie in 0 … {self.spec.vocabulary - 1}, got {min(ids)} … {max(ids)}")
+
+
+class CpuModel(DecoderModel):
+    """A decoder on a CPU.
+
+    Attributes:
+        step: The native call of a decode step, up to the logits, or to normed hidden states where the output embedding is not packed.
+    """
 
     def __init__(self, spec: DecoderSpec) -> None:
         """Lower a specification.
@@ -83,21 +157,11 @@ class CpuModel:
         self._rows: dict[tuple[int, bool], Tensor] = {}
         self.most_decode = most_decode(spec)
         self.most_verify = min(MOST_CONSECUTIVE, self.most_decode)
-        self.least_prefill, self.most_prompts, self.prefill_chunk, self.streams_experts = LEAST_PREFILL, 1, _CHUNK, False
+        self.least_prefill, self.most_prompts, self.prefill_chunk = LEAST_PREFILL, 1, _CHUNK
 
     @torch.inference_mode()
     def decode(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None) -> Tensor:
-        """Compute the logits [B, N], float32, after one new token of each sequence, which enters the cache.
-
-        Args:
-            ids: A token for each sequence.
-            cache: Of the tokens before.
-            positions: Of the tokens; None: those that follow in the cache.
-        """
-        if len(ids) != cache.batch or len(ids) > self.most_decode:
-            raise ArgumentError(
-                f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
-            )
+        self._check_decode(ids, cache)
         cache.reserve(1)
         return self._stepped(ids, cache.positions() if positions is None else positions, cache, cache.mask())
 
@@ -132,48 +196,32 @@ class CpuModel:
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int], cache: Cache, *, every: bool = False, total: int | None = None) -> Tensor:
-        """Read tokens of one sequence, which enter the cache.
-
-        Args:
-            ids: The tokens, at least one.
-            cache: Of the tokens before, of one sequence.
-            every: Compute the logits of every token, not of the last one.
-            total: Length of the whole sequence, which decides between short and long frequencies ("longrope"); None: with these tokens.
-
-        Returns:
-            The logits after the last token [N], float32; or after every token [t, N].
-        """
-        if cache.batch != 1 or not ids:
-            raise ArgumentError(f"a prompt of at least one token is read into the cache of one sequence, got {len(ids)} and {cache.batch}")
-        if min(ids) < 0 or max(ids) >= self.spec.vocabulary:
-            raise ArgumentError(f"token ids lie in 0 … {self.spec.vocabulary - 1}, got {min(ids)} … {max(ids)}")
+        self._check_prompt(ids, cache)
         logits = []
         total = cache.length + len(ids) if total is None else total
         for start, end in _chunks(len(ids)):
             some, is_last = ids[start:end], end == len(ids)
-            x = self._read(some, cache, total, len(some) if every else int(is_last))
+            x = self._prefill_layers(some, cache, total, len(some) if every else int(is_last))
             if every:
                 logits.append(self._head(self._normed(x[0])))
         return torch.cat(logits) if every else self._head(self._normed(x[0, -1:]))[0]
 
     @torch.inference_mode()
     def verify(self, ids: Sequence[int], cache: Cache) -> Tensor:
-        """Compute the logits after every one of several tokens of one sequence [t, N], which enter the cache.
-
-        They are those of as many calls of `decode`, bit by bit: the kernels of a few rows sum each in the order of a single one.
-
-        Args:
-            ids: The tokens, `most_verify` at most.
-            cache: Of the tokens before, of one sequence.
-        """
+        # Bit by bit those of `decode`: the kernels of a few rows sum each in the order of a single one.
         if cache.batch != 1 or not 0 < len(ids) <= self.most_verify:
             raise ArgumentError(f"1 to {self.most_verify} tokens of one sequence are verified, got {len(ids)} of {cache.batch}")
         cache.reserve(len(ids))
         return self._stepped(ids, range(cache.length, cache.length + len(ids)), cache, None, consecutive=True)
 
-    def _read(self, ids: Sequence[int], cache: Cache, total: int, wanted: int) -> Tensor:
-        """The hidden states [1, t, K] of tokens after the last layer, of the last `wanted` ones at least. total: length of the whole
-        sequence."""
+    def _prefill_layers(self, ids: Sequence[int], cache: Cache, total: int, wanted: int) -> Tensor:
+        """Compute the hidden states [1, t, K] after the last layer, and append the tokens to the cache.
+
+        Args:
+            ids, cache: As for `prefill`.
+            total: Length of the whole sequence.
+            wanted: For how many of the last tokens hidden states are needed: layers that reuse keys and values compute no others.
+        """
         tokens, before = len(ids), cache.length
         cache.reserve(tokens)
         given = torch.tensor([list(ids)], dtype=torch.int64, device="cpu")
@@ -195,7 +243,7 @@ class CpuModel:
         return x
 
     def _runs(self, tokens: int, cache: Cache) -> Iterator[tuple[int, int]]:
-        """Ranges of layers that are computed by one call: of few tokens, those with the same rope and mask."""
+        """Yield ranges (first, last + 1) of layers for one native call each: of few tokens, neighbors with the same rope and mask."""
         first, layers, lengths = 0, self.spec.layers, [entry.length for entry in cache.by_layer]
         for last in range(1, len(layers) + 1):
             if (
@@ -326,11 +374,8 @@ def layer_kernels(ops: Sequence[Op]) -> Iterator[Lowered]:
             problem = Problem("linear", 1, n, k, op.part.packed.format, torch.float32, compute, op.part.activation)
             yield Lowered(op, choose(problem, current()).options[0].candidate.name, call=_STEP)
         else:
-            yield Lowered(op, _step_kernel(op) if home is None else "", home, _STEP)
-
-
-def _step_kernel(op: Op) -> str:
-    return "attend_whole" if op.setting("bidirectional") else _STEPS[op.kind]
+            kernel = "" if home is not None else "attend_whole" if op.setting("bidirectional") else _STEPS[op.kind]
+            yield Lowered(op, kernel, home, _STEP)
 
 
 def _fused_into(op: Op, readers: Sequence[Op], by_name: Mapping[str, Op]) -> str | None:

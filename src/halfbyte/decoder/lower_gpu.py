@@ -1,17 +1,19 @@
-"""Computes a decoder specification on a GPU: the kernels of a layer (`gpu_layer.py`) for prompts, and a CUDA graph of the whole model for
-one token of each sequence (`gpu_step.py`).
+"""Computes a decoder specification on a GPU, with the interface of `lower_cpu.py`: `GpuModel`.
 
-The interface is that of `lower_cpu.py`. Without a GPU the same code runs in torch's operations on a CPU, as tests do.
+    prefill     embedding, then `gpu_layer.prefill` of each layer, then norm and output embedding
+    decode      the same with `gpu_layer.decode`; a `DecodeStep` (gpu_step.py) makes a CUDA graph of it, which chooses the next token, too
+
+Layers and experts that a plan leaves on the CPU are computed by `HostLayers` and `HostExperts` (offload/). On a CPU the same code runs in
+torch's operations: the tests do that.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +21,25 @@ from torch import Tensor
 from halfbyte import env
 from halfbyte.decoder.cache import Cache, LayerCache, OnGpu, Slots
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, PackedProjection, decode, packed_layer, prefill, prefill_with
-from halfbyte.decoder.gpu_step import Choose, DecodeStep, Group, HostReader, Inputs, State, StepShape, batch_of_step, finite_likeliest
+from halfbyte.decoder.gpu_step import (
+    Choose,
+    DecodeStep,
+    DecodeSteps,
+    Group,
+    HostReader,
+    Inputs,
+    State,
+    StepShape,
+    batch_of_step,
+    finite_likeliest,
+)
 from halfbyte.decoder.kernels_gpu import torch_ops, why_not_layer
+from halfbyte.decoder.lower_cpu import DecoderModel
 from halfbyte.decoder.offload.crossing import AT_ONCE
 from halfbyte.decoder.offload.host_experts import HostExperts
 from halfbyte.decoder.offload.host_layers import HostLayers, HostStep
 from halfbyte.decoder.offload.placement import CHUNK, ON_GPU, Plan
-from halfbyte.decoder.rope import Rope
+from halfbyte.decoder.rope import RopeTables
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits
 from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.errors import ArgumentError, UnsupportedError, non_finite_logits
@@ -45,28 +59,35 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_SEQUENCES = 256  # that are decoded at the same time
 _MOST_VERIFY = 65  # tokens
 _MOST_PROMPTS, _READ = 32, 2048  # prompts, and tokens of them, between decode steps: some 60 ms of a model of 8 billion weights
-_FEW = 512  # where attention is computed in torch, or all logits are asked for
-_LEAST_POSITIONS = 2048  # for which there are cosines and sines at first
-_LONG = 1 << 62  # tokens of a sequence
-_MOST_STEPS = 32  # whose graphs are cached
-_CAST = "router", "gate", "layer_scale"  # tensors, in addition to norms, that are in the type of activations
+_FEW = 512  # tokens of a prompt at a time where torch computes attention, or the logits of all tokens are returned
+_CAST = "router", "gate", "layer_scale"  # fields whose tensors kernels read in the dtype of activations, as those of norms
 
 
-class GpuModel:
-    """A decoder, ready to compute on a GPU. Its weights must not change.
+class _Ahead(NamedTuple):
+    """A decode step that was launched before the host knew the tokens that it decodes.
 
     Attributes:
-        spec: What is computed, with the weights.
-        device: Where.
-        dtype: Of activations: float16, bfloat16 or float32.
-        plan: What is computed on the CPU; None: nothing.
-        where: `device` and `dtype` for its caches.
-        most_decode: Sequences that are decoded at the same time, at most.
-        most_verify: Tokens of one sequence that are verified at the same time, at most.
-        least_prefill: Tokens of a prompt that are read at a time, at least, where others of it are in the cache.
-        most_prompts, prefill_chunk: Prompts, and tokens of prompts, that are read before other sequences are decoded, at most.
-        notes: Which ops have no kernel on this device and are computed by torch's operations, and why.
+        step: The step.
+        version: `Cache.version` when it was launched.
+        state: What the step has decoded, as the host knows by now.
+        results: Logits, and the tokens that the step has chosen.
     """
+
+    step: DecodeStep
+    version: int
+    state: State
+    results: tuple[Tensor, Tensor]
+
+
+class GpuModel(DecoderModel):
+    """A decoder on a GPU, or with a plan on a GPU and the CPU.
+
+    Attributes:
+        device: The GPU.
+        dtype: Of activations: float16, bfloat16 or float32.
+    """
+
+    where: OnGpu
 
     def __init__(
         self,
@@ -83,49 +104,53 @@ class GpuModel:
         """
         if dtype not in DTYPES:
             raise ArgumentError(f"activations on a GPU are {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, got {dtype}")
-        home, self.plan, self.placement = spec.embedding.device, plan, ON_GPU if plan is None else plan.placement
-        sequences = MOST_SEQUENCES if plan is None else min(MOST_SEQUENCES, plan.request.sequences)
-        self.spec, self.dtype, self.most_decode, self.most_verify, self.least_prefill = spec, dtype, sequences, _MOST_VERIFY, 1
+        home = spec.embedding.device
         if home.type != torch.device(device).type or torch.device(device).index not in (None, home.index):
             raise ArgumentError(f"the weights of this model are on {home}, got device={str(device)!r}: pack them for that device")
+        self.spec, self.device, self.dtype, self.plan = spec, home, dtype, plan
+        self.placement = ON_GPU if plan is None else plan.placement
         self._cpu_layers = self.placement.layers
-        self.device, self.where = home, OnGpu(home, dtype, self._cpu_layers)
-        for index, layer in enumerate(spec.layers[self._cpu_layers :], self._cpu_layers):
+        self.where = OnGpu(home, dtype, self._cpu_layers)
+        for index, layer in self._on_gpu:
             if (reason := why_not_layer(layer)) is not None:
                 raise UnsupportedError(f"layer {index} is not computed on a GPU: {reason}")
+        # What is on the CPU
         memory = None if plan is None or plan.request.memory is None else plan.request.memory - plan.gpu_bytes + plan.stream_bytes
         self._host = HostExperts(self._host_experts(), home, memory)
         self._first = HostLayers(spec.layers[: self._cpu_layers], spec.ropes, home)
-        self.most_prompts = 1 if self._has_host_parts else _MOST_PROMPTS
-        if plan is not None:  # whose caches of few tokens fit into that of one sequence, which is planned for
-            self.most_prompts = max(1, min(self.most_prompts, plan.request.context // 64))
-        if self._first and self.most_decode > MOST_ON_CPU:
-            self.most_decode = MOST_ON_CPU
+        # What is on the GPU
         self._layers = [self._lowered(index, layer) for index, layer in self._on_gpu]
         self._norm = self._cast_norm(spec.norm)
         self._inputs_norm = None if spec.per_layer_inputs is None else self._norm_of_inputs(spec.per_layer_inputs)
+        # Layers with the same sliding window are a group: their buffers have the same tokens, and they share a mask.
         windows = list(dict.fromkeys(layer.sliding_window for _, layer in self._on_gpu))
         self._windows, self._group_of = windows, [windows.index(layer.sliding_window) for _, layer in self._on_gpu]
-        self._tables: list[Tensor] = []
-        self._steps: dict[tuple[object, ...], DecodeStep] = {}
-        self._caches: dict[DecodeStep, weakref.ref[Cache]] = {}  # that steps are for
-        self._ahead: tuple[DecodeStep, int, State, tuple[Tensor, Tensor]] | None = None
+        self._ropes = RopeTables(spec.ropes, home)
+        self._steps = DecodeSteps()
+        self._ahead: _Ahead | None = None
         self._reader = HostReader()
+        # Limits
+        self.most_verify, self.least_prefill = _MOST_VERIFY, 1
+        self.most_decode = MOST_SEQUENCES if plan is None else min(MOST_SEQUENCES, plan.request.sequences)
+        if self._first:
+            self.most_decode = min(self.most_decode, MOST_ON_CPU)
+        self.most_prompts = 1 if self._has_host_parts else _MOST_PROMPTS
+        if plan is not None:  # the caches of several short prompts fit into that of one sequence, which is planned for
+            self.most_prompts = max(1, min(self.most_prompts, plan.request.context // 64))
         in_torch = any(layer.attention.heads.softcap is not None for layer in spec.layers) or dtype == torch.float32
         self._chunk = _FEW if in_torch else CHUNK
         self.prefill_chunk = _FEW if in_torch or (self._has_host_parts and not self.streams_experts) else _READ
-        mixed = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
-        self._compiles = home.type == "cuda" and not mixed and not self._first and why_no_triton() is None and not env.tune()
+        has_experts = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
+        self._compiles = home.type == "cuda" and not has_experts and not self._first and why_no_triton() is None and not env.tune()
         self.notes = (*(torch_ops(spec, dtype, gpu(home.index or 0)) if home.type == "cuda" else ()), *self._host.notes)
 
     @property
     def _on_gpu(self) -> list[tuple[int, LayerSpec]]:
-        """The layers that are on the GPU, with their index."""
+        """The layers that are on the GPU, with their indices in the model."""
         return [*enumerate(self.spec.layers)][self._cpu_layers :]
 
     @property
     def streams_experts(self) -> bool:
-        """Whether experts that are on the CPU cross to the GPU for long prompts."""
         return self._host.has_copy
 
     @property
@@ -142,7 +167,7 @@ class GpuModel:
     def _lowered(self, index: int, layer: LayerSpec) -> GpuLayer:
         layer.check()
         mlp = None if index in self._host else layer.mlp
-        return packed_layer(*(self._cast(part) for part in (layer.attention, mlp, layer.per_layer_input))).linked()
+        return packed_layer(self._cast(layer.attention), self._cast(mlp), self._cast(layer.per_layer_input)).replayable()
 
     def _host_experts(self) -> dict[int, Experts]:
         """The mixtures whose routed experts are on the CPU, by the index of their layer."""
@@ -157,7 +182,7 @@ class GpuModel:
         return {index: self._cast(mixture) for index, mixture in mixtures.items() if index in on_cpu}
 
     def _cast(self, part: Any) -> Any:
-        """A part of a layer with norms, routers and factors of outputs in the type of activations."""
+        """Return a part of a layer with its norms and the fields of `_CAST`, at any depth, in the dtype of activations."""
         if isinstance(part, Norm):
             return self._cast_norm(part)
         if type(part) is tuple:
@@ -168,10 +193,9 @@ class GpuModel:
         return type(part)(*(one.to(self.dtype) if name in _CAST and isinstance(one, Tensor) else self._cast(one) for name, one in values))
 
     def _norm_of_inputs(self, inputs: PerLayerInputs) -> tuple[Norm, Tensor]:
-        """The norm of projected embeddings, and the factor of per-layer inputs [1]."""
-        norm = self._cast_norm(
-            inputs.norm._replace(eps=inputs.norm.eps / inputs.projection_multiplier**2)
-        )  # norm(c * y) is that of y with eps / c²
+        """Return the norm of projected embeddings, with their multiplier c in it, and the scale of per-layer inputs, [1]."""
+        # norm(c * y) with eps is norm(y) with eps / c².
+        norm = self._cast_norm(inputs.norm._replace(eps=inputs.norm.eps / inputs.projection_multiplier**2))
         return norm, torch.tensor([inputs.scale], dtype=self.dtype, device=self.device)
 
     def _cast_norm(self, norm: Norm) -> Norm:
@@ -182,16 +206,9 @@ class GpuModel:
 
     @torch.inference_mode()
     def decode(self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None = None) -> Tensor:
-        """Compute the logits [B, N], float32 on the GPU, after one new token of each sequence, which enters the cache.
-
-        Args:
-            ids: A token for each sequence.
-            cache: Of the tokens before.
-            positions: Of the tokens; None: those that follow in the cache.
-        """
         with self._on:
             step, state = self._prepared(ids, cache, positions)
-            logits, _ = self._result(step, state, cache)
+            logits, _ = self._run(step, state, cache)
             self._ahead = None
             cache.append(1)
             return self._scaled(logits)
@@ -222,58 +239,58 @@ class GpuModel:
         """
         with self._on:
             step, state = self._prepared(ids, cache, positions, choose if captured else None)
-            logits, chosen = self._result(step, state, cache)
+            logits, chosen = self._run(step, state, cache)
             self._ahead = None
             cache.append(1)
             if choose is not None and not captured:
                 chosen = choose(self._scaled(logits))
                 step.put_ids(chosen)
             self._reader.ask(chosen)
-            launches_ahead = (
-                launch_ahead and step.is_captured and not self._has_host_parts
-            )  # a step with functions of the host waits for them
-            launched = step.again(len(ids)) if launches_ahead and self._has_room(cache, state) else None
+            # A step that waits for the CPU's part of the model would make this call wait, too.
+            may_launch = launch_ahead and step.is_captured and not self._has_host_parts and self._has_room(cache, state)
+            launched = step.again(len(ids)) if may_launch else None
             tokens: list[int] = self._reader.answer().tolist()
             if choose is None and min(tokens) < 0:
                 raise non_finite_logits(is_float16=self.dtype == torch.float16)
             if launched is not None:
-                self._ahead = step, cache.version, state.after(tokens), launched
+                self._ahead = _Ahead(step, cache.version, state.after(tokens), launched)
             else:
                 step.has_advanced(state.after(tokens))
             return tokens
 
-    def _result(self, step: DecodeStep, state: State, cache: Cache) -> tuple[Tensor, Tensor]:
-        """Logits and the likeliest tokens of a step, which may have been launched already."""
-        if self._ahead is not None and self._ahead[0] is step and self._ahead[1:3] == (cache.version, state):
-            return self._ahead[3]
-        found = step(state, partial(self._compute, cache))
+    def _run(self, step: DecodeStep, state: State, cache: Cache) -> tuple[Tensor, Tensor]:
+        """Run a step, unless it was launched ahead with the same numbers; return logits and the tokens that the step chooses."""
+        ahead = self._ahead
+        if ahead is not None and ahead.step is step and (ahead.version, ahead.state) == (cache.version, state):
+            return ahead.results
+        results = step(state, partial(self._decode_layers, cache))
         if step.refused is not None and step.refused not in self.notes:
             self.notes = (*self.notes, step.refused)
             warnings.warn(f"tokens are decoded launch by launch, not by a CUDA graph, as {step.refused}", stacklevel=4)
-        return found
+        return results
 
     def close_steps_of(self, cache: Cache | None) -> None:
-        """Free what decode steps of a cache hold; None: of caches that are gone."""
+        """Free the memory of decode steps of a cache; None: of caches that are gone."""
         self._ahead = self._first.step = None
-        for key in [key for key, step in self._steps.items() if self._caches[step]() is cache]:
-            self._close_step(key)
+        self._steps.close_of(cache)
 
     def _prepared(
         self, ids: Sequence[int], cache: Cache, positions: Sequence[int] | None, choose: Choose | None = None
     ) -> tuple[DecodeStep, State]:
-        """The step for new tokens of a cache, with room for them, and its numbers. choose: Chooses tokens, in the step."""
-        if len(ids) != cache.batch or len(ids) > self.most_decode:
-            raise ArgumentError(
-                f"one token is decoded for each of the cache's {cache.batch} sequences, {self.most_decode} at most, got {len(ids)}"
-            )
+        """Return the step for new tokens of a cache, for which there is room then, and the step's numbers.
+
+        Args:
+            ids, cache, positions: As for `decode`.
+            choose: Chooses tokens within the step; None: the likeliest ones.
+        """
+        self._check_decode(ids, cache)
         self._check_ids(ids)
         positions = cache.positions() if positions is None else list(positions)
         cache.reserve(1)
-        self._compute_positions(max(positions) + 1)
+        self._ropes.reserve(max(positions) + 1)
         starts = tuple(cache.starts) if isinstance(cache, Slots) else (0,) * len(ids)
         groups = self._groups(cache)
-        switch, count = self.spec.rope_switch, self._positions
-        rows = tuple(position if switch is None or position < switch else position + count for position in positions)
+        rows = tuple(self._ropes.row(position, position + 1) for position in positions)
         state = State(tuple((layer.length, layer.first) for layer in groups), rows, tuple(ids), starts)
         if self._first:
             self._first.step = HostStep(cache, positions, starts=starts)
@@ -281,44 +298,30 @@ class GpuModel:
         if isinstance(cache, Slots) and not self._has_host_parts:  # rows without a sequence would cost the CPU as much as others
             batch = min(batch_of_step(batch), cache.capacity)
         padded = any(starts) or batch > len(ids)
-        key = batch, padded, count, tuple(cache.by_layer[index].buffer_id for index, _ in self._on_gpu), choose
-        step = self._steps.pop(key, None)
-        if step is None:
-            self._close_steps()
+
+        def new_step() -> DecodeStep:
             sizes = [Group(window, layer.size) for window, layer in zip(self._windows, groups, strict=True)]
             chooses = finite_likeliest if choose is None else partial(_chosen, choose, self.spec.logits)
-            step = DecodeStep(StepShape(sizes, self._tables, batch, padded), self.device, chooses)
-            self._caches[step] = weakref.ref(cache)
-        self._steps[key] = step  # the last one used is the last one
-        return step, state
+            return DecodeStep(StepShape(sizes, self._ropes.tables, batch, padded), self.device, chooses)
 
-    def _close_steps(self) -> None:
-        """Close steps of caches that are gone, and the oldest ones where there are too many: a graph keeps scratch memory."""
-        gone = [key for key, step in self._steps.items() if self._caches[step]() is None]
-        oldest = [key for key in self._steps if key not in gone][: max(0, len(self._steps) - len(gone) - _MOST_STEPS + 1)]
-        for key in (*gone, *oldest):
-            self._close_step(key)
-
-    def _close_step(self, key: tuple[object, ...]) -> None:
-        step = self._steps.pop(key)
-        del self._caches[step]
-        step.close()
+        buffers = tuple(cache.by_layer[index].buffer_id for index, _ in self._on_gpu)
+        return self._steps.find((batch, padded, self._ropes.count, buffers, choose), cache, new_step), state
 
     def _groups(self, cache: Cache) -> list[LayerCache]:
-        """The first layer of each group: its buffers have the same tokens as those of the others."""
+        """Return the cache of the first layer of each group, whose numbers of tokens are those of the whole group."""
         return [cache.by_layer[self._cpu_layers + self._group_of.index(group)] for group in range(len(self._windows))]
 
     def _has_room(self, cache: Cache, state: State) -> bool:
-        """Whether the step after the one with these numbers, which are in the cache, needs no other buffers and tables."""
-        last = max(row % self._positions for row in state.rows) + 1
-        return last < self._positions and all(layer.has_room(1) for layer in self._groups(cache))
+        """Whether the step after the one with these numbers, whose tokens are in the cache, fits the same buffers and rope tables."""
+        furthest = max(row % self._ropes.count for row in state.rows) + 1
+        return furthest < self._ropes.count and all(layer.has_room(1) for layer in self._groups(cache))
 
-    def _compute(self, cache: Cache, inputs: Inputs) -> Tensor:
-        """Logits [B, N] in the type of activations; the tokens enter the cache."""
+    def _decode_layers(self, cache: Cache, inputs: Inputs) -> Tensor:
+        """Launch a decode step: compute the logits [B, N], in the dtype of activations, and append the tokens to the cache."""
         x = self._embedded(inputs.ids).unsqueeze(1)
         of_layers = self._per_layer_inputs(inputs.ids[:, None], x)
         reuses = any(spec.kv_source is not None for spec in self.spec.layers)
-        after = [length + 1 for length in inputs.lengths] if reuses else []  # lengths of caches that have the new token already
+        after = [length + 1 for length in inputs.lengths] if reuses else []  # what a layer with a `kv_source` finds in the cache
         x = self._first(x, inputs.host) if self._first else x
         for layer, (index, spec), group in zip(self._layers, self._on_gpu, self._group_of, strict=True):
             rotary, entry = inputs.rotary[spec.rope] if layer.attention.heads.rotary_width else None, cache.by_layer[index]
@@ -340,27 +343,14 @@ class GpuModel:
         every: bool = False,
         total: int | None = None,
     ) -> Tensor:
-        """Read tokens of one sequence, which enter the cache.
-
-        Args:
-            ids: The tokens, at least one.
-            cache: Of the tokens before, of one sequence.
-            every: Compute the logits of every token, not of the last one.
-            total: Length of the whole sequence, which decides between short and long frequencies ("longrope"); None: with these tokens.
-
-        Returns:
-            The logits after the last token [N], float32 on the GPU; or after every token [t, N].
-        """
-        if cache.batch != 1 or not ids:
-            raise ArgumentError(f"a prompt of at least one token is read into the cache of one sequence, got {len(ids)} and {cache.batch}")
-        self._check_ids(ids)
+        self._check_prompt(ids, cache)
         logits, total = [], cache.length + len(ids) if total is None else total
         chunk = _FEW if every else self._chunk
         with self._on:
             self._ahead = None
             self._compile_kernels(ids[:chunk], cache, total)
             for start in range(0, len(ids), chunk):
-                x = self._read([ids[start : start + chunk]], cache, total)
+                x = self._prefill_layers([ids[start : start + chunk]], cache, total)
                 if every:
                     logits.append(self._scaled(self._head(normed(x[0], self._norm))))
             return torch.cat(logits) if every else self._scaled(self._head(normed(x[0, -1:], self._norm)))[0]
@@ -386,19 +376,17 @@ class GpuModel:
             self._check_ids(ids)
         with self._on:
             self._ahead = None
-            x = self._read(prompts, cache, max(map(len, prompts)))
+            x = self._prefill_layers(prompts, cache, max(map(len, prompts)))
             last = torch.tensor([len(ids) - 1 for ids in prompts], dtype=torch.int64, device="cpu").to(self.device)
             return self._scaled(self._head(normed(x[torch.arange(len(prompts), device=self.device), last], self._norm)))
 
     def verify(self, ids: Sequence[int], cache: Cache) -> Tensor:
-        """Read tokens of which the first is known and the others are guesses; the logits after each, as `decode` would give them up to the
-        rounding of sums, which kernels of several rows choose otherwise."""
         return self.prefill(ids, cache, every=True)
 
     def _compile_kernels(self, ids: Sequence[int], cache: Cache, total: int) -> None:
-        """Compile the kernels of the first prefill and of a decode step after it side by side, without launching them.
+        """Compile the kernels of the first prefill, and of a decode step after it, in parallel and without launching them.
 
-        As their results are undefined, models that find addresses in them, which are mixtures of experts, are left out.
+        Results are undefined then. Mixtures of experts, which compute addresses from results, are excluded (`_compiles`).
         """
         if not self._compiles:
             return
@@ -408,17 +396,21 @@ class GpuModel:
         tape.why_not_replayed(self.device)
         scratch_cache = cache.empty()
         with launch.compiling(self.device):
-            self._head(normed(self._read([ids], scratch_cache, total)[0, -1:], self._norm))
+            self._head(normed(self._prefill_layers([ids], scratch_cache, total)[0, -1:], self._norm))
             step, state = self._prepared(ids[-1:], scratch_cache, None)
-            step(state, partial(self._compute, scratch_cache))
-        self._steps.clear()
-        self._caches.clear()
+            step(state, partial(self._decode_layers, scratch_cache))
+        self._steps.forget()
 
-    def _read(self, prompts: Sequence[Sequence[int]], cache: Cache, total: int) -> Tensor:
-        """The hidden states [B, t, K] of tokens of each sequence after the last layer, t of the longest. total: length of the sequences.
+    def _prefill_layers(self, prompts: Sequence[Sequence[int]], cache: Cache, total: int) -> Tensor:
+        """Compute the hidden states [B, t, K] after the last layer, t tokens of the longest prompt, and append them to the cache.
 
-        Rows behind the tokens are computed, too, so that there are recorded launches for few numbers of tokens. What these rows write
-        lies behind the sequence in the cache.
+        Prompts are padded to a number of rows that few lengths differ in, so that recorded launches serve many lengths. What padded rows
+        write lies behind the sequence in the cache, and is overwritten.
+
+        Args:
+            prompts: The tokens of each sequence.
+            cache: Of as many sequences.
+            total: Length of the sequences, which decides between short and long frequencies ("longrope").
         """
         longest, before = max(map(len, prompts)), cache.length
         tokens, rows = longest, _rows_of_prompt(longest)
@@ -426,10 +418,9 @@ class GpuModel:
         if on_gpu and (cache.most is None or before + rows <= cache.most):
             tokens = rows
         cache.reserve(tokens)
-        self._compute_positions(before + tokens)
-        switch = self.spec.rope_switch
-        row = before if switch is None or total <= switch else before + self._positions
-        rotary = [(table[0, None, row : row + tokens], table[1, None, row : row + tokens]) for table in self._tables]
+        self._ropes.reserve(before + tokens)
+        row = self._ropes.row(before, total)
+        rotary = [(table[0, None, row : row + tokens], table[1, None, row : row + tokens]) for table in self._ropes.tables]
         groups = self._groups(cache)
         lengths = [torch.full((1,), layer.length, dtype=torch.int64, device=self.device) for layer in groups]
         masks = [self._window_mask(window, tokens, layer) for window, layer in zip(self._windows, groups, strict=True)]
@@ -445,23 +436,22 @@ class GpuModel:
             entry = cache.by_layer[index]
             tables, mask, length = rotary[spec.rope] if layer.attention.heads.rotary_width else None, masks[group], lengths[group]
             per_layer_input = None if of_layers is None else of_layers[:, :, index]
-            if len(entry.buffers) == 2:
+            if len(entry.buffers) == 2:  # in floating point
                 x = prefill(layer, x, tables, KeyValues(entry.keys, entry.values, length), mask, per_layer_input)
             elif spec.kv_source is not None:
-                states = self._decoded(entry, entry.length + tokens)
-                x = prefill(
-                    layer, x, tables, KeyValues(*states, length), None if mask is None else mask[..., : states[0].shape[2]], per_layer_input
-                )
+                keys, values = self._dequantized(entry, entry.length + tokens)
+                mask = None if mask is None else mask[..., : keys.shape[2]]
+                x = prefill(layer, x, tables, KeyValues(keys, values, length), mask, per_layer_input)
             else:
-                x, _ = prefill_with(layer, x, tables, partial(self._encoded, entry), mask, per_layer_input, length)
+                x, _ = prefill_with(layer, x, tables, partial(self._append_codes, entry), mask, per_layer_input, length)
             if index in self._host:
                 x = add_experts(index, x)
         cache.append(longest)
-        read: Tensor = x[:, :longest]
-        return read
+        hidden: Tensor = x[:, :longest]
+        return hidden
 
     def _per_layer_inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:
-        """The layers' own inputs [B, t, layers, P] of tokens ids [B, t] that are embedded as x; None where they have none."""
+        """Compute the per-layer inputs [B, t, layers, P] of tokens [B, t], embedded as x [B, t, K]; None where layers have none."""
         inputs = self.spec.per_layer_inputs
         if inputs is None:
             return None
@@ -472,20 +462,20 @@ class GpuModel:
         projected = PackedProjection(inputs.projection)(x).view(*ids.shape, *parts)
         return add_normed(projected, rows, norm, None, scale)[0]
 
-    def _encoded(self, entry: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write new keys and values [B, Hkv, t, D] in 8 bits; all that there are, dequantized."""
+    def _append_codes(self, entry: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write new keys and values [B, Hkv, t, D] to an int8 cache; return those of all tokens, dequantized."""
         end = entry.length + keys.shape[2]
         for new, (codes, scales) in zip((keys, values), _codes_and_scales(entry), strict=True):
             codes[:, :, entry.length : end], scales[:, :, entry.length : end] = to_codes(new)
-        return self._decoded(entry, end)
+        return self._dequantized(entry, end)
 
-    def _decoded(self, entry: LayerCache, end: int) -> tuple[Tensor, Tensor]:
-        """The first `end` keys and values of a cache in 8 bits, dequantized."""
+    def _dequantized(self, entry: LayerCache, end: int) -> tuple[Tensor, Tensor]:
+        """Return the first `end` keys and values of an int8 cache, dequantized, [B, Hkv, end, D]."""
         both = [from_codes(codes[:, :, :end], scales[:, :, :end], self.dtype) for codes, scales in _codes_and_scales(entry)]
         return both[0], both[1]
 
     def _window_mask(self, window: int | None, tokens: int, layer: LayerCache) -> Tensor | None:
-        """bool [1, t, T]: which tokens of a buffer each new one may attend to; None: all before it."""
+        """Return which tokens of a layer's buffer each new one attends to, bool [1, t, T]; None: all up to itself."""
         if window is None or layer.length + tokens <= window:
             return None
         columns = torch.arange(layer.size, device=self.device)
@@ -493,22 +483,6 @@ class GpuModel:
         return ((columns > rows - window) & (columns <= rows))[None]
 
     # Both
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        if min(ids) < 0 or max(ids) >= self.spec.vocabulary:
-            raise ArgumentError(f"token ids lie in 0 … {self.spec.vocabulary - 1}, got {min(ids)} … {max(ids)}")
-
-    @property
-    def _positions(self) -> int:
-        """Positions that tables of rope have."""
-        return 0 if not self._tables else self._tables[0].shape[1] // (1 if self.spec.rope_switch is None else 2)
-
-    def _compute_positions(self, count: int) -> None:
-        """Make tables of rope for at least so many positions; those of longer sequences ("longrope") lie behind."""
-        if count > self._positions:
-            count = max(_LEAST_POSITIONS, 1 << (count - 1).bit_length())
-            lengths = [1] if self.spec.rope_switch is None else [1, _LONG]
-            self._tables = [_table(rope, count, lengths).to(self.device) for rope in self.spec.ropes]
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Hidden states [t, K] of ids [t]."""
@@ -539,27 +513,24 @@ def _logits(function: Logits, y: Tensor) -> Tensor:
 
 
 def _chosen(choose: Choose, function: Logits, y: Tensor) -> Tensor:
-    """The tokens that are chosen after the output y of the head."""
+    """Choose tokens by the output y [B, N] of the output embedding."""
     return choose(_logits(function, y))
 
 
 def _rows_of_prompt(tokens: int) -> int:
-    """How many rows are computed for so many tokens of a prompt: at most an eighth more, but 16 or a power of 2 of few tokens."""
+    """Return the rows that a prompt of so many tokens is padded to: a power of 2 up to 8, then a multiple of 16 that grows with the
+    prompt, at most an eighth more."""
     power = 1 << (tokens - 1).bit_length()
     return power if tokens <= 8 else round_up(tokens, max(16, power // 16))
 
 
-def _table(rope: Rope, count: int, lengths: Sequence[int]) -> Tensor:
-    """Cosines and sines of `count` positions of sequences of each of the lengths, [2, lengths * count, R / 2]."""
-    return torch.cat([torch.cat(rope.tables(0, count, length)) for length in lengths], 1)
-
-
 def _codes_and_scales(entry: LayerCache) -> list[tuple[Tensor, Tensor]]:
-    """Codes and scales, of keys and of values."""
+    """Return codes and scales, of keys and of values, of an int8 cache."""
     keys, values, key_scales, value_scales = entry.buffers
     return [(keys, key_scales), (values, value_scales)]
 
 
 def _key_values(entry: LayerCache, batch: int, length: Tensor) -> KeyValues:
+    """Return the cache of a layer's first `batch` sequences, which have `length` tokens, as `decode` reads it."""
     keys, values, *scales = (buffer[:batch] for buffer in entry.buffers)
     return KeyValues(keys, values, length, (scales[0], scales[1]) if scales else None)

@@ -10,7 +10,7 @@ Su et al., RoFormer, 2021. The kinds of scaling, by `rope_type` of a config's `r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
@@ -22,6 +22,8 @@ from halfbyte.decoder.config import is_number
 from halfbyte.errors import CheckpointError, UnsupportedError
 
 BLOCK = 256  # positions whose cosines and sines are computed at a time
+_LEAST_POSITIONS = 2048  # of `RopeTables`
+_LONG = 1 << 62  # a length beyond every `switch`
 _NAMES = {"default", "linear", "llama3", "yarn", "longrope", "proportional"}
 
 
@@ -77,6 +79,37 @@ class Rope:
         first = start - start % BLOCK
         both = torch.cat(blocks)[start - first : stop - first]
         return both[None, :, 0].contiguous(), both[None, :, 1].contiguous()
+
+
+class RopeTables:
+    """Cosines and sines of all ropes of a model on a device, computed for more positions when a sequence needs them.
+
+    Attributes:
+        tables: Of each rope, [2, rows, rotary_dim / 2] float32: cosines, then sines. Row p has position p. With "longrope" the rows
+            `count` … 2 * count - 1 have the same positions with the frequencies of long sequences.
+        count: Number of positions.
+    """
+
+    def __init__(self, ropes: Sequence[Rope], device: torch.device) -> None:
+        """Make tables without positions."""
+        self._ropes, self._device = ropes, device
+        self._switch = min((rope.switch for rope in ropes if rope.switch is not None), default=None)
+        self.tables: list[Tensor] = []
+        self.count = 0
+
+    def reserve(self, count: int) -> None:
+        """Compute tables for at least so many positions, in other memory, where there are fewer."""
+        if count <= self.count:
+            return
+        self.count = max(_LEAST_POSITIONS, 1 << (count - 1).bit_length())
+        lengths = [1] if self._switch is None else [1, _LONG]
+        self.tables = [
+            torch.cat([torch.cat(rope.tables(0, self.count, length)) for length in lengths], 1).to(self._device) for rope in self._ropes
+        ]
+
+    def row(self, position: int, length: int) -> int:
+        """Return the row of a position in a sequence of a length."""
+        return position + (self.count if self._switch is not None and length > self._switch else 0)
 
 
 @dataclass(frozen=True, slots=True)

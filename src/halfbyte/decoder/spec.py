@@ -103,6 +103,10 @@ class DecoderSpec:
         """Length beyond which frequencies of all tokens of a sequence are other ones ("longrope"); None: there is none."""
         return min((rope.switch for rope in self.ropes if rope.switch is not None), default=None)
 
+    def has_long_rope(self, length: int) -> bool:
+        """Whether rope takes the frequencies of long sequences in a sequence of a length."""
+        return self.rope_switch is not None and length > self.rope_switch
+
     @property
     def nbytes(self) -> int:
         """Bytes of all weights, a tied embedding counted once."""

@@ -44,10 +44,13 @@ if TYPE_CHECKING:
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _STACKS = (".experts.gate_up_proj.weight", ".experts.down_proj.weight")
 _EMBEDDINGS = "model.embed_tokens.weight", "model.embed_tokens_per_layer.weight"
-# The last parts of the names of Linears, Embeddings and experts: routers and norms have others.
-_LINEARS = (
-    *("proj", "linear", "lm_head", "embed_tokens", "dense", "fc1", "fc2", "c_fc"),
-    *("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "embed_tokens_per_layer"),
+# The last parts of the names of weights of Linears, Embeddings and experts: those of routers and norms end otherwise.
+_LINEARS = tuple(
+    f"{name}.weight"
+    for name in (
+        *("proj", "linear", "lm_head", "embed_tokens", "dense", "fc1", "fc2", "c_fc"),
+        *("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection", "embed_tokens_per_layer"),
+    )
 )
 
 
@@ -129,7 +132,7 @@ class Source:
             candidates = [
                 Candidate(name.removesuffix(".weight"), "Embedding" if name in _EMBEDDINGS else "Linear", name)
                 for name, stored in self._names.items()
-                if name.endswith(".weight") and len(entries.spec(stored).shape) in (2, 3) and _is_linear(name)
+                if name.endswith(_LINEARS) and len(entries.spec(stored).shape) in (2, 3)
             ]
             candidates += [Candidate(name.removesuffix(".weight"), "Experts", name) for name in self._stacks]
             self._formats = {name: each for name, each in choose(candidates, quantize).items() if isinstance(each, Format)}
@@ -245,11 +248,6 @@ _EXPERTS = cast(Callable[[list[Tensor]], Tensor], torch.stack)
 
 def _joined(parts: Sequence[Codes], join: Callable[[list[Tensor]], Tensor]) -> Codes:
     return parts[0] if len(parts) == 1 and join is _ROWS else Codes.joined(parts, join)
-
-
-def _is_linear(name: str) -> bool:
-    """Return whether a matrix is that of a Linear, an Embedding or experts."""
-    return name.removesuffix(".weight").endswith(_LINEARS)
 
 
 class PackedTensors:

@@ -1,10 +1,14 @@
-"""Generates text for sequences that join and leave while others run (continuous batching).
+"""Continuous batching: `Batch` generates text for sequences that join and leave while others run.
 
-A prompt is prefilled in a KV cache of its own, in chunks, between which other sequences are decoded. One sequence alone is decoded in that
-cache; several move to the slots of a shared cache, and a step decodes one token of each. Caches of earlier sequences stay (`PrefixCache`):
-a prompt that begins with the same tokens, as in a chat or after the same instructions, is prefilled from where they differ.
+    batch.submit   a sequence waits
+    batch.step     prefills a chunk of the next prompt that waits, or decodes one token of every sequence that runs
 
-Called by `LanguageModel` and the server's engine. `CpuModel` or `GpuModel` computes logits, a `Sampler` of each sequence chooses tokens.
+A prompt is prefilled into a KV cache of its own, in chunks, between which other sequences are decoded. A sequence that runs alone is
+decoded in that cache, by speculation if that is on. Several sequences move to the slots of one shared cache (`Slots`), and a step decodes a
+token of each. Caches of sequences that have ended are kept (`PrefixCache`): a prompt that begins with the same tokens, as in a chat, is
+prefilled from where they differ.
+
+Called by `LanguageModel` and the server's engine. `CpuModel` or `GpuModel` computes logits, the `Sampler` of each sequence chooses tokens.
 """
 
 from __future__ import annotations
@@ -19,20 +23,20 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import Tensor
 
-from halfbyte.decoder.cache import Cache, PrefixCache, Slots
+from halfbyte.decoder.cache import Cache, Slots
+from halfbyte.decoder.lower_cpu import DecoderModel
 from halfbyte.decoder.offload.placement import CHUNK
 from halfbyte.errors import ArgumentError
 from halfbyte.language.device import is_out_of_memory, no_memory_to_run, returned_memory
+from halfbyte.language.prefix_cache import PrefixCache
 from halfbyte.language.report import Mark, Times
-from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampler, Sampling, most_likely
+from halfbyte.language.sampling.sampler import BatchSampler, Choice, LogitsProcessor, Sampler, Sampling, most_likely
 from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
 from halfbyte.language.text_stream import TextStream
 from halfbyte.language.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from halfbyte.decoder.lower_cpu import CpuModel
     from halfbyte.decoder.lower_gpu import GpuModel
-    from halfbyte.language.sampling.batched import BatchSampler
 
 DEFAULT_NEW_TOKENS = 128  # where `Sampling` does not say
 MOST_GUESSES = 64  # tokens
@@ -109,14 +113,23 @@ class Generation:
 
 @dataclass(eq=False)
 class _Running:
-    """A sequence that runs: it has its first token and not its last."""
+    """A sequence that runs: it has its first token and not its last.
+
+    Attributes:
+        generation: What the caller sees of it.
+        sampler: Chooses its tokens.
+        cache: The KV cache of this sequence alone; None: it has a slot of the shared one, that of its index in `Batch._active`.
+        next_token: The newest token, which was chosen and is not in the cache yet.
+        guesser: Guesses tokens for speculation; None: there is none.
+        long_rope: Whether keys in the cache have the rope frequencies of long sequences ("longrope").
+    """
 
     generation: Generation
     sampler: Sampler
-    cache: Cache | None  # its own; None: it has a slot
-    next_token: int  # chosen, and not in the cache yet
+    cache: Cache | None
+    next_token: int
     guesser: Guesser | None = None
-    long_rope: bool = False  # whether the cache has the rope frequencies of sequences beyond the length at which they switch
+    long_rope: bool = False
 
 
 class Batch:
@@ -136,13 +149,13 @@ class Batch:
 
     def __init__(
         self,
-        model: CpuModel | GpuModel,
+        model: DecoderModel,
         tokenizer: Tokenizer,
         *,
         slots: int = 16,
         int8_cache: bool = False,
         speculate: int = 0,
-        draft: CpuModel | GpuModel | None = None,
+        draft: DecoderModel | None = None,
         prefix_bytes: int = 0,
         times: Times | None = None,
     ) -> None:
@@ -173,12 +186,12 @@ class Batch:
         self._capacity = slots
         self._slots = None if slots == 1 else self._new_slots()
         self._waiting: deque[Generation] = deque()
-        self._active: list[_Running] = []
-        self._preempted: list[_Running] = []  # without a cache, after an exception in a step or where rope switches: prefilled again
-        self._prefill: tuple[Generation, Cache] | None = None  # a prompt of which a part is in its cache
+        self._active: list[_Running] = []  # one alone in its own cache, or each in the slot of its index
+        self._preempted: list[_Running] = []  # whose cache was lost, by an exception or as rope switches: they are prefilled again
+        self._prefill: tuple[Generation, Cache] | None = None  # the first one that waits, where a part of its prompt is in its cache
         self.failed: Sequence[Generation] = ()
-        self._prefilling: Sequence[Generation] = ()  # whose prompts this step prefills
-        self._prefilled = 0  # tokens of prompts since the last decode step, which must not wait for too many
+        self._prefilling: Sequence[Generation] = ()  # whose prompts the step in progress prefills
+        self._prefilled = 0  # tokens of prompts since the last decode step: after `prefill_chunk` of them other sequences are decoded
         self._prefixes = PrefixCache(prefix_bytes)
         self._times = Times() if times is None else times
         self._read_until: Mark | None = None  # where a GPU may still be reading what the last step launched
@@ -191,14 +204,9 @@ class Batch:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether the next step prefills a prompt, or a chunk of it."""
+        """Whether the next step prefills a prompt, or a chunk of it: there is a free slot, and other sequences have not waited too long."""
         has_slot = self._waiting and len(self._active) < self._capacity
         return bool(self._preempted or (has_slot and (self._prefilled < self._model.prefill_chunk or not self._active)))
-
-    @property
-    def prefilling(self) -> Generation | None:
-        """The sequence whose prompt has been prefilled in part."""
-        return None if self._prefill is None else self._prefill[0]
 
     def submit(self, prompt_ids: Sequence[int], sampling: Sampling, processors: Sequence[LogitsProcessor] = ()) -> Generation:
         """Add a sequence, which starts with one of the next steps.
@@ -258,7 +266,7 @@ class Batch:
             self._forget_caches()
             if self._model.where is None or not is_out_of_memory(e):
                 raise
-        # Not in the handler, as the error's traceback holds memory.
+        # Here a GPU is out of memory. The handler has ended, as the traceback holds memory that can be freed now.
         model = cast("GpuModel", self._model)
         model.close_steps_of(None)
         count = len(self._preempted) + len(self.failed)
@@ -296,7 +304,7 @@ class Batch:
         return stepped
 
     def _forget_caches(self) -> None:
-        """Forget keys and values, which an exception may have left half written: the sequences that run are prefilled again."""
+        """Drop all caches, which an exception may have left inconsistent. Sequences that run are prefilled again with the next step."""
         self._preempted = [one for one in (*self._preempted, *self._active) if one.generation.finish_reason is None]
         self._waiting = deque(one for one in self._waiting if not any(one is other.generation for other in self._preempted))
         self._active, self._prefill = [], None
@@ -307,9 +315,9 @@ class Batch:
             self._slots = self._new_slots()
 
     def _resume(self, running: _Running) -> None:
-        """Prefill a preempted sequence again, and let it run."""
+        """Prefill a preempted sequence, with its answer so far, into a new cache, and let it run."""
         running.cache = self._new_cache()
-        self._read_again(running, running.cache)
+        self._prefill_again(running, running.cache)
         self._active.append(running)
         self._preempted.remove(running)
         self._share_slots()
@@ -335,15 +343,16 @@ class Batch:
         if self._prefill is None:
             generation = self._waiting[0]
             generation.started = time.perf_counter()
-            for one in self._active if self._prefixes.limit else ():  # so that its cache may be copied
+            for one in self._active if self._prefixes.limit else ():  # its own cache becomes a prefix, which this prompt may share
                 self._take_slot(one)
             cache, generation.cached_tokens = self._cache_for(generation.prompt_ids)
             self._prefill = generation, cache
         generation, cache = self._prefill
         self._prefilling = [generation]
         prompt, start = generation.prompt_ids, cache.length
-        crosses = self._model.streams_experts and not self._active  # all experts, for each chunk
-        end = min(len(prompt), start + (CHUNK if crosses else self._model.prefill_chunk))
+        # Each chunk copies all experts of the CPU to the GPU: larger chunks where no other sequence waits.
+        is_larger = self._model.streams_experts and not self._active
+        end = min(len(prompt), start + (CHUNK if is_larger else self._model.prefill_chunk))
         if 0 < len(prompt) - end < self._model.least_prefill:
             end = len(prompt) - self._model.least_prefill
         self._prefilled += end - start
@@ -356,7 +365,7 @@ class Batch:
         return started
 
     def _prompts_to_batch(self) -> list[Generation]:
-        """Return the first sequences that wait whose prompts are prefilled as one batch, 1, 2, 4, … of them, with the launches of one."""
+        """Return the first sequences that wait, 1, 2, 4, … of them, whose prompts are short enough to be prefilled as one batch."""
         free, spec = min(self._capacity - len(self._active), self._model.most_prompts), self._model.spec
         most, switch = min(self._model.prefill_chunk, spec.max_positions or self._model.prefill_chunk), spec.rope_switch
         together: list[Generation] = []
@@ -388,13 +397,13 @@ class Batch:
         self._prefilled += sum(lengths)
         for one in self._active:
             self._take_slot(one)
-        slots.join_all(cache, lengths)
+        slots.join(cache, lengths)
         return self._start([self._running_of(generation, None) for generation in generations], logits)
 
     def _end_prefill(self, generation: Generation, cache: Cache) -> None:
-        """Keep the part of a cancelled sequence's prompt that has been prefilled."""
-        prompt, switch = generation.prompt_ids, self._model.spec.rope_switch
-        if switch is None or (cache.length > switch) == (len(prompt) > switch):  # else its frequencies are those of longer ones
+        """Keep the part of a cancelled sequence's prompt that has been prefilled, as a prefix for other prompts."""
+        prompt, spec = generation.prompt_ids, self._model.spec
+        if spec.has_long_rope(cache.length) == spec.has_long_rope(len(prompt)):  # else a short prefix has frequencies of long sequences
             self._prefixes.put(prompt, cache)
         self._prefill = None
 
@@ -410,7 +419,7 @@ class Batch:
         if self._model.where is None:
             first: Sequence[int | Choice] = [sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True)]
         else:
-            chooser = _batch_sampler(samplers)
+            chooser = BatchSampler(samplers)
             first = chooser.accept(chooser(logits).tolist())
         self._prefill, self._prefilling = None, ()
         for one in runs:
@@ -420,7 +429,7 @@ class Batch:
 
     def _cache_for(self, prompt: list[int]) -> tuple[Cache, int]:
         """Return a cache for a prompt, and how many of its tokens it already has."""
-        # The others are prefilled, for the logits of the last one, and on a CPU enough of them to give the logits as without a cache.
+        # At least one token is left to prefill, for the logits after it; on a CPU as many as give the same logits as a whole prompt does.
         least = self._model.least_prefill
         prefix = self._prefixes.take(prompt, len(prompt) - least, least, self._model.spec.rope_switch)
         return (self._new_cache(), 0) if prefix is None else prefix
@@ -437,9 +446,9 @@ class Batch:
         """Decode one token of a sequence in its own cache, or several, where guesses pay."""
         generation, switch = running.generation, self._model.spec.rope_switch
         assert running.cache is not None
-        if running.cache.length == switch and not running.long_rope:
+        if running.cache.length == switch and not running.long_rope:  # from here on all tokens have other frequencies
             running.cache = self._new_cache()
-            self._read_again(running, running.cache)
+            self._prefill_again(running, running.cache)
         cache = running.cache
         left = generation.max_new_tokens - len(generation.ids) - 1
         if switch is not None and cache.length < switch:
@@ -459,13 +468,14 @@ class Batch:
         if self._model.where is None:
             logits = self._model.decode(tokens, cache)
             return most_likely(logits) if are_plain else (sampler.choose(row) for sampler, row in zip(samplers, logits, strict=True))
-        chooser = None if are_plain else _batch_sampler(samplers)
+        chooser = None if are_plain else BatchSampler(samplers)
         launch_ahead = all(len(one.generation.ids) + 1 < one.generation.max_new_tokens for one in runs) and not self._speculate
         chosen = cast("GpuModel", self._model).decode_tokens(tokens, cache, choose=chooser, launch_ahead=launch_ahead)
         return chosen if chooser is None else chooser.accept(chosen)
 
     def _check_guesses(self, running: _Running, guesser: Guesser, cache: Cache, guesses: list[int]) -> None:
-        """Verify guesses behind `next_token` in one step, and accept the tokens that would have been chosen one by one."""
+        """Compute the logits after `next_token` and after each guess at once, and accept the tokens that the sampler chooses by these,
+        up to the first that was not guessed."""
         before = cache.length
         logits = self._model.verify([running.next_token, *guesses], cache)
         if not running.sampler.is_plain:
@@ -474,21 +484,20 @@ class Batch:
         self.guessed += len(guesses)
         self.accepted += len(chosen) - 1
         guesser.checked(len(guesses), len(chosen) - 1)
-        is_valid = cache.cut(before + len(chosen))  # the newest chosen token is not in the cache yet, a wrong guess no more
+        is_valid = cache.cut(before + len(chosen))  # `next_token` and the right guesses; the last chosen token enters with the next step
         for count, token in enumerate(chosen, 1):
             if self._accept(running, token).finish_reason is not None:
-                if count < len(chosen):  # the cache that stays is the one without speculation
+                if count < len(chosen):  # the cache is kept as a prefix: with the tokens that it would have without speculation
                     cache.cut(before + count)
                 return
-        if not is_valid:
-            self._read_again(running, cache)
+        if not is_valid:  # a sliding window had dropped tokens that are needed again: the cache is empty now
+            self._prefill_again(running, cache)
 
-    def _read_again(self, running: _Running, cache: Cache) -> None:
-        """Prefill a sequence into an empty cache, without `next_token`."""
+    def _prefill_again(self, running: _Running, cache: Cache) -> None:
+        """Prefill the prompt and the answer so far, without `next_token`, into an empty cache."""
         tokens = [*running.generation.prompt_ids, *running.generation.ids]
         self._model.prefill(tokens[:-1], cache, total=len(tokens))
-        switch = self._model.spec.rope_switch
-        running.long_rope = switch is not None and len(tokens) > switch
+        running.long_rope = self._model.spec.has_long_rope(len(tokens))
 
     def _decode_slots(self) -> list[Generation]:
         """Decode one token of each sequence in the slots."""
@@ -496,12 +505,12 @@ class Batch:
         assert slots is not None
         positions = zip(self._active, slots.positions(), strict=True)
         if short := [one for one, position in positions if position == switch and not one.long_rope]:
-            for running in short:  # from here on all of their tokens have other frequencies
+            for running in short:  # from here on all of their tokens have other frequencies: they are prefilled again
                 self._free_slot(running)
                 self._preempted.append(running)
             return []
         runs = list(self._active)
-        # From the last slot on: the last one that is taken moves to one that becomes free.
+        # From the last slot to the first: when a sequence leaves, the last one moves to its slot, whose token was accepted already.
         chosen = list(self._chosen(runs, slots))
         accepted = [self._accept(run, token) for run, token in zip(runs[::-1], chosen[::-1], strict=True)]
         return accepted[::-1]
@@ -548,12 +557,6 @@ class Batch:
 def _padded_length(longest: int) -> int:
     """Return the rows that each of several prompts takes in a batch: a power of 2, so that few shapes of launches occur."""
     return 1 << (longest - 1).bit_length()
-
-
-def _batch_sampler(samplers: Sequence[Sampler]) -> BatchSampler:
-    from halfbyte.language.sampling.batched import BatchSampler  # which a CPU does not need
-
-    return BatchSampler(samplers)
 
 
 def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[tuple[int, str]]:

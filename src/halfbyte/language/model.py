@@ -15,7 +15,7 @@ from torch import Tensor
 from halfbyte.checkpoint.files import has_adapter
 from halfbyte.decoder.build import build_spec
 from halfbyte.decoder.cache import Cache
-from halfbyte.decoder.lower_cpu import CpuModel
+from halfbyte.decoder.lower_cpu import CpuModel, DecoderModel
 from halfbyte.decoder.offload.placement import Plan, Request, make_request, plan_of
 from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, model_path, not_there
@@ -33,7 +33,6 @@ from halfbyte.memory import size_text
 
 if TYPE_CHECKING:
     from halfbyte.decoder.explain import DecoderExplanation
-    from halfbyte.decoder.lower_gpu import GpuModel
     from halfbyte.nn.config import Config
 
 Message = Mapping[str, object]
@@ -413,7 +412,7 @@ def _check_speculation(speculate: int | None, draft: object) -> None:
         raise ArgumentError("a draft model guesses at least one token at a time, got speculate=0: pass speculate=8, or no draft")
 
 
-def _lowered(spec: DecoderSpec, dtype: torch.dtype, plan: Plan | None) -> CpuModel | GpuModel:
+def _lowered(spec: DecoderSpec, dtype: torch.dtype, plan: Plan | None) -> DecoderModel:
     if spec.embedding.device.type == "cpu" and plan is None:
         return CpuModel(spec)
     from halfbyte.decoder.lower_gpu import GpuModel

@@ -9,16 +9,14 @@ one at a time, bit by bit (`CpuModel.verify`); on a GPU they differ by rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from halfbyte.decoder.cache import Cache, common_prefix
+from halfbyte.decoder.cache import Cache
+from halfbyte.decoder.lower_cpu import DecoderModel
+from halfbyte.language.prefix_cache import common_prefix
 from halfbyte.language.sampling.sampler import Choice, Sampler, most_likely
-
-if TYPE_CHECKING:
-    from halfbyte.decoder.lower_cpu import CpuModel
-    from halfbyte.decoder.lower_gpu import GpuModel
 
 _LONGEST = 8  # tokens of a text and of an earlier occurrence that are compared
 _OCCURRENCES = 64  # of the newest two tokens that are looked at
@@ -122,7 +120,7 @@ class Draft:
     chat stays.
     """
 
-    def __init__(self, model: CpuModel | GpuModel, *, relative_cost: float, int8_cache: bool = False) -> None:
+    def __init__(self, model: DecoderModel, *, relative_cost: float, int8_cache: bool = False) -> None:
         """Make a draft.
 
         Args:
@@ -158,7 +156,7 @@ class Draft:
 
     def _guess(self, text: list[int], count: int) -> list[int]:
         spec = self._model.spec
-        long_rope = spec.rope_switch is not None and len(text) > spec.rope_switch
+        long_rope = spec.has_long_rope(len(text))
         same = common_prefix(self._tokens, text, len(text) - 1)
         if long_rope != self._long_rope or not self._cache.cut(same):
             self.forget()

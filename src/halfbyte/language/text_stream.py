@@ -34,13 +34,12 @@ class TextStream:
         print(stream.flush())
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         """Start an empty text.
 
         Args:
             tokenizer: The model's tokenizer.
             stop: Strings that end the text; they are not part of it.
-            skip_special_tokens: Leave special tokens out of the text.
 
         Raises:
             ArgumentError: A stop string is empty, which would end every text before it begins.
@@ -48,7 +47,7 @@ class TextStream:
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             raise ArgumentError(f"stop is a list of strings of one character or more, got {stop!r}: leave empty ones out")
         self.finished = False
-        self._raw = _RawStream(tokenizer, skip_special_tokens)
+        self._raw = _RawStream(tokenizer)
         self._clean_up = tokenizer.clean_up
         self._unclean = ""  # decoded, and not cleaned up yet
         self._stop = _StopStrings(stop)
@@ -106,9 +105,9 @@ class _RawStream:
     decoder then does what it does to the beginning of a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids
         steps = decoder_steps(tokenizer.backend)
         kinds = {str(step.get("type")) for step in steps}
         self._bytes_in_characters = "ByteLevel" in kinds

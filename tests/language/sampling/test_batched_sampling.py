@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError
-from halfbyte.language.sampling import batched
-from halfbyte.language.sampling.batched import MOST_CANDIDATES, BatchSampler
-from halfbyte.language.sampling.sampler import Choice, Sampler, Sampling
+from halfbyte.language.sampling.draw import MOST_CANDIDATES, choose_rows
+from halfbyte.language.sampling.sampler import BatchSampler, Choice, Sampler, Sampling, draw_settings
 
 # Top-k and top-p are drawn from few tokens, the others from all: a batch with both is split.
 SETTINGS: list[dict[str, Any]] = [
@@ -56,7 +55,7 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(1)
         return draw(self, scores, uniform)
 
-    monkeypatch.setattr(batched.Sampler, "draw", counted)
+    monkeypatch.setattr(Sampler, "draw", counted)
     return counts
 
 
@@ -118,7 +117,7 @@ def test_the_largest_uniform_number() -> None:
     scores = torch.tensor([[1.0, 2.0, -math.inf]] * 2)
     below_one = math.nextafter(1, 0)
     for sampling in (Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2)):
-        assert set(batched.choose_rows(scores, [sampling] * 2, [below_one] * 2).tolist()) <= {0, 1}
+        assert set(choose_rows(scores, [draw_settings(sampling, 3, below_one)] * 2).tolist()) <= {0, 1}
 
 
 def test_penalties_processors_and_log_probabilities() -> None:

@@ -19,7 +19,8 @@ from transformers.generation.logits_process import (
 
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.language import Choice, Sampler, Sampling
-from halfbyte.language.sampling.sampler import candidates
+from halfbyte.language.sampling.draw import largest, of_all
+from halfbyte.language.sampling.sampler import draw_settings
 
 PROMPT = [3, 5, 5, 90]
 
@@ -29,11 +30,17 @@ def random_logits(count: int, seed: int, spread: float = 3.0) -> Tensor:
 
 
 def probabilities(sampling: Sampling, scores: Tensor) -> Tensor:
-    """Probabilities [N] of all tokens by `candidates`."""
-    ids, values = candidates(scores, sampling)
-    out = torch.zeros(scores.numel())
-    out[torch.arange(scores.numel()) if ids is None else ids] = torch.softmax(values, 0)
-    return out
+    """Probabilities [N] of all tokens by `largest`, with candidates that are too few, and enough; or by `of_all`."""
+    count = scores.numel()
+    settings = torch.tensor([draw_settings(sampling, count, 0.5)], dtype=torch.float64)
+    if (sampling.top_k or count) >= count and (sampling.top_p or 1) >= 1:
+        return of_all(scores[None], settings)[0]
+    for most in (8, 64, 512, count):
+        ids, weights, is_decided = largest(scores[None], settings, most)
+        if is_decided:
+            break
+    assert is_decided
+    return torch.zeros(count).scatter(0, ids[0], weights[0])
 
 
 def warped(sampling: Sampling, logits: Tensor, ids: list[int]) -> Tensor:

@@ -1,4 +1,6 @@
-"""Opens language models of any kind that halfbyte reads, and generates and times text."""
+"""Language models by transformers, for the commands `generate`, `chat`, `explain` and `quantize`: `open_model` opens one of any kind that
+halfbyte reads, `generate` generates a text and times it. Used for models that `hb.LanguageModel` does not compute.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,13 @@ _SDPA = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 class Generated:
     """A generated text.
 
-    tokens           of the prompt and of the answer, [t]
-    prompt_tokens    processed: those of the prompt that were not in the cache
-    new_tokens       generated
-    prompt_seconds   until the first token of the answer
-    decode_seconds   from the first to the last
+    Attributes:
+        text: The answer.
+        tokens: Of the prompt and of the answer, [t].
+        prompt_tokens: How many tokens of the prompt were processed, as the cache did not have them.
+        new_tokens: How many were generated.
+        prompt_seconds: Time until the first token of the answer.
+        decode_seconds: Time from the first to the last token of the answer.
     """
 
     text: str
@@ -98,18 +102,25 @@ def open_model(
     *,
     sparse: bool | None = None,
 ) -> tuple[Part, PreTrainedTokenizerBase]:
-    """(causal language model in evaluation mode, tokenizer) of a Hugging Face folder, a halfbyte checkpoint or a .gguf file.
-
-    config  how to quantize a floating-point model as it loads
-    dtype   of the computation. By default: on a CPU float32, whatever the files hold, as few CPUs are fast in less; on a GPU the dtype of
-            config.json, and bfloat16 for a .gguf file
-    mesh    of processes that share the model, each on its own `device`
-    sparse  as for `pack`
+    """Open a causal language model, in evaluation mode, and its tokenizer.
 
     Scales and offsets of a .gguf file that would be float32 are rounded to float16. The network is not used, no code from the folder is
-    run, and no pickle is opened. Raises CheckpointError, ArgumentError.
+    run, and no pickle is opened.
+
+    Args:
+        path: A Hugging Face folder, a halfbyte folder or a .gguf file.
+        device: Where it computes.
+        config: How to quantize a floating-point model as it loads.
+        dtype: Of the computation; None: on a CPU float32, whatever the files hold, as few CPUs are fast in less; on a GPU the dtype of
+            config.json, and bfloat16 for a .gguf file.
+        mesh: Of processes that share the model, each on its own `device`.
+        sparse: As for `pack`.
+
+    Raises:
+        CheckpointError: The files are damaged, or hold something else.
+        UnsupportedError: The model does not generate text.
     """
-    if dtype is None and _is_cpu(device):
+    if dtype is None and torch.device(device).type == "cpu":
         dtype = torch.float32
     if not is_there(path):
         raise not_there(path, "a Hugging Face folder, a halfbyte folder or a .gguf file")
@@ -197,16 +208,20 @@ def generate(
     cache: Any = None,
     **settings: Any,
 ) -> Generated:
-    """Generates a continuation of a prompt.
+    """Generate a continuation of a prompt.
 
-    prompt    the tokenizer's output for one text: input_ids [1, t] and more
-    show      called with the text piece by piece, in whole words
-    compiled  decode under torch.compile with a static cache: takes up to minutes to start, then saves Python's overhead in each step. On a
-              GPU a CUDA graph does so without (generating.py)
-    cache     a cache of transformers with the beginning of the prompt; it is extended. `generating.new_cache` makes one
-    settings  of transformers' `generate`: max_new_tokens (by default 128, or what the model has positions for), do_sample, …
+    Args:
+        model, tokenizer: What `open_model` returned.
+        prompt: The tokenizer's output for one text: input_ids [1, t] and more.
+        show: Called with the text piece by piece, in whole words.
+        compiled: Decode under torch.compile with a static cache: takes up to minutes to start, then saves Python's overhead in each step.
+            On a GPU a CUDA graph does so without (generating.py).
+        cache: A cache of transformers with the beginning of the prompt; it is extended. `generating.new_cache` makes one.
+        **settings: Of transformers' `generate`: max_new_tokens (by default 128, or what the model has positions for), do_sample, …
 
-    Raises ArgumentError as `check_prompt` and `room` do, CheckpointError for settings of generation_config.json that transformers refuses.
+    Raises:
+        ArgumentError: As `check_prompt` and `room`.
+        CheckpointError: transformers refuses settings of generation_config.json.
     """
     check_prompt(model, prompt)
     inputs = {name: tensor.to(model.device) for name, tensor in prompt.items()}
@@ -355,10 +370,6 @@ def _compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         if isinstance(module, QuantModule):
             module.dtype_mark = module.dtype_mark.to(dtype)
-
-
-def _is_cpu(device: str) -> bool:
-    return torch.device(device).type == "cpu"
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -1,6 +1,6 @@
 """Logits → the next token.
 
-sampler.py    `Sampling`, `Sampler`: of one sequence
-batched.py    `BatchSampler`: of several sequences, where their logits are
+sampler.py    `Sampling`, `Sampler`: of one sequence; `BatchSampler`: of several, where their logits are
+draw.py       a token of each row of scores
 defaults.py   `sampling_defaults`: what a model's generation_config.json sets
 """

@@ -1,6 +1,6 @@
-"""Logits → the next token.
+"""Logits → the next token: `Sampler` for one sequence, `BatchSampler` for several at once on a GPU. Both draw by `draw.py`.
 
-Called by the generation loop with the logits of one sequence; `batched.py` has those of several on a GPU. Penalties, temperature,
+Called by the generation loop (language/generate.py). Penalties, temperature,
 top-k, top-p and min-p have the meaning and the order of transformers' logits processors; presence and frequency penalties are those of
 OpenAI's API, as in vLLM.
 """
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from halfbyte.errors import ArgumentError, non_finite_logits
+from halfbyte.language.sampling.draw import NOT_FINITE, UNDECIDED, DrawSettings, choose_rows
 
 LEAST, MOST = 1e-5, 1e5  # of what logits are divided by: less makes them infinite in float32, more makes them equal
 _MOST_PENALTY = 2.0  # as in OpenAI's API
@@ -34,9 +35,7 @@ _RANGES: dict[str, tuple[bool, float, float, str, str]] = {
     "logprobs": (True, 0, math.inf, "is 0 or more", "leave it out for none"),
 }
 _NOT_NONE = {"temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"}
-_FIRST_CANDIDATES = 64  # of top-p without top-k; most texts need no more
-_BLOCK = 64  # elements
-_SMALL = 1 << 12  # elements
+_FIRST_CANDIDATES = 64  # tokens that `Sampler.draw` looks at first; most texts need no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,98 +239,74 @@ class Sampler:
         return scores
 
     def draw(self, scores: Tensor, uniform: float) -> int:
-        """Draw a token of scores [N] by inverting the cumulative distribution of the candidates, at a number in [0, 1).
+        """Draw a token of scores [N] by inverting the cumulative distribution at a number in [0, 1).
 
         Raises:
             CheckpointError: The scores are NaN or infinite.
         """
-        if not math.isfinite(float(scores.amax())):  # a NaN or +inf, or only -inf
+        most = max(_FIRST_CANDIDATES, 2 * (self.sampling.top_k or 0))
+        while (token := int(choose_rows(scores[None], [draw_settings(self.sampling, scores.numel(), uniform)], most))) == UNDECIDED:
+            most *= 8
+        if token == NOT_FINITE:
             raise non_finite_logits(is_float16=self.is_float16)
-        ids, values = candidates(scores, self.sampling)
-        probabilities = torch.softmax(values, 0)
-        if probabilities.numel() <= _SMALL:
-            at = self._inverse_cumulative(probabilities, uniform, relative=True)[0]
-        else:  # first a block, then a token of it: most of a large array is read once and never written
-            blocks = _in_blocks(probabilities, 0.0)
-            block, rest = self._inverse_cumulative(blocks.sum(1), uniform, relative=True)
-            at = block * _BLOCK + self._inverse_cumulative(blocks[block], rest, relative=False)[0]
-        return at if ids is None else int(ids[at])
-
-    def _inverse_cumulative(self, weights: Tensor, target: float, *, relative: bool) -> tuple[int, float]:
-        """Return the element at which the cumulative sum of weights [N], in float64, exceeds a target, and how far in it the target is.
-
-        A relative target is a fraction of the sum. An element of weight 0 is never chosen.
-        """
-        cumulative = weights.double().cumsum(0)
-        if relative:
-            target *= float(cumulative[-1])
-        if not math.isfinite(target):  # divided by the temperature logits are infinite
-            raise non_finite_logits(is_float16=self.is_float16)
-        at = int(torch.searchsorted(cumulative, target, right=True))
-        if at == weights.numel():  # sums are rounded
-            at = int(torch.nonzero(weights)[-1])
-        return at, target - float(cumulative[at] - weights[at])
+        return token
 
 
-def _in_blocks(values: Tensor, padding: float) -> Tensor:
-    """Return values [N] as [blocks, _BLOCK]; a copy where N is no multiple."""
-    missing = -values.numel() % _BLOCK
-    return (nn.functional.pad(values, (0, missing), value=padding) if missing else values).view(-1, _BLOCK)
+def draw_settings(sampling: Sampling, count: int, uniform: float) -> DrawSettings:
+    """Return the settings that a token of `count` is drawn with, at a number in [0, 1)."""
+    top_p = math.inf if sampling.top_p is None or sampling.top_p == 1 else sampling.top_p
+    log_min_p = math.log(sampling.min_p) if sampling.min_p else -math.inf
+    return DrawSettings(sampling.temperature, min(sampling.top_k or count, count), top_p, log_min_p, uniform)
 
 
-def candidates(scores: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]:
-    """Return the tokens that may be drawn.
+class BatchSampler:
+    """Chooses one token of each of several sequences, on the device of their logits: only token ids leave a GPU.
 
-    Args:
-        scores: Logits [N] after penalties.
-        sampling: Temperature, top_k, top_p and min_p, which apply in this order.
+    Tokens are those of each `Sampler`, up to the rounding of sums, without a branch on what the logits hold, so that the host does not wait
+    before it has the ids. Where more than `MOST_CANDIDATES` tokens of a sequence may be drawn, which is rare, its `Sampler` draws.
 
-    Returns:
-        (ids [C], or None for all tokens in their order; their logits [C] in float32, divided by the temperature). Their probabilities are
-        the softmax of these logits.
+    Example:
+        chooser = BatchSampler(samplers)
+        ids = chooser(logits)               # on the device of the logits
+        tokens = chooser.accept(ids.tolist())
     """
-    scores = scores.float() / sampling.temperature
-    ids: Tensor | None = None
-    if sampling.top_k is not None and sampling.top_k < scores.numel():
-        scores, ids = _top_k(scores, sampling.top_k)
-    if sampling.top_p is not None and sampling.top_p < 1:
-        scores, ids = _top_p(scores, ids, sampling.top_p)
-    if sampling.min_p:
-        likely = torch.nonzero(scores >= scores.amax() + math.log(sampling.min_p)).squeeze(1)
-        scores, ids = scores[likely], likely if ids is None else ids[likely]
-    return ids, scores
 
+    def __init__(self, samplers: Sequence[Sampler]) -> None:
+        """Begin a step. samplers: Of the sequences."""
+        self._samplers = samplers
 
-def _top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k highest scores in decreasing order, and those that are equal to the last of them, as in transformers; and their ids."""
-    if 4 * _BLOCK * k >= scores.numel():
-        pool, blocks = scores, None
-    else:  # the highest ones are in the blocks with the highest maxima
-        rows = _in_blocks(scores, -math.inf)
-        highest = rows.amax(1)
-        blocks = torch.nonzero(highest >= torch.topk(highest, k).values[-1]).squeeze(1)
-        pool = rows[blocks].flatten()
-    values, ids = torch.topk(pool, k)
-    count = int((pool >= values[-1]).sum())
-    if count > k:
-        values, ids = torch.topk(pool, count)
-    return values, ids if blocks is None else blocks[ids // _BLOCK] * _BLOCK + ids % _BLOCK
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Choose tokens.
 
+        Args:
+            logits: The model's logits [B, N], float32; not changed, and kept until `accept`.
 
-def _top_p(scores: Tensor, ids: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return the highest scores, in decreasing order, whose predecessors have a total probability below top_p."""
-    total = torch.logsumexp(scores, 0)
-    if ids is not None:
-        values = scores
-    else:  # all tokens, unsorted: most of them are too unlikely to be worth sorting
-        count = min(_FIRST_CANDIDATES, scores.numel())
-        values, ids = _top_k(scores, count)
-        while count < scores.numel() and float(torch.exp(values - total).sum()) < top_p:
-            count = min(8 * count, scores.numel())
-            values, ids = _top_k(scores, count)
-    probabilities = torch.exp((values - total).double())
-    kept = max(int((probabilities.cumsum(0) - probabilities < top_p).sum()), 1)
-    return values[:kept], ids[:kept]
+        Returns:
+            Ids int64 [B] on the same device; negative where `accept` has to decide.
+        """
+        self._logits, self._scores = logits, logits
+        if any(sampler.changes_logits for sampler in self._samplers):
+            self._scores = torch.stack([sampler.scores(row) for sampler, row in zip(self._samplers, logits, strict=True)])
+        self._uniforms = [sampler.uniform() if sampler.draws else 0.0 for sampler in self._samplers]
+        pairs = zip(self._samplers, self._uniforms, strict=True)
+        return choose_rows(self._scores, [draw_settings(sampler.sampling, logits.shape[1], uniform) for sampler, uniform in pairs])
+
+    def accept(self, ids: Sequence[int]) -> list[int | Choice]:
+        """Note which tokens were chosen.
+
+        Args:
+            ids: What the call has returned.
+
+        Raises:
+            CheckpointError: Logits are NaN or infinite.
+        """
+        chosen = []
+        for row, (sampler, id, uniform) in enumerate(zip(self._samplers, ids, self._uniforms, strict=True)):
+            if id == NOT_FINITE:
+                raise non_finite_logits(is_float16=sampler.is_float16)
+            token = sampler.draw(self._scores[row].cpu(), uniform) if id == UNDECIDED else id
+            chosen.append(sampler.accept(token, self._logits[row]))
+        return chosen
 
 
 def most_likely(logits: Tensor, *, is_float16: bool = False) -> Iterator[int]:
@@ -357,7 +332,7 @@ def _with_logprobs(logits: Tensor, chosen: int, count: int) -> Choice:
     logprob = float(logits[chosen] - total)
     if not count:
         return Choice(chosen, logprob, ())
-    values, ids = (of_all[:count] for of_all in _top_k(logits, min(count, logits.numel())))
+    values, ids = logits.topk(min(count, logits.numel()))
     return Choice(chosen, logprob, tuple(zip(ids.tolist(), (values - total).tolist(), strict=True)))
 
 

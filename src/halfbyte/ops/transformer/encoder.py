@@ -127,7 +127,7 @@ def why_not(attention: Attention, mlp: MLP) -> str | None:
         return "its attention has several products, or heads with norms or rope"
     if mlp.activation != "gelu" or mlp.gated or mlp.parallel_residual:
         return "its MLP is no down(gelu(up(x)))"
-    has_post_norms = any(half.post_norm is not None or half.residual_multiplier != 1 for half in (attention, mlp))
+    has_post_norms = any(part.post_norm is not None or part.residual_multiplier != 1 for part in (attention, mlp))
     if has_post_norms or len(_norms_of(attention, mlp)[1]) != _NORMS:
         return "it has other norms than two before its halves, or two of the sums with the residual"
     if heads.head_dim % 4:
@@ -148,7 +148,7 @@ def _check_weights(attention: Attention, mlp: MLP) -> None:
     shapes = [tuple(weight.packed.shape) for weight in weights]
     k, width, inner = shapes[0][1], attention.o_proj.packed.shape[1], mlp.gate_up.packed.shape[0]
     expected = [(3 * width, k), (k, width), (inner, k), (k, inner)]
-    norms = [norm for half in (attention, mlp) for norm in (half.pre_norm, half.residual_norm) if norm is not None]
+    norms = [norm for part in (attention, mlp) for norm in (part.pre_norm, part.residual_norm) if norm is not None]
     vectors = [(t, k) for norm in norms for t in (norm.weight, norm.bias) if t is not None]
     vectors += [(weight.bias, n) for (n, _), weight in zip(expected, weights, strict=False) if weight.bias is not None]
     fits = shapes == expected and count > 0 and width == count * attention.heads.head_dim

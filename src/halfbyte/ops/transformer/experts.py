@@ -161,7 +161,7 @@ class SharedExpert(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The mixture-of-experts half of a layer: y = h + `Mixture`(x) + shared_expert(x),  x = pre_norm(h)
+    """The mixture-of-experts sublayer: y = h + `Mixture`(x) + shared_expert(x),  x = pre_norm(h)
 
     The experts of a token are the `top_k` largest of router · x + router_bias, their weights the softmax of these, or their share of the
     softmax of all. With `scores`, experts are the `top_k` largest of scores + correction_bias, weights the scores of these, or

@@ -1,4 +1,4 @@
-"""The mixture-of-experts half of a decoder layer for any number of rows: the custom op `halfbyte::add_experts`.
+"""The mixture of experts of a decoder layer, with its norm and residual connection: the custom op `halfbyte::add_experts`.
 
     y = x + sum over t of w[t] * expert[id[t]](z) + shared_expert(z),  z = pre_norm(x),  ids and w by the router of z
 
@@ -51,31 +51,31 @@ _library.define(
 )
 
 
-def add_experts(x: Tensor, half: Experts) -> Tensor:
-    """Compute `half` of a decoder layer for x [..., K] -> [..., K] in x's dtype, with its norm and residual connection; no gradients.
+def add_experts(x: Tensor, mixture: Experts) -> Tensor:
+    """Compute y = x + mixture(norm(x)) for x [..., K], in x's dtype; no gradients.
 
     Each product computes as its weight says, on a GPU in floating point unless it says int8: in one op where all say the same.
 
     Raises:
         ArgumentError: Shapes and dtypes do not fit, or the norm is a LayerNorm.
     """
-    if _has_one_compute(half):
-        return OPS.add_experts.default(x, *_op_arguments(half))  # type: ignore[no-any-return]
-    routed = route(x, half)
-    total, of_shared = mixed(routed.z, routed.ids, routed.weights, half), shared_output(routed, half)
+    if _has_one_compute(mixture):
+        return OPS.add_experts.default(x, *_op_arguments(mixture))  # type: ignore[no-any-return]
+    routed = route(x, mixture)
+    total, of_shared = mixed(routed.z, routed.ids, routed.weights, mixture), shared_output(routed, mixture)
     return add_mixed(x, total if of_shared is None else total.add_(of_shared))
 
 
-def _has_one_compute(half: Experts) -> bool:
+def _has_one_compute(mixture: Experts) -> bool:
     """Return whether all products compute in one way."""
-    shared = half.shared_expert
-    weights = half.gate_up, half.down_proj, *(() if shared is None else (shared.gate_up, shared.down_proj))
+    shared = mixture.shared_expert
+    weights = mixture.gate_up, mixture.down_proj, *(() if shared is None else (shared.gate_up, shared.down_proj))
     return len({(weight.compute, weight.activation) for weight in weights}) == 1
 
 
-def _computing_as(half: Experts, weight: Weight) -> Experts:
-    """Return `half` with the compute and activation of one of its weights for all."""
-    return half._replace(gate_up=half.gate_up._replace(compute=weight.compute, activation=weight.activation))
+def _computing_as(mixture: Experts, weight: Weight) -> Experts:
+    """Return `mixture` with the compute and activation of one of its weights for all."""
+    return mixture._replace(gate_up=mixture.gate_up._replace(compute=weight.compute, activation=weight.activation))
 
 
 class Routed(NamedTuple):
@@ -93,9 +93,9 @@ class Routed(NamedTuple):
     shared_logits: Tensor | None
 
 
-def route(x: Tensor, half: Experts) -> Routed:
+def route(x: Tensor, mixture: Experts) -> Routed:
     """Norm rows x [..., K] and choose their experts, which themselves may be on another device."""
-    a = _arguments(x, half)
+    a = _arguments(x, mixture)
     a.check()
     if x.is_cuda and x.numel():
         here, (experts, k) = gpu(x.get_device()), a.router.shape
@@ -119,31 +119,31 @@ def mixed(z: Tensor, ids: Tensor, weights: Tensor, half: Experts, first: int = 0
     return a.mixed(z, ids, weights, down, first)
 
 
-def add_first(x: Tensor, routed: Routed, half: Experts, count: int) -> Tensor:
+def add_first(x: Tensor, routed: Routed, mixture: Experts, count: int) -> Tensor:
     """Compute x + the first `count` experts of rows by their weights + the shared expert, for rows that were routed.
 
     Args:
         x: [..., K]
-        routed: `route(x, half)`.
-        half: The experts; those from `count` on may hold anything.
+        routed: `route(x, mixture)`.
+        mixture: The experts; those from `count` on may hold anything.
         count: At least 1.
     """
-    a, (z, ids, weights, shared_logits) = _arguments(x, half), routed
+    a, (z, ids, weights, shared_logits) = _arguments(x, mixture), routed
     kept = Routed(z, ids % count, torch.where(ids < count, weights, 0.0), shared_logits)  # others are experts that are there, times 0
-    if x.is_cuda and x.numel() and _has_one_compute(half) and (choice := choose(a.problem(), gpu(x.get_device()))).taken is not None:
+    if x.is_cuda and x.numel() and _has_one_compute(mixture) and (choice := choose(a.problem(), gpu(x.get_device()))).taken is not None:
         return _add_routed_on_gpu(a, kept, choice)
-    y = _arguments(z, half).experts(z, kept.ids, _arguments(z, _computing_as(half, half.down_proj))).float()
+    y = _arguments(z, mixture).experts(z, kept.ids, _arguments(z, _computing_as(mixture, mixture.down_proj))).float()
     y.masked_fill_((kept.weights == 0).unsqueeze(-1), 0.0)  # which may be infinite
-    total, shared = (y * kept.weights.unsqueeze(-1)).sum(1), shared_output(routed, half)
+    total, shared = (y * kept.weights.unsqueeze(-1)).sum(1), shared_output(routed, mixture)
     return add_mixed(x, total if shared is None else total.add_(shared))
 
 
-def shared_output(routed: Routed, half: Experts) -> Tensor | None:
+def shared_output(routed: Routed, mixture: Experts) -> Tensor | None:
     """Return what the shared expert adds to rows, float32 [M, K]; None where there is none."""
-    if half.shared_expert is None:
+    if mixture.shared_expert is None:
         return None
-    weights = half.shared_expert.gate_up, half.shared_expert.down_proj
-    up, down = (_arguments(routed.z, _computing_as(half, weight)) for weight in weights)
+    weights = mixture.shared_expert.gate_up, mixture.shared_expert.down_proj
+    up, down = (_arguments(routed.z, _computing_as(mixture, weight)) for weight in weights)
     return _shared_in_torch(up, routed, down)
 
 
@@ -155,24 +155,25 @@ def _shared_in_torch(a: _Arguments, routed: Routed, down: _Arguments | None = No
     return y if routed.shared_logits is None else torch.sigmoid(routed.shared_logits).unsqueeze(-1) * y
 
 
-def _arguments(x: Tensor, half: Experts) -> _Arguments:
-    a = _Arguments(x, *_op_arguments(half))  # type: ignore[arg-type]
+def _arguments(x: Tensor, mixture: Experts) -> _Arguments:
+    a = _Arguments(x, *_op_arguments(mixture))  # type: ignore[arg-type]
     return a._replace(compute="float") if a.compute == "auto" and x.is_cuda else a
 
 
-def _op_arguments(half: Experts) -> tuple[object, ...]:
+def _op_arguments(mixture: Experts) -> tuple[object, ...]:
     """Return the arguments of `halfbyte::add_experts` after x."""
-    if half.pre_norm.layer_norm:
+    if mixture.pre_norm.layer_norm:
         raise ArgumentError("the norm before experts is an RMS norm, got a layer norm: compute this layer in torch")
-    router = half.router, half.router_bias, half.top_k, half.norm_topk, half.scores, half.correction_bias, half.scaling_factor
-    stacks = *_weight_arguments(half.gate_up), *_weight_arguments(half.down_proj)
-    inner, clamped = half.down_proj.packed.shape[2], None if half.clamped is None else [*half.clamped]
+    router = mixture.router, mixture.router_bias, mixture.top_k, mixture.norm_topk
+    scores = mixture.scores, mixture.correction_bias, mixture.scaling_factor
+    stacks = *_weight_arguments(mixture.gate_up), *_weight_arguments(mixture.down_proj)
+    inner, clamped = mixture.down_proj.packed.shape[2], None if mixture.clamped is None else [*mixture.clamped]
     shared: tuple[object, ...] = (None, *_weight_arguments(None), *_weight_arguments(None), 0)
-    if (expert := half.shared_expert) is not None:
+    if (expert := mixture.shared_expert) is not None:
         products = *_weight_arguments(expert.gate_up), *_weight_arguments(expert.down_proj)
         shared = (expert.gate, *products, expert.down_proj.packed.shape[1])
-    norm = half.pre_norm.weight, half.pre_norm.eps, half.pre_norm.unit_offset
-    return *norm, *router, *stacks, inner, clamped, *shared, half.gate_up.compute, half.gate_up.activation
+    norm = mixture.pre_norm.weight, mixture.pre_norm.eps, mixture.pre_norm.unit_offset
+    return *norm, *router, *scores, *stacks, inner, clamped, *shared, mixture.gate_up.compute, mixture.gate_up.activation
 
 
 def _weight_arguments(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
@@ -395,24 +396,24 @@ def _add_routed_on_gpu(a: _Arguments, routed: Routed, choice: Choice[ExpertsProb
     return out.view(a.x.shape)
 
 
-def problem_of(half: Experts, rows: int, dtype: torch.dtype) -> ExpertsProblem:
-    """Return the problem of `half` for so many rows that `dispatch` chooses a kernel for."""
-    up, down = half.gate_up.packed, half.down_proj.packed
-    kinds = half.gate_up.compute, half.gate_up.activation
-    sizes = rows, up.shape[0], half.top_k, half.k, down.shape[2]
-    clamped, biased = half.clamped is not None, half.gate_up.bias is not None
+def problem_of(mixture: Experts, rows: int, dtype: torch.dtype) -> ExpertsProblem:
+    """Return the problem of `mixture` for so many rows that `dispatch` chooses a kernel for."""
+    up, down = mixture.gate_up.packed, mixture.down_proj.packed
+    kinds = mixture.gate_up.compute, mixture.gate_up.activation
+    sizes = rows, up.shape[0], mixture.top_k, mixture.k, down.shape[2]
+    clamped, biased = mixture.clamped is not None, mixture.gate_up.bias is not None
     return ExpertsProblem(*sizes, up.format, down.format, dtype, *kinds, clamped=clamped, biased=biased)  # type: ignore[arg-type]
 
 
-def describe(half: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
-    """Say which kernels compute `half` for so many rows, where none of its steps is left to torch."""
-    if half.clamped is None:
-        taken = choose(problem_of(half, rows, dtype), here).taken
+def describe(mixture: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
+    """Say which kernels compute `mixture` for so many rows, where none of its steps is left to torch."""
+    if mixture.clamped is None:
+        taken = choose(problem_of(mixture, rows, dtype), here).taken
         within = taken is not None and taken.config is not None
         gates = "with silu(gate) * up" if within else "before a kernel of silu(gate) * up"
     else:
         gates = f"before a kernel of {CLAMPED}"
-    shared = "" if half.shared_expert is None else ", what is shared"
+    shared = "" if mixture.shared_expert is None else ", what is shared"
     return f"gate_up {gates}, then down, both of the routed experts, then a kernel of their sum by weights{shared} and the residual"
 
 

@@ -124,9 +124,9 @@ def test_whatever_is_asked_for(asked: dict[str, Any], lengths: tuple[int, ...], 
 @pytest.mark.parametrize("kind", ["Gemma3DecoderLayer", "Gemma4TextDecoderLayer, shared keys"])
 def test_texts_longer_than_windows(kind: str, lengths: tuple[int, ...], texts: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of windows are moved, those of full attention replaced, tables of rope become longer, and steps are captured again."""
-    monkeypatch.setattr("halfbyte.decoder.lower_gpu._LEAST_POSITIONS", 16)
-    monkeypatch.setattr("halfbyte.decoder.cache._STEP_ON_GPU", 16)
-    monkeypatch.setattr("halfbyte.decoder.cache._STEP", 16)
+    monkeypatch.setattr("halfbyte.decoder.rope._LEAST_POSITIONS", 16)
+    monkeypatch.setattr("halfbyte.decoder.cache._GROWTH_ON_GPU", 16)
+    monkeypatch.setattr("halfbyte.decoder.cache._GROWTH", 16)
     plain, model = models(kind)
     asked = {**prompt(*lengths), **SETTINGS, "max_new_tokens": 60}
     assert torch.equal(model.generate(**asked), plain.generate(**asked))

@@ -1,8 +1,9 @@
-"""Layers of transformers' growing caches whose tokens lie in a larger buffer, so that a new token is written without copying.
+"""Layers of transformers' growing caches with room for more tokens: native calls write new keys and values into the buffers of a `Growing`.
 
-`keys` and `values` are views of the buffers, made when somebody asks. Whoever sets one of them (cropping, beams) gets an ordinary layer.
-Of attention to a window of W tokens they have what transformers keeps, the last W - 1: the views go along the buffers. Where these end, the
-layer gets new ones, so that a token that is in a buffer is never overwritten, and existing views stay valid.
+transformers' own layers concatenate, which copies the whole cache for each token. `grow` changes the class of such a layer, in place, to
+one whose `keys` and `values` are views of larger buffers. Whoever sets one of them (cropping, beams) turns the layer into an ordinary one
+again. The views of a layer with a window of W tokens have the last W - 1, as in transformers, and move along the buffers. Where these are
+full, the layer gets new ones: a token that is in a buffer is never overwritten, so existing views stay valid.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ _EXTRA_STATE = ("buffers", "length", "first", "buffer_id")
 class Growing(CacheLayerMixin):  # type: ignore[no-untyped-call]  # the base without which objects could not change their class
     """Precedes the class of a layer.
 
-    buffers  of keys and of values, [B, Hkv, T, D]
-    length   tokens so far
-    first    which of them has the first place in the buffers
-    buffer_id  unique number of these buffers
+    Attributes:
+        plain: The class that it precedes.
+        buffers: Of keys and of values, [B, Hkv, T, D]; in 8 bits of records.
+        length: Number of tokens so far.
+        first: Index of the token at place 0 of the buffers.
+        buffer_id: Unique number of these buffers.
     """
 
     plain: type
@@ -137,30 +140,29 @@ _buffer_ids = itertools.count()
 
 
 def seen_from(length: int, window: int) -> int:
-    """The first of `length` tokens that the next one sees, itself the last of a window."""
+    """Return the index of the first of `length` tokens in the window of the next one, which is the last of the window itself."""
     return max(0, length - window + 1)
 
 
 def window_of(layer: object) -> int | None:
-    """The window of a cache's layer, None where it keeps all tokens."""
+    """Return the window of a cache's layer; None where it keeps all tokens."""
     return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
 
 
 def begin(layer: Growing) -> int:
-    """The place in the buffers of the first token that the next one sees."""
+    """Return the place in the buffers of the first token that the next one attends to."""
     window = window_of(layer)
     return 0 if window is None else max(0, seen_from(layer.length, window) - layer.first)
 
 
 def is_whole(layer: Any) -> bool:
-    """Whether an initialized layer has all the tokens that the next one sees: some may be lost in cropping."""
+    """Whether an initialized layer has all tokens that the next one attends to: cropping may have removed some."""
     window, length = window_of(layer), layer.get_seq_length()
     return window is None or bool(layer.keys.shape[2] >= length - seen_from(length, window))
 
 
 def grow(layer: Any, tokens: int) -> Growing:
-    """The same layer, initialized and of one of the types LAYERS, with space for so many more tokens, for which it has none now only if
-    it gets new memory."""
+    """Make room for so many more tokens in an initialized layer of one of the types LAYERS, in place, and return it as a `Growing`."""
     if isinstance(layer, Growing):
         if layer.length - layer.first + tokens <= layer.buffers[0].shape[2]:
             return layer
@@ -180,7 +182,7 @@ def grow(layer: Any, tokens: int) -> Growing:
 
 
 def entered(layer: Growing, tokens: int) -> None:
-    """So many tokens are in the buffers, behind those that were there. Of a long prompt what no window needs any more is freed."""
+    """Count tokens that were written behind the others, and free buffers of which a window needs a small part, as after a long prompt."""
     layer.length += tokens
     window = window_of(layer)
     if window is not None and layer.buffers[0].shape[2] > 2 * window + 2 * _LEAST_ROOM and layer.keys.shape[2] < window:

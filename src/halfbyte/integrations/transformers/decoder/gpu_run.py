@@ -219,7 +219,7 @@ def _with_static(
 
 
 def _add_mlp(layer: Part, spec: LayerSpec, h: Tensor) -> Tensor:
-    """The output of a live layer from that of its attention half, h, by the modules of transformers."""
+    """Compute a live layer's output from h, that of its attention sublayer, by the modules of transformers."""
     family = family_of(layer)
     assert family is not None
     assert family.norms[2] is not None

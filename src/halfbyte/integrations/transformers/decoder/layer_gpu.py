@@ -41,7 +41,7 @@ class _DistributedProjection(NamedTuple):
         y: Tensor = self.module(x)
         return y
 
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return linear_added(self.module, x, residual)
 
 
@@ -67,7 +67,7 @@ def lower_layer(layer: Part, spec: LayerSpec | str) -> LoweredLayer | None:
     if isinstance(spec, str) or any(map(_is_changed, layer.modules())):
         return None
     found = _lowered(layer, spec)
-    return found if is_distributed(layer) else replace(found, layer=found.layer.linked())
+    return found if is_distributed(layer) else replace(found, layer=found.layer.replayable())
 
 
 def lower_traced(layer: Part) -> LoweredLayer | None:

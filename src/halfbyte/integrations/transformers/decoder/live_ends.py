@@ -108,7 +108,9 @@ def decoder_spec(
     if not type(norm).__module__.startswith(("torch.", "transformers.")):
         return "its last norm was replaced"
     dtype = norm.weight.dtype
-    table, factor = embedding_of(stack, family, dtype)
+    table, factor = _table(stack.embed_tokens, dtype)
+    if family.embedding_multiplier is not None:
+        factor *= getattr(stack, family.embedding_multiplier)
     return DecoderSpec(
         table,
         factor,
@@ -121,12 +123,6 @@ def decoder_spec(
         None if head is None else head.bias,
         per_layer_inputs_of(stack, family, dtype) if per_layer else None,
     )
-
-
-def embedding_of(stack: Part, family: Family, dtype: torch.dtype) -> tuple[Packed | Tensor, float]:
-    """The table of a stack's embedding and the factor of its rows."""
-    table, factor = _table(stack.embed_tokens, dtype)
-    return table, factor if family.embedding_multiplier is None else factor * getattr(stack, family.embedding_multiplier)
 
 
 def per_layer_inputs_of(stack: Part, family: Family, dtype: torch.dtype) -> PerLayerInputs:

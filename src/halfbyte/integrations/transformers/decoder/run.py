@@ -1,28 +1,32 @@
-"""A call through all layers of a decoder stack: what its layers are called with, and how transformers computes one of them.
+"""A call through all layers of a decoder stack: `prepare` computes what layers are called with (`Call`), `Run` calls them.
 
 `Run` calls each layer as transformers does. Its subclasses, `CpuRun` (cpu_run.py) and `GpuRun` (gpu_run.py), compute natively what they can
-and leave other layers to it: layers that are not compiled, and those whose cache or mask is of another kind.
+and leave other layers to it: layers that are not compiled, and those whose cache or mask is of another kind. Called by `stack.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from halfbyte.decoder.family import SLIDING, Family
 from halfbyte.integrations.transformers.cache.kv_entry import SharedStates
-from halfbyte.integrations.transformers.decoder.live_layer import shared_kv
-from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
+from halfbyte.integrations.transformers.decoder.live_layer import family_of, shared_kv
+from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, Arguments
 
 if TYPE_CHECKING:
-    from halfbyte.integrations.transformers.modules import Part
+    from halfbyte.integrations.transformers.modules import Config, Part
+
+FULL = "full_attention"  # with SLIDING the kinds of a stack's masks
 
 
 class Call(NamedTuple):
-    """A call of a stack, as its layers see it.
+    """What the layers of a stack are called with.
 
     Attributes:
         masks: Of each layer: bool [B, 1, t, T], or a float one that is added to scores, or None: causal.
@@ -30,7 +34,7 @@ class Call(NamedTuple):
         past: The cache of all layers, or None.
         positions: As transformers passes them on to layers.
         rope_positions: Those that rope takes.
-        per_layer: The layers' own inputs [B, t, L, P], or None.
+        per_layer: The per-layer inputs of all layers, [B, t, L, P], or None.
         shared: Keys and values that layers reuse.
         keep: Number of last tokens whose results are wanted; 0: of all.
         visual: Which tokens are those of images [B, t], or None.
@@ -54,6 +58,104 @@ class Call(NamedTuple):
         rotary = [(cos[:, -tokens:], sin[:, -tokens:]) for cos, sin in self.rotary]
         per_layer_input = None if self.per_layer is None else self.per_layer[:, -tokens:]
         return self._replace(masks=masks, rotary=rotary, per_layer=per_layer_input, keep=0)
+
+
+class LayerKinds(NamedTuple):
+    """In what the layers of a stack differ, for each layer.
+
+    Attributes:
+        family: The family of the stack.
+        masks: FULL or SLIDING: which mask a layer takes.
+        windows: Its sliding window, or None.
+        ropes: The type of layers whose rotary embedding it takes; "" where all layers take the same.
+    """
+
+    family: Family
+    masks: list[str]
+    windows: list[int | None]
+    ropes: list[str]
+
+
+def layer_kinds(stack: Part) -> LayerKinds | None:
+    """Return in what the layers of a stack differ; None if they are of no known family."""
+    family, config, count = family_of(stack.layers[0]), stack.config, len(stack.layers)
+    if family is None:
+        return None
+    types = list(getattr(config, "layer_types", None) or [FULL] * count)
+    window: int | None = getattr(config, "sliding_window", None)
+    masks = types
+    if family.sliding_window != "layer_types":
+        masks = [SLIDING if family.sliding_window == "all" and window is not None else FULL] * count
+    windows = [window if kind == SLIDING else None for kind in masks]
+    return LayerKinds(family, masks, windows, types if family.rope_per_type else [""] * count)
+
+
+def prepare(stack: Part, kinds: LayerKinds, call: Arguments, past: Cache | None) -> tuple[Tensor, Call] | None:
+    """Compute what transformers' forward of the stack computes before its first layer.
+
+    Args:
+        stack: The module of transformers.
+        kinds: In what its layers differ.
+        call: Its arguments.
+        past: The KV cache, or None.
+
+    Returns:
+        The input of the first layer [B, t, K], and what all layers are called with; None if transformers has to compute the call.
+    """
+    ids, mask = call.get("input_ids"), call.get("attention_mask")
+    x: Tensor = stack.embed_tokens(ids) if ids is not None else call["inputs_embeds"]
+    if x.dim() != 3:
+        return None
+    per_layer = _per_layer_inputs(stack, call, x)
+    if kinds.family.embedding_multiplier is not None:
+        x = x * getattr(stack, kinds.family.embedding_multiplier)
+    text, rope_positions = _positions(call.get("position_ids"), x, past, mrope=kinds.family.mrope)
+    masks = {kind: _mask(stack.config, kind, mask, x, past, text) for kind in sorted({*kinds.masks})}
+    rotary = {kind: stack.rotary_emb(x, rope_positions, *([kind] if kind else [])) for kind in sorted({*kinds.ropes})}
+    return x, Call(
+        masks=[masks[kind] for kind in kinds.masks],
+        rotary=[rotary[kind] for kind in kinds.ropes],
+        past=past,
+        positions=text,
+        rope_positions=rope_positions,
+        per_layer=per_layer,
+        shared={},
+        keep=call.get("logits_to_keep", 0),
+        visual=call.get("visual_pos_masks"),
+        deepstack=call.get("deepstack_visual_embeds", ()),
+    )
+
+
+def _per_layer_inputs(stack: Part, call: Arguments, x: Tensor) -> Tensor | None:
+    """Compute the per-layer inputs of all layers, [B, t, L, P] (Gemma 4); None where layers have none."""
+    if not getattr(stack, "hidden_size_per_layer_input", 0):
+        return None
+    given = call.get("per_layer_inputs")
+    rows = stack.get_per_layer_inputs(call.get("input_ids"), x) if given is None else given
+    per_layer: Tensor = stack.project_per_layer_inputs(x, rows)
+    return per_layer
+
+
+def _positions(given: Tensor | None, x: Tensor, past: Cache | None, *, mrope: bool) -> tuple[Tensor | None, Tensor]:
+    """Return the positions of tokens in the text, [B or 1, t] or None, and those that rope takes: the same, or [3, B, t] with `mrope`."""
+    if given is None:
+        before = 0 if past is None else past.get_seq_length()  # of a static cache a tensor, which is not to be waited for
+        given = (torch.arange(x.shape[1], device=x.device) + before)[None]
+    if not mrope:
+        return given, given
+    if given.dim() == 2:
+        return None, given[None].expand(3, x.shape[0], -1)
+    return (given[0], given[1:]) if len(given) == 4 else (None, given)
+
+
+def _mask(config: Config, kind: str, given: Any, x: Tensor, past: Cache | None, positions: Tensor | None) -> Tensor | None:
+    """Return the mask of layers of a kind, FULL or SLIDING, as transformers makes it; `given`: the call's mask, or masks by kind."""
+    if isinstance(given, Mapping):
+        of_kind: Tensor | None = given[kind]
+        return of_kind
+    make = create_sliding_window_causal_mask if kind == SLIDING else create_causal_mask
+    mask: Tensor | None = make(config, x, given, position_ids=positions, **{KV_CACHE: past})
+    return mask
 
 
 class Run:

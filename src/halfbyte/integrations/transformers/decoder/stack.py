@@ -1,30 +1,31 @@
-"""Decoder stacks of transformers: `optimize_` compiles all layers of one into `CompiledStack`, and replaces the stack's forward.
+"""Decoder stacks of transformers: `optimize_` compiles all layers of one into a `CompiledStack`, and replaces the stack's forward.
 
     x = layers(embedding_multiplier * embed_tokens(ids));  y = norm(x)                         [B, t, K]
 
-The replaced forward accepts the arguments in ARGUMENTS; every other call, gradients, training and requests for hidden states or attentions
-take transformers' forward, and so does torch.compile on a CPU. Layers that have no kernels on the device, as those with hooks or without
-quantized weights, are called as transformers calls them, between the others. Nothing is watched: before each call `FrozenLayers` compares
-everything that the stack consists of, and the stack is compiled again if something has changed. On a GPU each layer is compared just before
-its launches, while the GPU computes the layer before it.
+    compile_stack      puts `_Stack` before the stack's class
+    _Stack.forward     takes calls whose arguments are in ARGUMENTS, without gradients, on a device that has kernels; others go to
+                       transformers' forward, and so do training and requests for hidden states or attentions
+    compiled           finds, or makes, the `CompiledStack` of the modules as they are now
+    CompiledStack.run  computes a call on a CPU, `run_on_gpu` on a GPU, `_traced` under torch.compile on a GPU
+
+Layers that have no kernels on the device, as those with hooks or without quantized weights, are called as transformers calls them, between
+the others (run.py). Before each call `FrozenLayers` compares everything that the stack consists of; where anything has changed, the stack
+is compiled again. On a GPU each layer is compared just before its launches, while the GPU computes the layer before it.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.utils.generic import ModelOutput
 
-from halfbyte.decoder.family import SLIDING, Family
+from halfbyte.decoder.family import SLIDING
 from halfbyte.decoder.kernels_gpu import layer_kernels
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.lower_gpu import GpuModel
@@ -37,7 +38,7 @@ from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
 from halfbyte.integrations.transformers.decoder.live_ends import Head, decoder_spec, longrope_switch
 from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
-from halfbyte.integrations.transformers.decoder.run import Call
+from halfbyte.integrations.transformers.decoder.run import FULL, LayerKinds, layer_kinds, prepare
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import (
     CACHE,
@@ -52,7 +53,15 @@ from halfbyte.integrations.transformers.optimize.calls import (
 )
 from halfbyte.integrations.transformers.optimize.frozen import FrozenLayers
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing
-from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, original, replace_class
+from halfbyte.integrations.transformers.optimize.replaced import (
+    LAYER_BY_LAYER,
+    ReplacedForward,
+    original,
+    output_class,
+    replace_class,
+    why_left,
+    why_unknown_output,
+)
 from halfbyte.machine import gpu
 from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.modes import plain
@@ -60,11 +69,9 @@ from halfbyte.ops.transformer.decoder import DecoderLayer
 from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
-    from halfbyte.integrations.transformers.modules import Config, Part
+    from halfbyte.integrations.transformers.modules import Part
 
-LAYER_BY_LAYER = "its layers are called one by one"
-FULL = "full_attention"
-# Arguments of a decoder stack's call.
+# Arguments of a decoder stack's call, and which values of each the replaced forward takes.
 ARGUMENTS: Understood = {
     **dict.fromkeys(("input_ids", "inputs_embeds", "attention_mask", "position_ids", CACHE, "use_cache"), any_value),
     **dict.fromkeys(("per_layer_inputs", "logits_to_keep"), any_value),  # Gemma 4
@@ -103,7 +110,7 @@ def compile_stack(stack: nn.Module) -> None:
         reason = "; ".join(why_left(reasons))
     replace_class(stack, _Stack, LAYER_BY_LAYER, reason)
     if isinstance(stack, _Stack):
-        stack.halfbyte_known = tuple(reason is None for reason in reasons)
+        stack.halfbyte_has_spec = tuple(reason is None for reason in reasons)
         stack.halfbyte_output = output_class(original(stack))
 
 
@@ -111,58 +118,44 @@ class _Stack(ReplacedForward):
     """Precedes the class of a stack."""
 
     keeps_name = True
-    halfbyte_known: tuple[bool, ...]  # which layers were known when the stack was optimized, for torch.compile
+    halfbyte_has_spec: tuple[bool, ...]  # of each layer: whether it had a specification when the stack was optimized, for torch.compile
     halfbyte_output: Callable[..., object]  # the class of the output
 
     @property
     def halfbyte_remark(self) -> str:
         """What `halfbyte.report` says of the stack."""
         stack = cast("Part", self)
-        found, device = compiled(stack), next(stack.parameters()).device
-        return found if isinstance(found, str) else found.remark(stack, device)
+        now, device = compiled(stack), next(stack.parameters()).device
+        return now if isinstance(now, str) else now.remark(stack, device)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if (call := bind(self.argument_names, args, kwargs, ARGUMENTS)) is not None:
-            found = _traced(self, call) if torch.compiler.is_compiling() else _run(self, call)
-            if found is not None:
-                x, past = found
+            computed = _traced(self, call) if torch.compiler.is_compiling() else _run(self, call)
+            if computed is not None:
+                x, past = computed
                 return self.halfbyte_output(last_hidden_state=x, **{KV_CACHE: past})
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-@functools.cache
-def output_class(cls: type) -> Any:
-    """The class of a stack's output, the only one that its forward makes; None if there is none. Annotations are not always right."""
-    forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
-    names = [forward.__globals__.get(name) for name in forward.__code__.co_names]
-    found = {one for one in names if isinstance(one, type) and issubclass(one, ModelOutput)}
-    return found.pop() if len(found) == 1 else None
-
-
-def why_unknown_output(cls: type) -> str | None:
-    return f"the forward of a {cls.__name__} makes outputs of an unknown class" if output_class(cls) is None else None
-
-
 def _run(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
-    """The normed hidden states and the cache; None if transformers has to compute them."""
+    """Return the normed hidden states and the cache; None if transformers has to compute the call."""
     if (past := _cache(stack, call)) is _NOT_TAKEN or has_global_hooks() or is_capturing():
         return None
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
     if not plain(given) or given.device.type not in ("cpu", "cuda"):
         return None
-    native = given.device.type == "cpu" and "cpu" not in gpu_run.DEVICES  # in tests a CPU stands in for a GPU
-    if native:
-        found = compiled(stack)
-        x = None if isinstance(found, str) else found.run(stack, call, past)
+    if given.device.type == "cpu" and "cpu" not in gpu_run.DEVICES:  # in tests a CPU stands in for a GPU
+        now = compiled(stack)
+        x = None if isinstance(now, str) else now.run(stack, call, past)
     else:
-        found = compiled_outside(stack)
-        x = None if isinstance(found, str) else found.run_on_gpu(stack, call, past, functools.partial(_changed, stack))
+        now = compiled_outside(stack)
+        x = None if isinstance(now, str) else now.run_on_gpu(stack, call, past, functools.partial(_changed, stack))
     return None if x is None else (x, past)
 
 
 def _traced(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
-    """`_run` within torch.compile, on GPUs alone."""
+    """`_run` under torch.compile, for GPUs alone. Layers are lowered within the traced code, as tracing cannot read `_stacks`."""
     if (past := _cache(stack, call)) is _NOT_TAKEN:
         return None
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
@@ -172,7 +165,7 @@ def _traced(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
     kinds = layer_kinds(stack)
     if kinds is None or stack.config.num_hidden_layers != len(layers) or not all(kind in (FULL, SLIDING) for kind in kinds.masks):
         return None
-    lowered = [lower_traced(layer) if known else None for layer, known in zip(layers, stack.halfbyte_known, strict=True)]
+    lowered = [lower_traced(layer) if has_spec else None for layer, has_spec in zip(layers, stack.halfbyte_has_spec, strict=True)]
     if (prepared := prepare(stack, kinds, call, past)) is None:
         return None
     x, layer_call = prepared
@@ -184,7 +177,7 @@ _NOT_TAKEN: object = object()
 
 
 def _cache(stack: Part, call: Arguments) -> Any:
-    """The cache of a call, or a new one, or None; `_NOT_TAKEN` if transformers has to compute the call."""
+    """Return the KV cache of a call, a new one where it asks for that, or None; `_NOT_TAKEN` if transformers has to compute the call."""
     given = call.get("input_ids", call.get("inputs_embeds"))
     if not isinstance(given, Tensor) or ("input_ids" in call and "inputs_embeds" in call) or not given.numel():
         return _NOT_TAKEN
@@ -197,45 +190,40 @@ def _cache(stack: Part, call: Arguments) -> Any:
     return past if past is None or (use_cache and isinstance(past, Cache)) else _NOT_TAKEN
 
 
-# Compiled stacks, or the reason why there is none, with the state that they were compiled from: one for each module, as long as it lives,
-# compiled again once that state has changed. Threads may compile one stack at the same time; the later one stays.
+# For each stack, as long as it lives: what it was compiled to, or why it was not, and the state of its modules at that time. Threads may
+# compile one stack at the same time; the later result stays.
 _stacks: WeakKeyDictionary[nn.Module, tuple[CompiledStack | str, FrozenLayers]] = WeakKeyDictionary()
 
 
 def compiled(stack: Part) -> CompiledStack | str:
-    """The compiled stack as it is now, or why its layers are called one by one."""
-    known = _stacks.get(stack)
-    if known is None or not known[1].is_unchanged():
-        known = _compile(stack)
-    return known[0]
+    """Return the compiled stack of modules as they are now, or why transformers calls its layers one by one."""
+    entry = _stacks.get(stack)
+    return entry[0] if entry is not None and entry[1].is_unchanged() else _compile(stack)
 
 
 def compiled_outside(stack: Part) -> CompiledStack | str:
-    """The compiled stack, whose layers are still to be compared, by `_changed`."""
-    known = _stacks.get(stack)
-    if known is None or not known[1].is_unchanged_outside():
-        known = _compile(stack)
-    return known[0]
+    """`compiled` without comparing what the layers consist of, which `_changed` does for each layer."""
+    entry = _stacks.get(stack)
+    return entry[0] if entry is not None and entry[1].is_unchanged_outside() else _compile(stack)
 
 
 def _changed(stack: Part, index: int) -> list[LoweredLayer | None] | None:
-    """The lowered layers, compiled again, if the layer of an index has changed; else None."""
+    """Return None if the layer of an index is as it was compiled; otherwise all layers lowered again."""
     if _stacks[stack][1].layers[index].is_unchanged():
         return None
-    found = _compile(stack)[0]
-    return [None] * len(stack.layers) if isinstance(found, str) else found.on_gpu(stack)
+    now = _compile(stack)
+    return [None] * len(stack.layers) if isinstance(now, str) else now.on_gpu(stack)
 
 
-def _compile(stack: Part) -> tuple[CompiledStack | str, FrozenLayers]:
-    reason = _why_not(stack)
-    kinds = layer_kinds(stack)
-    found = reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
-    known = _stacks[stack] = found, FrozenLayers(stack, stack.layers, _rewritten(stack))
-    return known
+def _compile(stack: Part) -> CompiledStack | str:
+    reason, kinds = _why_not(stack), layer_kinds(stack)
+    result = reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
+    _stacks[stack] = result, FrozenLayers(stack, stack.layers, _rewritten(stack))
+    return result
 
 
 def _rewritten(stack: Part) -> tuple[nn.Module, ...]:
-    """Submodules that replace their buffers at each call: ropes whose frequencies depend on the length of the text."""
+    """Return the submodules that replace their buffers when they are called: ropes whose frequencies depend on the length of the text."""
     kinds = getattr(stack.rotary_emb, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return (stack.rotary_emb,) if any("dynamic" in str(kind) or kind == "longrope" for kind in kinds) else ()
@@ -259,80 +247,15 @@ def _why_not(stack: Part) -> str | None:
     return None
 
 
-def why_left(reasons: Sequence[str | None]) -> list[str]:
-    """Which layers are left to transformers, with the reasons of each; None: a layer is not."""
-    found = dict[str, list[int]]()
-    for index, reason in enumerate(reasons):
-        if reason is not None:
-            found.setdefault(reason, []).append(index)
-    return [f"layer {first}{f' and {len(more)} more' if more else ''}: {reason}" for reason, (first, *more) in found.items()]
-
-
-class Kinds(NamedTuple):
-    """What distinguishes the layers of a stack.
-
-    Attributes:
-        family: Of the stack.
-        masks: Of each layer, FULL or SLIDING.
-        windows: Of each layer, its sliding window, or None.
-        ropes: Of each layer, the type of layers whose rope it has; "" where all have the same.
-    """
-
-    family: Family
-    masks: list[str]
-    windows: list[int | None]
-    ropes: list[str]
-
-
-def layer_kinds(stack: Part) -> Kinds | None:
-    """The kinds of a stack's layers; None if its layers are of no known family."""
-    family, config, count = family_of(stack.layers[0]), stack.config, len(stack.layers)
-    if family is None:
-        return None
-    types = list(getattr(config, "layer_types", None) or [FULL] * count)
-    window: int | None = getattr(config, "sliding_window", None)
-    masks = types
-    if family.sliding_window != "layer_types":
-        masks = [SLIDING if family.sliding_window == "all" and window is not None else FULL] * count
-    windows = [window if kind == SLIDING else None for kind in masks]
-    return Kinds(family, masks, windows, types if family.rope_per_type else [""] * count)
-
-
-def prepare(stack: Part, kinds: Kinds, call: Arguments, past: Cache | None) -> tuple[Tensor, Call] | None:
-    """What goes into the first layer [B, t, K], and the call as layers see it; None if transformers has to compute it."""
-    ids, mask = call.get("input_ids"), call.get("attention_mask")
-    x: Tensor = stack.embed_tokens(ids) if ids is not None else call["inputs_embeds"]
-    if x.dim() != 3:
-        return None
-    per_layer = _per_layer_inputs(stack, call, x)
-    if kinds.family.embedding_multiplier is not None:
-        x = x * getattr(stack, kinds.family.embedding_multiplier)
-    text, rope_positions = _positions(call.get("position_ids"), x, past, mrope=kinds.family.mrope)
-    masks = {kind: _mask(stack.config, kind, mask, x, past, text) for kind in sorted({*kinds.masks})}
-    rotary = {kind: stack.rotary_emb(x, rope_positions, *([kind] if kind else [])) for kind in sorted({*kinds.ropes})}
-    return x, Call(
-        masks=[masks[kind] for kind in kinds.masks],
-        rotary=[rotary[kind] for kind in kinds.ropes],
-        past=past,
-        positions=text,
-        rope_positions=rope_positions,
-        per_layer=per_layer,
-        shared={},
-        keep=call.get("logits_to_keep", 0),
-        visual=call.get("visual_pos_masks"),
-        deepstack=call.get("deepstack_visual_embeds", ()),
-    )
-
-
 class CompiledStack:
-    """What native code needs of all layers of a stack, which must not have changed.
+    """The layers of a stack, lowered when they are first called on a device. Valid while the modules are unchanged (`compiled`).
 
     Attributes:
-        kinds: What distinguishes the layers.
-        gpu_lock: Of the thread that generates text by `gpu_model`.
+        kinds: In what the layers differ.
+        gpu_lock: Held by the thread that generates text by `gpu_model`.
     """
 
-    def __init__(self, kinds: Kinds) -> None:
+    def __init__(self, kinds: LayerKinds) -> None:
         """Make one for a stack for which `_why_not` has no reason."""
         self.kinds = kinds
         self._specs: list[LayerSpec | str] | None = None
@@ -448,10 +371,10 @@ class CompiledStack:
 
     def gpu_model(self, stack: Part, head: Head, logits: Logits) -> GpuModel | str:
         """The whole model with an output embedding and a function of the logits, lowered for a GPU, or why it is not."""
-        known = self._gpu_model
-        if known is None or not known[0].is_same(head) or known[1] != logits:
-            known = self._gpu_model = head, logits, self._new_gpu_model(stack, head, logits)
-        return known[2]
+        cached = self._gpu_model
+        if cached is None or not cached[0].is_same(head) or cached[1] != logits:
+            cached = self._gpu_model = head, logits, self._new_gpu_model(stack, head, logits)
+        return cached[2]
 
     def _new_gpu_model(self, stack: Part, head: Head, logits: Logits) -> GpuModel | str:
         specs, lowered = self.specs(stack), self.on_gpu(stack)
@@ -460,13 +383,13 @@ class CompiledStack:
             return "transformers computes some of its layers"
         if any(not layer.self_attn.is_causal or layer.training or layer.self_attn.layer_idx != i for i, layer in enumerate(stack.layers)):
             return "a layer is in training, not causal, or of another place"
-        found = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), head, logits)
-        if isinstance(found, str):
-            return found
-        if len({tensor.device for tensor in tensors_of(found)}) > 1:
+        spec = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), head, logits)
+        if isinstance(spec, str):
+            return spec
+        if len({tensor.device for tensor in tensors_of(spec)}) > 1:
             return "it is on several devices"
         try:
-            return GpuModel(found, found.norm.weight.device, found.norm.weight.dtype)
+            return GpuModel(spec, spec.norm.weight.device, spec.norm.weight.dtype)
         except HalfbyteError as error:
             return str(error)
 
@@ -486,34 +409,3 @@ class CompiledStack:
             return TokenStep(CpuModel(spec), query_scale_from(stack.layers[0]), spec.norm.weight.dtype)
         except HalfbyteError:
             return None
-
-
-def _per_layer_inputs(stack: Part, call: Arguments, x: Tensor) -> Tensor | None:
-    """The layers' own inputs [B, t, L, P] (Gemma 4); None where they have none."""
-    if not getattr(stack, "hidden_size_per_layer_input", 0):
-        return None
-    given = call.get("per_layer_inputs")
-    found: Tensor = stack.project_per_layer_inputs(x, stack.get_per_layer_inputs(call.get("input_ids"), x) if given is None else given)
-    return found
-
-
-def _positions(given: Tensor | None, x: Tensor, past: Cache | None, *, mrope: bool) -> tuple[Tensor | None, Tensor]:
-    """The positions of tokens in the text [B or 1, t], or None, and those that rope takes, [3, B, t] where it has three axes."""
-    if given is None:
-        before = 0 if past is None else past.get_seq_length()  # of a static cache a tensor, which is not to be waited for
-        given = (torch.arange(x.shape[1], device=x.device) + before)[None]
-    if not mrope:
-        return given, given
-    if given.dim() == 2:
-        return None, given[None].expand(3, x.shape[0], -1)
-    return (given[0], given[1:]) if len(given) == 4 else (None, given)
-
-
-def _mask(config: Config, kind: str, given: Any, x: Tensor, past: Cache | None, positions: Tensor | None) -> Tensor | None:
-    """The mask of a type of layers, as transformers makes it."""
-    if isinstance(given, Mapping):
-        found: Tensor | None = given[kind]
-        return found
-    make = create_sliding_window_causal_mask if kind == SLIDING else create_causal_mask
-    mask: Tensor | None = make(config, x, given, position_ids=positions, **{KV_CACHE: past})
-    return mask

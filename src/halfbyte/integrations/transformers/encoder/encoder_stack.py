@@ -20,12 +20,20 @@ from transformers.masking_utils import create_bidirectional_mask
 from halfbyte.bounded import by_object
 from halfbyte.decoder.families.encoders import ENCODER_STACKS, Stack
 from halfbyte.integrations.transformers.decoder.run import visible
-from halfbyte.integrations.transformers.decoder.stack import LAYER_BY_LAYER, output_class, why_left, why_unknown_output
 from halfbyte.integrations.transformers.encoder.encoding import lowered_layer
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, is_true, unset, why_unknown
 from halfbyte.integrations.transformers.optimize.frozen import Frozen
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing
-from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, name_in_transformers, original, replace_class
+from halfbyte.integrations.transformers.optimize.replaced import (
+    LAYER_BY_LAYER,
+    ReplacedForward,
+    name_in_transformers,
+    original,
+    output_class,
+    replace_class,
+    why_left,
+    why_unknown_output,
+)
 from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.encoder import EncoderLayer, run_layers

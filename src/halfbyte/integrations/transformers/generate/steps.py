@@ -1,11 +1,11 @@
-"""Decoding steps: from the last token of each sequence to the scores of the next, with as little of Python as possible.
+"""Decode steps of a live model: from the newest token of each sequence to the next one, with as little Python as possible.
 
-transformers prepares the arguments of the first two steps as it always does (`prepare_inputs_for_generation`). What changes between them
-is found by comparison: the token, positions that grow by one, masks [B, 1, 1, T] that see one token more, masks [B, t] that become longer.
-The other arguments stay as they are, and from then on these few are advanced in place. A model whose arguments change in any other way
-takes transformers' preparation for each step.
+`Step.next` is what the loop of generating.py calls. transformers prepares the arguments of the first two steps as it always does
+(`prepare_inputs_for_generation`). `Inputs` finds by comparison what changes between these two: the token, positions that grow by one,
+masks [B, 1, 1, T] that show one token more, masks [B, t] that become longer. From then on these few arguments are advanced in place. A
+model whose arguments change in another way takes transformers' preparation for each step.
 
-`Step` calls the model, on a CPU its `ModelStep` where there is one. `GraphStep` (graphs.py) replays a CUDA graph of that call.
+`Step` calls the model, on a CPU its `native_step` where there is one. `GraphStep` (graphs.py) replays a CUDA graph of that call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.transformers.decoder.live_ends import Head
 from halfbyte.integrations.transformers.decoder.live_layer import family_of
 from halfbyte.integrations.transformers.decoder.stack import CompiledStack, compiled, is_compiled_stack
-from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, cache_name, is_true, unset
 from halfbyte.integrations.transformers.optimize.hooked import why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers, original
@@ -58,15 +57,17 @@ ARGUMENTS: Understood = {
 class Choice:
     """Chooses the next token of each sequence as transformers' `generate` does.
 
-    alone  whether the choice depends on nothing but the scores
+    Attributes:
+        alone: Whether the choice depends on the logits alone, not on the tokens before.
     """
 
     def __init__(self, processors: LogitsProcessorList, sample: bool) -> None:
+        """Take the logits processors of a call of `generate`, and whether it samples."""
         self._processors, self._sample = processors, sample
         self.alone = all(type(processor) in _OF_SCORES for processor in processors)
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """ids [B, t], logits [B, v] -> [B]."""
+        """Choose tokens, int64 [B], by the tokens so far [B, t] and the logits [B, N]."""
         scores = logits.to(torch.float32, copy=bool(self._processors))  # processors may write to it
         for processor in self._processors:
             scores = processor(ids, scores)
@@ -80,7 +81,7 @@ class Choice:
 
 
 class Text:
-    """Token ids [B, t] that become more, with room for some: they are seldom copied."""
+    """Token ids [B, t] of a text to which tokens are appended. The buffer grows by doubling, so that appending seldom copies."""
 
     def __init__(self, ids: Tensor) -> None:
         """Begin with the ids of a prompt."""
@@ -101,43 +102,55 @@ class Text:
 
 
 class Step:
-    """A model's decoding step.
+    """The decode steps of one call of `generate`, in which the model does not change.
 
-    arguments  those of the model's call that read the prompt
-    outputs    of that call
-    choice     chooses tokens
-    ids        of the prompt, [B, t]
-    more       tokens in the cache that ids do not have
-    first      the first tokens after the prompt, [B]
+    Attributes:
+        choice: Chooses tokens.
+        more: Number of tokens in the cache before the prompt.
+        first: The first tokens after the prompt, [B].
     """
 
     def __init__(self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, ids: Tensor, more: int = 0) -> None:
+        """Begin after the prompt.
+
+        Args:
+            model: The model.
+            arguments: Of its call that read the prompt.
+            outputs: Of that call.
+            choice: Chooses tokens.
+            ids: The prompt, [B, t].
+            more: Number of tokens in the cache before the prompt.
+        """
         self._model, self.choice, self.more = model, choice, more
         self.first, self._has_begun = choice(ids, outputs["logits"][:, -1]), False
         self._arguments: Arguments = model._update_model_kwargs_for_generation(outputs, arguments)
-        self._native = ModelStep.of(model) if model.device.type == "cpu" else None
-        self._skipped = 0  # steps of which the arguments know nothing
-        self._before: Arguments | None = None  # the last step's, where transformers prepared it
-        self._inputs: Inputs | None = None
-        # Whether transformers prepares each step: caches of fixed size come with masks that change in another way once a window is full.
+        self._native = native_step(model) if model.device.type == "cpu" else None
+        self._skipped = 0  # steps that `_arguments` do not count yet, as transformers did not prepare them
+        self._before: Arguments | None = None  # the arguments of the last step that transformers has prepared
+        self._inputs: Inputs | None = None  # once it is known how arguments change
+        # Whether transformers prepares each step: of caches of fixed size, masks change in another way once a window is full.
         self._prepared: bool = getattr(self._arguments[cache_name(self._arguments)], "is_compileable", False)
 
     def prepared(self, ids: Tensor) -> Arguments:
-        """The arguments of the model's call after the prompt, as transformers prepares them. ids: of the prompt, [B, t]."""
+        """Return the arguments of the first step, as transformers prepares them. ids: The prompt, [B, t]."""
         ids = torch.cat((ids, self.first[:, None]), 1)
-        found: Arguments = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **self._arguments)
-        return found
+        arguments: Arguments = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **self._arguments)
+        return arguments
 
     def next(self, ids: Tensor, *, launch_ahead: bool) -> Tensor:
-        """The next tokens [B], for the host. ids [B, t]: everything so far, on the host; launch_ahead: whether the step after these may be
-        launched before the host has read them."""
+        """Return the next tokens [B], on the host.
+
+        Args:
+            ids: All tokens so far [B, t], on the host.
+            launch_ahead: Whether the step after the next tokens may be launched before the host has read these.
+        """
         if self._has_begun:
             return self._after(ids, ids[:, -1])
         self._has_begun = True
         return self.first
 
     def _after(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        """ids [B, t]: everything so far, its last column are the tokens [B]. The next tokens [B]."""
+        """Return the tokens [B] that follow all tokens so far, ids [B, t], of which the last column is `tokens`."""
         if self._inputs is None:
             self._prepare(ids)
         if self._inputs is not None:
@@ -149,14 +162,14 @@ class Step:
         return self.choice(ids, outputs.logits[:, -1])
 
     def close(self) -> None:
-        """Frees what the step holds."""
+        """Free what the steps hold."""
 
     def _length(self, ids: Tensor) -> int:
-        """Tokens in the cache before a step."""
+        """Return the number of tokens in the cache before a step. ids: All tokens so far."""
         return ids.shape[1] - 1 + self.more
 
     def _prepare(self, ids: Tensor) -> None:
-        """Prepares a step as transformers does. The second time in a row it is found out what changes."""
+        """Prepare a step as transformers does; the second time in a row, compare with the first to make `_inputs`."""
         if self._skipped:
             self._arguments = self._model._update_model_kwargs_for_generation({}, self._arguments, num_new_tokens=self._skipped)
             self._skipped = 0
@@ -172,57 +185,51 @@ class Step:
             self._before = None
 
     def refuse(self, reason: str) -> None:
-        """Leaves each step to transformers' preparation."""
+        """Let transformers prepare each step from now on."""
         self._prepared, self._inputs = True, None
 
     def _run(self, ids: Tensor, tokens: Tensor) -> Tensor:
         return self.choice(ids, self._scores(tokens))
 
     def _scores(self, tokens: Tensor) -> Tensor:
-        """The model's logits [B, v] for these tokens [B], with all that they change."""
+        """Compute the model's logits [B, N] after tokens [B], which enter the cache, from arguments that are advanced in place."""
         assert self._inputs is not None
         self._inputs.advance(tokens)
-        found = None if self._native is None else self._native(self._inputs.values)
-        logits: Tensor = self._model(**self._inputs.values, return_dict=True).logits if found is None else found
+        native = None if self._native is None else self._native(self._inputs.values)
+        logits: Tensor = self._model(**self._inputs.values, return_dict=True).logits if native is None else native
         return logits[:, -1]
 
 
-class ModelStep:
-    """The decode step of a causal language model on a CPU: from tokens to logits in one native call.
+def native_step(model: Part) -> Callable[[Arguments], Tensor | None] | None:
+    """Return the decode step of a causal language model on a CPU as one native call; None for models that have none.
 
-    It belongs to one call of `generate`, in which the model does not change.
+    The step takes the arguments of a call of the model, which must not have changed, and returns the logits [B, 1, N]; None for a call of
+    another kind than one token of each sequence with a cache.
     """
+    decoder, stack = compiled_decoder(model), stack_of(model)
+    if decoder is None or stack is None or why_hooked(model) is not None:
+        return None
+    (compiled_stack, logits), head = decoder, Head.of(model.lm_head)
+    weight = head.weight if head is not None and isinstance(head.weight, Weight) else None
+    step = compiled_stack.step(stack, weight, None if weight is None else logits)
+    if step is None:
+        return None
 
-    def __init__(self, model: Part, step: TokenStep, logits: Logits, *, with_head: bool) -> None:
-        """Make a step that ends with the model's head, or calls it (`with_head`: it is part of `step`)."""
-        self._step, self._logits = step, logits
-        self._head = None if with_head else model.lm_head
-
-    @classmethod
-    def of(cls, model: Part) -> ModelStep | None:
-        """Make the step of a model; None if it is not computed in one native call."""
-        decoder, stack = compiled_decoder(model), stack_of(model)
-        if decoder is None or stack is None or why_hooked(model) is not None:
-            return None
-        (found, logits), head = decoder, Head.of(model.lm_head)
-        weight = head.weight if head is not None and isinstance(head.weight, Weight) else None
-        step = found.step(stack, weight, None if weight is None else logits)
-        return None if step is None else cls(model, step, logits, with_head=weight is not None)
-
-    def __call__(self, arguments: Arguments) -> Tensor | None:
-        """Compute the logits [B, 1, N] of a call of the model with one token of each sequence; None if the call is of another kind."""
+    def compute(arguments: Arguments) -> Tensor | None:
         call = bind((), (), arguments, ARGUMENTS)
         if call is None or torch.is_grad_enabled() or (past := call.get(CACHE)) is None:
             return None
         ids = call.get("input_ids")
         if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or not plain(ids):
             return None
-        y = self._step(ids, call.get("attention_mask"), call.get("position_ids"), past.layers)
-        return y if y is None or self._head is None else logits_in_torch(self._head(y), self._logits)
+        y = step(ids, call.get("attention_mask"), call.get("position_ids"), past.layers)
+        return y if y is None or weight is not None else logits_in_torch(model.lm_head(y), logits)
+
+    return compute
 
 
 def stack_of(model: Part) -> Part | None:
-    """The compiled stack of a model that has nothing else but its head, or parts that compute embeddings of images; None for others."""
+    """Return the compiled stack of a model that consists of the stack, a head, and perhaps parts that embed images; None for others."""
     inner = getattr(model, "model", None)
     stack = getattr(inner, "language_model", inner)
     if not is_compiled_stack(stack) or model.config.get_text_config(decoder=True) is not stack.config:
@@ -235,21 +242,21 @@ def stack_of(model: Part) -> Part | None:
 
 
 def lengths(ids: Tensor, config: GenerationConfig, arguments: Arguments) -> tuple[int, int]:
-    """How many tokens of the text of a call of `generate` come before ids [B, t], in the cache alone, and how many it has at most."""
+    """Return how many tokens of a call of `generate` the cache has before ids [B, t], and how many the whole text has at most."""
     mask = arguments.get("attention_mask")
-    known = 0 if mask is None else mask.shape[1], getattr(config, "_mask_length", 0)
-    before = max(0, *(count - ids.shape[1] for count in known))
+    whole = 0 if mask is None else mask.shape[1], getattr(config, "_mask_length", 0)
+    before = max(0, *(count - ids.shape[1] for count in whole))
     assert config.max_length is not None
     return before, before + config.max_length
 
 
 def compiled_decoder(model: Part) -> tuple[CompiledStack, Logits] | None:
-    """The compiled stack of a causal language model (`stack_of`), as it is now, and the function of its logits; None for other models."""
+    """Return the compiled stack of a causal language model (`stack_of`) and the function of its logits; None for other models."""
     stack = stack_of(model)
     if stack is None or model.training or has_global_hooks():
         return None
-    found, family = compiled(stack), family_of(stack.layers[0])
-    return None if isinstance(found, str) or family is None else (found, _logits(model, family, stack.config))
+    now, family = compiled(stack), family_of(stack.layers[0])
+    return None if isinstance(now, str) or family is None else (now, _logits(model, family, stack.config))
 
 
 def _logits(model: Part, family: Family, config: Config) -> Logits:
@@ -262,13 +269,23 @@ def _logits(model: Part, family: Family, config: Config) -> Logits:
 
 
 class Inputs:
-    """Arguments of a model's call that are advanced from one token to the next, in place. Raises UnsupportedError if it is not known how.
+    """Arguments of a model's call that are advanced from one decode step to the next, in place.
 
-    before, after  arguments of two consecutive steps; `values` begin as those of the first
-    at             the place of the second one's token among all
+    Attributes:
+        values: The arguments.
+        same_shapes: Whether no argument changes its shape, so that a CUDA graph can read them.
     """
 
     def __init__(self, before: Arguments, after: Arguments, at: int) -> None:
+        """Find how arguments change.
+
+        Args:
+            before, after: Of two consecutive steps; `values` begin as those of the first.
+            at: Index of the token of the second step in the text.
+
+        Raises:
+            UnsupportedError: They change in a way that is not known.
+        """
         if before.keys() != after.keys() or TOKEN not in after or tuple(after[TOKEN].shape[1:]) != (1,):
             raise UnsupportedError("a step has other arguments than the one before")
         self.values = dict(after)
@@ -281,7 +298,7 @@ class Inputs:
         self.values[TOKEN] = torch.empty_like(after[TOKEN])
 
     def advance(self, tokens: Tensor) -> None:
-        """To the next step, that of these tokens [B]."""
+        """Change the arguments to those of the next step, which decodes tokens [B]."""
         self.values[TOKEN].copy_(tokens[:, None])
         self._index += 1
         for advance in self._advances:
@@ -320,16 +337,17 @@ class Inputs:
 
 
 def _visible(mask: Tensor) -> bool | int:
-    """Masks are bool, or are added to scores."""
+    """Return the value with which a mask, bool or added to scores, shows a token."""
     return True if mask.dtype == torch.bool else 0
 
 
 def _seen(mask: Tensor, at: int) -> Tensor:
-    found = mask.clone()
-    found[..., at] = _visible(mask)
-    return found
+    """Return a mask that shows one token more."""
+    mask = mask.clone()
+    mask[..., at] = _visible(mask)
+    return mask
 
 
 def _rolled(mask: Tensor) -> Tensor:
-    """The mask of a window that moved by one token."""
+    """Return the mask of a sliding window after it has moved by one token."""
     return torch.cat((mask[..., 1:], torch.full_like(mask[..., :1], _visible(mask))), -1)

@@ -7,14 +7,17 @@ import inspect
 import threading
 from collections.abc import Sequence
 from types import FunctionType
+from typing import Any
 
 from torch import nn
+from transformers.utils.generic import ModelOutput
 
 from halfbyte.integrations.transformers.optimize.calls import parameters_of
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.report import REMARK
 
+LAYER_BY_LAYER = "its layers are called one by one"
 _lock = threading.Lock()  # two threads must not create two classes of the same parts
 
 
@@ -76,6 +79,30 @@ def _with_signature(function: FunctionType, signature: inspect.Signature) -> obj
     copied.__kwdefaults__ = function.__kwdefaults__
     copied.__dict__["__signature__"] = signature
     return copied
+
+
+@functools.cache
+def output_class(cls: type) -> Any:
+    """Return the class of the outputs of a class's forward: the only ModelOutput that its code names; None if it names none, or several.
+    Annotations are not always right."""
+    forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    named = [forward.__globals__.get(name) for name in forward.__code__.co_names]
+    classes = {each for each in named if isinstance(each, type) and issubclass(each, ModelOutput)}
+    return classes.pop() if len(classes) == 1 else None
+
+
+def why_unknown_output(cls: type) -> str | None:
+    """Return why the outputs of a class's forward cannot be made; None if they can."""
+    return f"the forward of a {cls.__name__} makes outputs of an unknown class" if output_class(cls) is None else None
+
+
+def why_left(reasons: Sequence[str | None]) -> list[str]:
+    """Say which layers of a stack are left to transformers, and why. reasons: Of each layer; None: it is not left."""
+    layers_by_reason = dict[str, list[int]]()
+    for index, reason in enumerate(reasons):
+        if reason is not None:
+            layers_by_reason.setdefault(reason, []).append(index)
+    return [f"layer {first}{f' and {len(more)} more' if more else ''}: {reason}" for reason, (first, *more) in layers_by_reason.items()]
 
 
 def why_not_fused(names: str, linears: Sequence[nn.Module]) -> str | None:

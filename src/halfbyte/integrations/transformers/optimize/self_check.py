@@ -223,7 +223,8 @@ def _outputs(model: Any, *, optimized: bool = False) -> list[Tensor]:
             return [_first(model(pixel_values=_image(model.config, device, model.dtype)))]
         ids = _ids(model, device)
         more = {"decoder_input_ids": ids[:, :_PREFILL]} if model.config.is_encoder_decoder else {}
-        if more or not _decodes(model):
+        decodes = getattr(model.config, "is_decoder", False) or model.can_generate() or getattr(model.config, "use_cache", False)
+        if more or not decodes:
             return [_first(model(input_ids=ids[:, :_PREFILL], **more))]
         parts, past = ids.split([_PREFILL, *[1] * _STEPS], 1), None
         if device.type == "cuda" and model.can_generate():
@@ -265,10 +266,6 @@ def _continued(model: nn.Module, parts: Sequence[Tensor], past: object) -> list[
         if past is None:
             break
     return found
-
-
-def _decodes(model: Part) -> bool:
-    return bool(getattr(model.config, "is_decoder", False) or model.can_generate() or getattr(model.config, "use_cache", False))
 
 
 def _first(outputs: ModelOutput) -> Tensor:
