@@ -104,7 +104,7 @@ def route(x: Tensor, mixture: Experts) -> Routed:
     return _route_in_torch(a)
 
 
-def mixed(z: Tensor, ids: Tensor, weights: Tensor, half: Experts, first: int = 0) -> Tensor:
+def mixed(z: Tensor, ids: Tensor, weights: Tensor, mixture: Experts, first: int = 0) -> Tensor:
     """Return the sum of the routed experts of normed rows by their weights, float32 [M, K].
 
         y[m] = sum over t with ids[m, t] >= first of  weights[m, t] * expert[ids[m, t]](z[m])
@@ -112,10 +112,10 @@ def mixed(z: Tensor, ids: Tensor, weights: Tensor, half: Experts, first: int = 0
     Args:
         z: [M, K]
         ids, weights: [M, T]
-        half: The experts. All is on one device.
+        mixture: The experts. All is on one device.
         first: Experts before this one are left out, on a CPU.
     """
-    a, down = _arguments(z, half), _arguments(z, _computing_as(half, half.down_proj))
+    a, down = _arguments(z, mixture), _arguments(z, _computing_as(mixture, mixture.down_proj))
     return a.mixed(z, ids, weights, down, first)
 
 
