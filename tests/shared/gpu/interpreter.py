@@ -10,7 +10,7 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Lets loops run over bounds that are known at run time only: for NumPy 2.4 an array of one element is not an index any more. Lets masks
+    """Lets loops run over bounds that are known at run time only: for NumPy 2.4 an array of one element is no index any more. Lets masks
     be combined with one scalar: since 3.8 loads refuse integers as masks, and a comparison's result was broadcast to these."""
     patch = interpreter._patch_lang_tensor
 
