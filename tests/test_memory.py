@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from halfbyte import memory
-from halfbyte.bounded import Bounded, by_object, by_tensor
+from halfbyte.bounded import Bounded, by_object, by_tensor, count_write
 from halfbyte.layouts import cpu_tiles
 
 # Page faults of a pass through three layers' worth of memory: the median of some, because a kept heap may still grow by a block
@@ -160,4 +160,14 @@ def test_a_result_of_a_tensor_that_was_written_to_is_computed_again() -> None:
     x = torch.ones(3)
     assert total(x) == 3
     x.add_(1)
+    assert total(x) == 6
+
+
+@torch.inference_mode()
+def test_writes_to_an_inference_tensor_are_those_that_are_counted() -> None:
+    total = by_tensor(lambda tensor: float(tensor.sum()))
+    x = torch.ones(3)
+    assert total(x) == 3
+    x.add_(1)
+    count_write(x)
     assert total(x) == 6

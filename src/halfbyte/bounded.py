@@ -8,6 +8,7 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar
 from weakref import ref
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakTensorKeyDictionary
 
 K = TypeVar("K")
@@ -42,11 +43,11 @@ class ByTensor(Generic[V]):
         self._entries = WeakTensorKeyDictionary()
 
     def get(self, tensor: Tensor) -> V | None:
-        version, value = self._entries.get(tensor, (None, None))
-        return value if version == version_of(tensor) else None
+        writes, value = self._entries.get(tensor, (None, None))
+        return value if writes == writes_to(tensor) else None
 
     def put(self, tensor: Tensor, value: V) -> V:
-        self._entries[tensor] = version_of(tensor), value
+        self._entries[tensor] = writes_to(tensor), value
         return value
 
 
@@ -94,3 +95,17 @@ def by_object(
 def version_of(tensor: Tensor) -> int | None:
     """The number of writes to a tensor that torch has counted; None for inference tensors, whose writes it does not count."""
     return None if tensor.is_inference() else tensor._version
+
+
+def writes_to(tensor: Tensor) -> int:
+    """The number of writes to a tensor: of those to an inference tensor the ones that `count_write` was told of."""
+    count: int = getattr(tensor, "_halfbyte_writes", 0) if tensor.is_inference() else tensor._version
+    return count
+
+
+def count_write(tensor: Tensor) -> None:
+    """Count a write that torch may not have counted: to an inference tensor, or by an operation within a dispatch."""
+    if tensor.is_inference():
+        tensor._halfbyte_writes = writes_to(tensor) + 1  # type: ignore[attr-defined]
+    else:
+        increment_version(tensor)

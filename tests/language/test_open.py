@@ -25,7 +25,7 @@ import halfbyte as hb
 from halfbyte.checkpoint import convert, export, load
 from halfbyte.cli import main
 from halfbyte.decoder.cache import Cache
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 from halfbyte.language.model import LanguageModel
 from halfbyte.nn.modules.experts import QuantExperts
 from halfbyte.nn.modules.quantized import QuantLinear
@@ -260,6 +260,25 @@ def test_a_damaged_model_is_not_explained(folders: Path, tmp_path: Path, capsys:
         assert "do not fit together" in explained(capsys, tmp_path / "m", "--format", "q8_0", "--device", device, code=2)
     edit(tmp_path / "m", num_attention_heads=2)
     assert "config.json is of another model" in explained(capsys, tmp_path / "m", "--format", "q8_0", code=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "says"),
+    [
+        ("model.layers.0.self_attn.v_proj.weight", UnsupportedError, r"^model.layers.0.self_attn.v_proj.weight: the scale of row 1, .*use"),
+        ("lm_head.weight", UnsupportedError, r"^lm_head.weight: the scale of row 1, .*use"),
+        ("model.layers.0.input_layernorm.weight", CheckpointError, "NaN or infinite logits"),
+        ("model.norm.weight", CheckpointError, "NaN or infinite logits"),
+    ],
+)
+def test_numbers_near_the_largest_of_float32(name: str, error: type[Exception], says: str, folders: Path, tmp_path: Path) -> None:
+    """One sentence names the tensor that has no codes, or says that logits overflow: there is no text of such a model."""
+    shutil.copytree(folders / "float", tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    tensors[name].view(-1)[tensors[name].shape[-1] if tensors[name].dim() == 2 else slice(None)] = 3e38
+    save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(error, match=says):
+        LanguageModel.open(tmp_path / "m", format="q8_0").generate(IDS, max_new_tokens=2)
 
 
 def test_generate_says_when_transformers_runs_a_model(folders: Path, tmp_path: Path) -> None:

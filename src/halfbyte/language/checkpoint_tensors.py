@@ -348,7 +348,8 @@ class PackedTensors:
             if device.type != "cpu" or not _fill_panels(parts):
                 parts = [_joined(parts, _ROWS)]
         except FormatError as e:
-            raise UnsupportedError(f"{names[0]} cannot be {fmt}: {e}") from e
+            is_named = any(str(e).startswith(name) for name in names)
+            raise UnsupportedError(str(e) if is_named else f"{names[0]} cannot be {fmt}: {e}") from e
         with self._packing if device == self._device else nullcontext():
             packed = [ops.pack(part, device, sparse=self._sparse) for part in parts]
         return packed[0] if len(packed) == 1 else ops.join(packed)

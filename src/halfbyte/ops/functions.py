@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from halfbyte.bounded import version_of
+from halfbyte.bounded import writes_to
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import ArgumentError, check_type
 from halfbyte.formats.codes import Codes
@@ -366,7 +366,7 @@ def requantization_table(packed: Packed, bias: Tensor | None, *, in_scale: float
 
 def integer_sums(packed: Packed | PackedConv, n: int, k: int, taps: int) -> tuple[Tensor, Tensor]:
     """Sums of the codes of each of N outputs and of `taps` parts of K, int32 [N, taps], and the outputs' scales, float64 [N]."""
-    key = "integer_sums", version_of(packed.data)
+    key = "integer_sums", writes_to(packed.data)
     sums: tuple[Tensor, Tensor] | None = packed.calls.get(key)
     if sums is None:
         codes = unpack(packed)

@@ -284,6 +284,17 @@ def test_copies_in_inference_mode_are_tensors_in_memory(dtype: torch.dtype) -> N
         assert type(module.weight.reshape(-1)) is type(module.weight)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_static_products_after_a_weight_was_multiplied(inference: bool) -> None:
+    """Sums and scales of the codes are cached; torch counts no writes to what was made in inference mode."""
+    with torch.inference_mode(inference):
+        module = linear("int8_channel")
+        x, how = torch.randint(-128, 127, (4, 64), dtype=torch.int8), {"in_scale": 0.05, "in_zero": 3, "out_scale": 0.2, "out_zero": 1}
+        hb.qlinear(x, module.packed, **how)
+        module.weight.mul_(2)
+        assert torch.equal(hb.qlinear(x, module.packed, **how), hb.qlinear(x, hb.pack(module.codes()), **how))
+
+
 def test_views_read_the_weight() -> None:
     module, x = linear("q8_0"), torch.randn(5, 64)
     view, weight = module.weight, module.weight.clone()

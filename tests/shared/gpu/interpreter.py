@@ -1,4 +1,4 @@
-"""Triton 3.6's interpreter, mended and made faster: it spends its time on the types of values, and these hardly ever change."""
+"""Triton's interpreter, mended, and that of 3.6 made faster: it spends its time on the types of values, and these hardly ever change."""
 
 import functools
 from typing import Any
@@ -10,13 +10,23 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Lets loops run over bounds that are known at run time only: for NumPy 2.4 an array of one element is not an index any more."""
+    """Lets loops run over bounds that are known at run time only: for NumPy 2.4 an array of one element is no index any more. Lets masks
+    be combined with one scalar: since 3.8 loads refuse integers as masks, and a comparison's result was broadcast to these."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    splat = interpreter.InterpreterBuilder.create_splat
+
+    def splat_bools(builder: Any, ret_ty: Any, arg: Any) -> Any:
+        result = splat(builder, ret_ty, arg)
+        if arg.data.dtype == np.bool_:
+            result.data = result.data.astype(np.bool_)
+        return result
+
+    interpreter.InterpreterBuilder.create_splat = splat_bools
     interpreter._patch_lang_tensor = patched
     if triton.__version__.startswith("3.6."):
         _hurry()

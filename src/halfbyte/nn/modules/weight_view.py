@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_map_only
 
 from halfbyte import ops
-from halfbyte.bounded import ByTensor
+from halfbyte.bounded import ByTensor, count_write
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.layouts.base import Packed
@@ -316,8 +315,7 @@ def _multiply(packed: Packed, factor: float, check: Tensor | None) -> None:
             )
     changed = pack_like(packed, Codes.from_tensors(codes.format, codes.shape, tensors), packed.device)
     packed.data.copy_(changed.data)
-    if not packed.data.is_inference():
-        increment_version(packed.data)  # which operations within a dispatch do not
+    count_write(packed.data)
     if check is not None:
         check.copy_(digest(packed.data))
 

@@ -6,12 +6,12 @@ import weakref
 
 from torch import Tensor
 
-from halfbyte.bounded import version_of
+from halfbyte.bounded import writes_to
 
 # Forms of a weight by the id of the tensor of its packed bytes. An entry leaves with its tensor and is replaced once that has other memory
 # or was written to; a weight has a few forms at most. Threads may derive one form twice; the later one stays. (WeakTensorKeyDictionary,
 # which hashes tensors in Python, takes as long as a small kernel.)
-_forms: dict[int, tuple[weakref.ref[Tensor], tuple[int, int | None], dict[str, Tensor | None]]] = {}
+_forms: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], dict[str, Tensor | None]]] = {}
 
 
 def forms_of(weight: Tensor) -> dict[str, Tensor | None]:
@@ -23,6 +23,6 @@ def forms_of(weight: Tensor) -> dict[str, Tensor | None]:
     return entry[2]
 
 
-def state_of(weight: Tensor) -> tuple[int, int | None]:
+def state_of(weight: Tensor) -> tuple[int, int]:
     """A value that changes when a tensor gets other memory or is written to."""
-    return weight.data_ptr(), version_of(weight)
+    return weight.data_ptr(), writes_to(weight)

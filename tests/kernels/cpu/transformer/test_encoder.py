@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -90,15 +91,30 @@ def test_layers_are_their_parts(number: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_layers_of_one_call_may_differ_in_compute_and_scale(before: bool, computes: tuple[str, str], batch: int, tokens: int) -> None:
     """Rows of float activations take more memory than those of int8 ones, whichever layer comes first."""
     torch.manual_seed(6)
-    k, width, inner = 264, 192, 400
-    layers = []
-    for compute, scale in zip(computes, (0.3, 0.05), strict=True):
-        codes = [ops.quantize(torch.randn(n, of) / 20, "q8_0") for n, of in ((3 * width, k), (k, width), (inner, k), (k, inner))]
-        weights = [Weight(ops.pack(c), torch.randn(c.shape[0]), compute, "block") for c in codes]
-        norms = [Norm(torch.rand(k) + 0.5, 1e-5, layer_norm=True, bias=torch.randn(k)) for _ in range(2)]
-        layers.append(encoder_layer(weights, norms, before=before, scale=scale))
-    x = torch.randn(batch, tokens, k)
+    layers = [wide_layer(compute, scale, before=before) for compute, scale in zip(computes, (0.3, 0.05), strict=True)]
+    x = torch.randn(batch, tokens, 264)
     assert torch.equal(run_layers(layers, x, None), layers[1](layers[0](x)))
+
+
+def wide_layer(compute: str, scale: float, *, before: bool) -> Any:
+    k, width, inner = 264, 192, 400
+    codes = [ops.quantize(torch.randn(n, of) / 20, "q8_0") for n, of in ((3 * width, k), (k, width), (inner, k), (k, inner))]
+    weights = [Weight(ops.pack(c), torch.randn(c.shape[0]), compute, "block") for c in codes]
+    norms = [Norm(torch.rand(k) + 0.5, 1e-5, layer_norm=True, bias=torch.randn(k)) for _ in range(2)]
+    return encoder_layer(weights, norms, before=before, scale=scale)
+
+
+@pytest.mark.parametrize("computes", [("int8", "float"), ("float", "int8")])
+def test_sequences_at_a_time_by_the_layer_with_the_largest_rows(computes: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of intermediate results of two sequences, one: whichever layer comes first."""
+    monkeypatch.setattr(runtime, "threads", lambda: 1)
+    monkeypatch.setattr(encoder, "_SEQUENCES_A_LANE", 99)
+    layers, tokens = [wide_layer(compute, 0.3, before=False) for compute in computes], 5
+    rows = [layer._native.row_bytes for layer in layers]
+    assert min(rows) < max(rows)
+    monkeypatch.setattr(encoder, "_BYTES", tokens * (max(rows) + min(rows)))
+    run_layers(layers, torch.randn(2, tokens, 264), None)
+    assert [size.batch for size in layers[0]._native.plans.entries] == [1]
 
 
 @pytest.mark.parametrize("before", [False, True])

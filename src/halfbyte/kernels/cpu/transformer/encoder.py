@@ -22,6 +22,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -119,9 +120,9 @@ class Layer:
     scale: float
     plans: PlanCache[_Plan] = field(default_factory=lambda: PlanCache(_PLANS))
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
-        """Bytes of a token between the steps, approximately: other layers may lay out larger rows."""
+        """Bytes of a token between the steps of this layer."""
         laid_out = max(product.kernel.row_bytes for product in (self.qkv, self.o, self.up, self.down))
         return laid_out + 4 * (self.qkv.n + self.o.k + 2 * self.o.n + self.up.n)
 
@@ -276,7 +277,7 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | 
     mask_fields, bias_fields = attend_whole.mask_fields(mask), attend_whole.bias_fields(bias)
     threads = max(1, min(runtime.threads(), batch * tokens * first.up.n * first.up.k // WORK_A_THREAD))
     lanes = threads if batch >= _SEQUENCES_A_LANE * threads else 1
-    at_once = max(1, (_LANE_BYTES if lanes > 1 else _BYTES) // (tokens * first.row_bytes))
+    at_once = max(1, (_LANE_BYTES if lanes > 1 else _BYTES) // (tokens * max(layer.row_bytes for layer in layers)))
     rounds = -(-batch // (lanes * at_once))
     for i in range(rounds):
         sequences = list[StepSequence]()
