@@ -53,11 +53,12 @@ def choose_rows(scores: Tensor, settings: Sequence[DrawSettings], most: int = MO
     Returns:
         Ids int64 [B] on the device of the scores: NOT_FINITE where the row is not finite, UNDECIDED where it may have more candidates.
     """
-    from_the_largest = partial(_from_the_largest, most=most)
+    has_min_p = any(of_row.log_min_p > -math.inf for of_row in settings)  # else passes over all tokens are spared
+    from_the_largest, from_all = partial(_from_the_largest, most=most), partial(_from_all, has_min_p=has_min_p)
     by_kind: dict[Draw, list[int]] = {}
     for row, of_row in enumerate(settings):
         is_ranked = of_row.top_k < scores.shape[1] or of_row.top_p < 1
-        draw: Draw = _greedy if not of_row.temperature else from_the_largest if is_ranked else _from_all
+        draw: Draw = _greedy if not of_row.temperature else from_the_largest if is_ranked else from_all
         by_kind.setdefault(draw, []).append(row)
     numbers = torch.tensor(settings, dtype=torch.float64, device="cpu").to(scores.device, non_blocking=True)
     if len(by_kind) == 1:
@@ -120,18 +121,20 @@ def _top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, numbers.gather(1, at // _BLOCK) * _BLOCK + at % _BLOCK
 
 
-def _from_all(scores: Tensor, settings: Tensor) -> Tensor:
+def _from_all(scores: Tensor, settings: Tensor, *, has_min_p: bool) -> Tensor:
     """Draw from all tokens that min_p keeps: first a block of them, then one of it."""
-    weights = of_all(scores, settings)
-    blocks = nn.functional.pad(weights, (0, -weights.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    weights = of_all(scores, settings, has_min_p=has_min_p)
+    blocks = (nn.functional.pad(weights, (0, gap)) if (gap := -weights.shape[1] % _BLOCK) else weights).unflatten(1, (-1, _BLOCK))
     block, rest = _inverse_cumulative(blocks.sum(2), settings[:, 4:], relative=True)
     inside, _ = _inverse_cumulative(blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0], rest, relative=False)
     return (block * _BLOCK + inside).where(weights[:, :1].isfinite(), NOT_FINITE)[:, 0]
 
 
-def of_all(scores: Tensor, settings: Tensor) -> Tensor:
+def of_all(scores: Tensor, settings: Tensor, *, has_min_p: bool = True) -> Tensor:
     """Return the probabilities [B, N] of all tokens, 0 of those that min_p does not keep; NaN in rows that are not finite."""
     scores = scores / settings[:, :1].float()
+    if not has_min_p:
+        return scores.softmax(1)
     return _masked(scores, scores >= scores.amax(1, True) + settings[:, 3:4]).softmax(1)
 
 
