@@ -232,6 +232,22 @@ def test_results_keep_their_dtypes() -> None:
     assert any("relu" in note for note in hb.report(static).notes)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_follow_a_network_to_another_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).eval()
+    x = torch.randn(2, 3, 10, 10)
+    static = hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", activations="static", skip=["2"]), [x])
+    wanted = static(x)
+    moved = static.to(dtype)
+    for _ in range(3):  # the last by the native programs
+        got = moved(x.to(dtype))
+        assert got.dtype == dtype
+        # Rounding images and parameters to 8 bits or more moves some codes by one: 8 bits an activation, as in the test above.
+        assert float((got.float() - wanted).norm() / wanted.norm()) < 0.05
+
+
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU6(), nn.ReLU(inplace=True)])
 @pytest.mark.parametrize("read", [False, True])
 def test_relu_of_a_float_layer_is_the_saturation_of_its_codes(act: nn.Module, read: bool) -> None:

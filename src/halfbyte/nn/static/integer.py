@@ -116,11 +116,18 @@ class Quantize(nn.Module):
 
 
 class Dequantize(nn.Module):
-    """Codes -> floating point of `dtype`, or, under autocast, of its dtype, as torch's layers give it."""
+    """Codes -> floating point of `dtype`, or, under autocast, of its dtype, as torch's layers give it. `dtype` follows `.to(dtype)`."""
+
+    dtype_mark: Tensor
 
     def __init__(self, scale: Scale, dtype: torch.dtype) -> None:
         super().__init__()
-        self.scale, self.dtype = scale, dtype
+        self.scale = scale
+        self.register_buffer("dtype_mark", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dtype_mark.dtype
 
     @property
     def _how(self) -> Combination:

@@ -23,6 +23,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.layouts.folding import Fold
 from halfbyte.ops.conv.functions import conv2d
+from halfbyte.ops.conv.images import channels_last
 
 _Value = TypeVar("_Value")
 Sides = tuple[int, int]  # before and after
@@ -204,7 +205,7 @@ def _convolve_video(
 def _with_taps(x: Tensor, fold: Fold, move: Movement) -> Tensor:
     """Gather what lies under the taps of the folded dimensions: [B, C, *size] -> [B, C, *size, *taps], a view."""
     if fold.steps[0] > move.stride[0] and x.stride(1) != 1:  # each frame is read several times
-        x = x.contiguous(memory_format=torch.channels_last_3d)
+        x = channels_last(x)
     for i in range(fold.folded):
         x = x.unfold(2 + i, (fold.steps[i] - 1) * move.dilation[i] + 1, move.stride[i])[..., :: move.dilation[i]]
     return x
