@@ -416,6 +416,19 @@ def test_a_part_with_hooks_runs_them_in_floating_point(place: str, register: str
     assert sum(isinstance(module, IntegerModule) for module in static.modules()) == (place != "a")
 
 
+@torch.no_grad()
+def test_a_bias_at_the_address_of_the_one_before_counts() -> None:
+    model = hb.quantize_(nn.Sequential(nn.Conv2d(4, 8, 3)).eval(), STATIC, [images()])
+    layer = next(module for module in model.modules() if isinstance(module, IntegerModule))
+    codes = torch.randint(-128, 128, (1, 4, 5, 5), dtype=torch.int8)
+    for value in range(8):
+        layer.bias = None
+        layer.bias = nn.Parameter(torch.full((8,), 0.1 * value), requires_grad=False)
+        got = layer(codes)
+        layer.refresh()
+        assert torch.equal(got, layer(codes))
+
+
 def test_hooks_of_the_network_are_kept_and_of_its_containers_refused() -> None:
     block = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU())
     model, runs = nn.Sequential(block, nn.Conv2d(8, 8, 1)).eval(), list[int]()
