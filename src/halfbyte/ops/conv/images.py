@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,21 @@ from halfbyte.ops.tensors import empty_sum
 
 ACTIVATIONS = (*checks.ACTIVATIONS, "image")
 Shape = tuple[int, int, int, int]
+
+
+class ConvLayer(Protocol):
+    """The settings of a convolution, quantized or not, by torch's names."""
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    in_channels: int
+    out_channels: int
+
+    @property
+    def padding_mode(self) -> str: ...
 
 
 def from_numbers(format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int]) -> tuple[Filter, Window]:
