@@ -52,6 +52,34 @@ def pair(config: Config, bias: bool = False) -> tuple[nn.Module, nn.Module]:
     return alone, together
 
 
+def test_outputs_are_those_of_the_input_as_it_is_and_of_no_other_layer() -> None:
+    alone, together = (model[0] for model in pair(Config("q8_0", compute="float"), bias=True))
+    x = torch.randn(3, 72)
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+        with mode:
+            first = together.q_proj(x)
+            first *= 2  # neither refused nor seen by the next call
+            assert torch.equal(together.q_proj(x), alone.q_proj(x))
+    together.q_proj(x)
+    x.mul_(3)
+    assert torch.equal(together.k_proj(x), alone.k_proj(x))
+
+
+def test_outputs_are_those_of_the_modes_that_are_on() -> None:
+    alone, together = (model[0] for model in pair(Config("q8_0", compute="float"), bias=True))
+    x = torch.randn(3, 72, requires_grad=True)
+    with torch.no_grad():
+        together.q_proj(x)
+    together.k_proj(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(torch.vmap(together.v_proj)(x), alone.v_proj(x), rtol=1e-5, atol=1e-5)  # sums of 72 products
+    together.q_proj(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert together.k_proj(x).dtype == alone.k_proj(x).dtype == torch.bfloat16
+    together.q_proj(x)
+    assert torch.equal(copy.deepcopy(together).k_proj(x), alone.k_proj(x)), "a copy takes no outputs along"
+
+
 def test_queries_of_other_inputs_stay_alone() -> None:
     """Together, a decoder's queries would compute keys and values that nobody asks for, at each token."""
     assert fused(quantize_(nn.ModuleDict({"encoder_attn": Block()}), "q4_0")) == ()

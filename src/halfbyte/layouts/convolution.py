@@ -289,3 +289,9 @@ def _with_channels(codes: Codes, sizes: Filter, channels: int) -> Codes:
     values = codes.values().reshape(sizes.out, sizes.taps, sizes.channels)
     values = _with_more(values[..., :channels], codes, max(0, channels - sizes.channels))
     return Codes.from_values(codes.format, values.reshape(sizes.out, -1), codes.scale, codes.zero)
+
+
+def taps(codes: Codes, sizes: Filter, *, integer: bool) -> Tensor:
+    """Return what kernels of depthwise convolutions multiply by, [Kh * Kw, C]: the codes as int32 if `integer`, else float32 weights."""
+    numbers = codes.values().to(torch.int32) if integer else codes.dequantize(torch.float32)
+    return numbers.reshape(sizes.out, sizes.taps).T.contiguous()

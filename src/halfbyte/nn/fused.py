@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import Literal, cast
+from itertools import accumulate, groupby
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from halfbyte import ops
+from halfbyte.bounded import version_of
 from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.layouts import cpu_tiles, gpu_tiles
@@ -175,6 +176,25 @@ def _kind(linear: QuantLinear) -> tuple[object, ...]:
     return fmt, k, device, layer_id, linear.dtype, linear.compute, linear.activation
 
 
+class _Outputs(NamedTuple):
+    """The outputs of fused layers for one input.
+
+    state      what they depend on besides the input's identity, as `_state_of` gives it
+    by_layer   those that are left, by the index of their layer: each is returned once, as its reader may write to it
+    """
+
+    x: Tensor
+    state: tuple[object, ...]
+    by_layer: dict[int, Tensor]
+
+
+def _state_of(x: Tensor) -> tuple[object, ...]:
+    """The version of x, and torch's modes. Writes to inference tensors, and those that torch.compile traces, are not counted."""
+    if torch.compiler.is_compiling():
+        return (torch.is_grad_enabled(),)
+    return version_of(x), torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
+
+
 @dataclass(eq=False)
 class _Group:
     """The concatenated weight of several linear layers, and its outputs for the last input until all of them have been called.
@@ -182,7 +202,7 @@ class _Group:
     sizes   rows of each
     biases  the layers' own
     integers  whether compute is "int8", for which bytes are in the order that `ops.in_order` gives
-    cached_outputs  (an input, the outputs for it); one tuple, so that threads do not mix them
+    cached_outputs  of the last input, those that no layer has returned yet
     check   the packed_check of all layers, each of which has a view of it
     """
 
@@ -190,13 +210,16 @@ class _Group:
     sizes: list[int]
     biases: list[Tensor | None]
     integers: bool = False
-    cached_outputs: tuple[Tensor, tuple[Tensor, ...]] | None = None
+    cached_outputs: _Outputs | None = None
     _bias: Tensor | None = None
     check: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.packed = self._as_packed(self.packed)
         self.check = digest(self.packed.data)
+
+    def __getstate__(self) -> dict[str, object]:
+        return vars(self) | {"cached_outputs": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
@@ -214,6 +237,7 @@ class _Group:
     def join(self) -> None:
         """Concatenate the biases, each of which is a view of the result from then on: no write to one is missed, also by way of `.data`,
         which torch does not count. None while layers move from device to device, one by one."""
+        self.cached_outputs = None
         device, given = self.packed.device, [bias for bias in self.biases if bias is not None]
         if not given or any(bias.device != device for bias in given):
             self._bias = None
@@ -256,13 +280,18 @@ class _Group:
 
     def part(self, x: Tensor, of: FusedLinear) -> Tensor:
         """The outputs for x of one of the layers; the first one that is asked says how all are computed."""
-        cached = self.cached_outputs
-        if cached is None or cached[0] is not x:
+        cached, state = self.cached_outputs, _state_of(x)
+        is_current = cached is not None and cached.x is x and cached.state == state
+        output = cached.by_layer.pop(of.index, None) if cached is not None and is_current else None
+        if output is None:
             y = ops.linear(x, self.packed, self.bias, compute=of.compute, activation=of.activation)
-            cached = x, y.split(self.sizes, dim=-1)
+            starts = accumulate(self.sizes, initial=0)  # slices, as outputs of split() must not be written to where gradients are wanted
+            outputs = (y.narrow(-1, start, size) for start, size in zip(starts, self.sizes, strict=False))
+            cached = _Outputs(x, state, dict(enumerate(outputs)))
+            output = cached.by_layer.pop(of.index)
         # The last one frees the outputs.
         self.cached_outputs = cached if of.index < len(self.sizes) - 1 else None
-        return cached[1][of.index]
+        return output
 
     def move(self, device: torch.device) -> None:
         if self.packed.device != device:
@@ -275,6 +304,7 @@ class _Group:
     def put(self, index: int, codes: Codes) -> None:
         """Give one of the layers other codes, of the same format and shape. They are written over the old ones, of which each layer has a
         view."""
+        self.cached_outputs = None
         joined = ops.unpack(self.packed)
         parts = [joined.select(self.rows(i)) for i in range(len(self.sizes))]
         old, parts[index] = parts[index].tensors(), codes.to(self.packed.device)

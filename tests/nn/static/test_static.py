@@ -15,7 +15,7 @@ from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
 from halfbyte.nn.described import Scale
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.report import CONFIG_ATTRIBUTE
-from halfbyte.nn.static.integer import Dequantize, IntegerConv1d, IntegerConv2d, MaxPool, Quantize, Requantize
+from halfbyte.nn.static.integer import AveragePool, Dequantize, IntegerConv1d, IntegerConv2d, MaxPool, Quantize, Requantize
 
 
 class Residual(nn.Module):
@@ -361,6 +361,12 @@ def test_the_largest_codes_are_those_of_torch() -> None:
             assert torch.equal(MaxPool(pool)(x), pool(x.float()).to(torch.int8))
     with pytest.raises(RuntimeError, match="at most half"):
         MaxPool(nn.MaxPool2d(2, padding=2))(x)
+
+
+def test_a_mean_whose_sum_int32_does_not_hold() -> None:
+    side = 2902  # 255 * side^2 > 2^31
+    x = torch.full((1, 1, side, side), 127, dtype=torch.int8)
+    assert AveragePool(nn.AdaptiveAvgPool2d(1), Scale(1.0, -128))(x).item() == 127
 
 
 def test_nan_becomes_the_least_code() -> None:

@@ -181,6 +181,18 @@ def test_traced(name: str) -> None:
 
 
 @layers
+@pytest.mark.parametrize("last", [False, True])
+def test_vmap_computes_each_image_as_it_does_alone(name: str, last: bool) -> None:
+    torch.manual_seed(0)
+    layer, shape = LAYERS[name]
+    module, x = quantized(layer), torch.randn(3, *shape)
+    if last and len(shape) > 3:
+        x = x.movedim(2, -1).contiguous().movedim(-1, 2)  # each image in channels_last
+    wanted = torch.stack([module(images) for images in x])
+    assert torch.equal(torch.vmap(module)(x), wanted)
+
+
+@layers
 def test_an_activation_is_fused(name: str) -> None:
     torch.manual_seed(0)
     layer, shape = LAYERS[name]

@@ -31,7 +31,7 @@ from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.conv import elementwise, winograd
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
-from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel, taps
+from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel
 from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel
 from halfbyte.kernels.cpu.conv.pool import pool
@@ -165,7 +165,7 @@ def convolutions(announce: Callable[[str], None]) -> None:
             weight = conv_ops.pack_conv(random_codes(sizes.format, sizes.codes_shape), kernel, groups)
             depthwise = channels == out == 1
             integer = dtype == torch.int8
-            data = taps(convolution.unpack(weight), sizes, integer=integer) if depthwise else weight.data
+            data = convolution.taps(convolution.unpack(weight), sizes, integer=integer) if depthwise else weight.data
             b, h, w = 1 + number % 2, 9, 7 + number
             x = (
                 torch.randint(-128, 128, (b, h, w, channels * groups), dtype=torch.int8)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, FormatError, check_type
 from halfbyte.nn.calibration.calibrate import Calibration, calibrated_names
+from halfbyte.nn.calibration.runs import in_evaluation
 from halfbyte.nn.modules.attention import Attention
 from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.transposed import Conv1DLinear
@@ -145,16 +146,13 @@ def _inputs(model: nn.Module, linears: Mapping[str, nn.Linear], samples: object)
             found[name] = Inputs.of(x)
 
     hooks = [linear.register_forward_pre_hook(partial(measure, name)) for name, linear in linears.items()]
-    modes = {module: module.training for module in model.modules()}
-    model.eval()  # no dropout, and batch norms learn nothing
     try:
-        for args, named in _calls(samples):
-            model(*args, **named)
+        with in_evaluation(model):  # no dropout, and batch norms learn nothing
+            for args, named in _calls(samples):
+                model(*args, **named)
     finally:
         for hook in hooks:
             hook.remove()
-        for module, training in modes.items():
-            module.training = training
     if name := next((name for name, inputs in found.items() if not inputs.ranges.isfinite().all()), None):
         raise ArgumentError(f"an input of {name} is NaN or infinite with the calibration samples: pass samples as the model meets them")
     return found

@@ -76,11 +76,6 @@ def keep_hooks(module: nn.Module, replacement: nn.Module) -> None:
             hook.module = weakref.ref(replacement)
 
 
-def version(bias: Tensor | None) -> tuple[int, int] | None:
-    """A value that changes when the bias is changed in place or replaced; torch does not count writes by way of `.data`."""
-    return None if bias is None else (bias.data_ptr(), 0 if bias.is_inference() else bias._version)
-
-
 def guard(device: torch.device | str = "cpu") -> Tensor:
     """The tensor stored under the name of a quantized weight itself: a reader that takes it for the weight fails because of its shape.
 

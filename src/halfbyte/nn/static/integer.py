@@ -25,13 +25,14 @@ from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.described import LEAST, MOST, Scale
-from halfbyte.nn.modules.quantized import QuantModule, version
+from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.modules.weight_view import AnyPacked
 from halfbyte.ops.checks import check_floats, check_plain_tensor
 from halfbyte.ops.conv import elementwise
 from halfbyte.ops.conv import functions as conv
 from halfbyte.ops.conv.cpu import qconv2d_step
 from halfbyte.ops.conv.pool import kernel_pool
+from halfbyte.ops.conv.weight_forms import state_of
 from halfbyte.ops.cpu import qlinear_step
 from halfbyte.ops.modes import plain
 from halfbyte.ops.registration import autocast
@@ -116,11 +117,18 @@ class Quantize(nn.Module):
 
 
 class Dequantize(nn.Module):
-    """Codes -> floating point of `dtype`, or, under autocast, of its dtype, as torch's layers give it."""
+    """Codes -> floating point of `dtype`, or, under autocast, of its dtype, as torch's layers give it. `dtype` follows `.to(dtype)`."""
+
+    dtype_mark: Tensor
 
     def __init__(self, scale: Scale, dtype: torch.dtype) -> None:
         super().__init__()
-        self.scale, self.dtype = scale, dtype
+        self.scale = scale
+        self.register_buffer("dtype_mark", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dtype_mark.dtype
 
     @property
     def _how(self) -> Combination:
@@ -222,7 +230,8 @@ class IntegerModule(QuantModule):
 
     bias: nn.Parameter | None
     table: Tensor
-    _seen: tuple[object, object] | None = None
+    _table_of: tuple[Tensor, Tensor | None]  # of which `table` was computed: kept alive, or others might get their addresses
+    _table_state: tuple[object, object]
 
     def __init__(
         self,
@@ -254,7 +263,11 @@ class IntegerModule(QuantModule):
         scales = {"in_scale": self.source.step, "in_zero": self.source.zero, "out_scale": self.result.step, "out_zero": self.result.zero}
         table = conv.conv_requantization_table if isinstance(self._packed, PackedConv) else ops.requantization_table
         self.table = table(self._packed, self.bias, **scales)  # type: ignore[arg-type]
-        self._seen = version(self._packed.data), version(self.bias)
+        self._table_of, self._table_state = (self._packed.data, self.bias), self._state()
+
+    def _state(self) -> tuple[object, object]:
+        """A value that changes when the weight or the bias is written to or replaced; torch does not count writes by way of `.data`."""
+        return state_of(self._packed.data), None if self.bias is None else state_of(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if not _has_gradient(x):
@@ -275,7 +288,7 @@ class IntegerModule(QuantModule):
 
     def current_table(self) -> Tensor:
         """`table`, recomputed if the weight or the bias has changed; torch.compile takes the buffer as it is."""
-        if not torch.compiler.is_compiling() and self._seen != (version(self._packed.data), version(self.bias)):
+        if not torch.compiler.is_compiling() and self._table_state != self._state():
             self.refresh()
         return self.table
 

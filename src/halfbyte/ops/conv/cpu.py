@@ -28,7 +28,7 @@ from halfbyte.ops.conv.images import (
     from_numbers,
     out_shape,
 )
-from halfbyte.ops.conv.weight_forms import forms_of, state_of
+from halfbyte.ops.conv.weight_forms import derived, state_of, taps_of
 from halfbyte.ops.tensors import aligned
 
 if TYPE_CHECKING:
@@ -66,16 +66,6 @@ def _packed_bytes(sizes: Filter) -> int:
     if sizes.depthwise:
         return canonical_nbytes(sizes)
     return sizes.groups * cpu_tiles.geometry(sizes.matrix_format, (sizes.out // sizes.groups, sizes.k)).nbytes
-
-
-def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
-    forms, form = forms_of(weight), "integer taps" if integer else "taps"
-    kept = forms.get(form)
-    if kept is None:
-        from halfbyte.kernels.cpu.conv.depthwise import taps
-
-        kept = forms[form] = taps(convolution.from_canonical_bytes(weight, sizes), sizes, integer=integer)
-    return kept
 
 
 class _Plan(NamedTuple):
@@ -139,22 +129,17 @@ def _check_weight(weight: Tensor, plan: _Plan) -> None:
 
 def _kernel_of(weight: Tensor, plan: _Plan, *, integer: bool = False) -> tuple[Callable[..., Tensor], Tensor]:
     """The plan's other kernel if it takes these weights, or else its kernel; and the weights as that reads them."""
-    if plan.other is not None:
-        forms = forms_of(weight)
-        if plan.other.form not in forms:
-            layout = convolution.CANONICAL if plan.sizes.depthwise else cpu_tiles.NAME
-            forms[plan.other.form] = plan.other.weights_of(convolution.unpack(PackedConv(plan.sizes, layout, weight)))
-        if (form := forms[plan.other.form]) is not None:
-            return plan.other, form
+    if (other := plan.other) is not None:
+        layout = convolution.CANONICAL if plan.sizes.depthwise else cpu_tiles.NAME
+        form = derived(weight, other.form, lambda: other.weights_of(convolution.unpack(PackedConv(plan.sizes, layout, weight))))
+        if form is not None:
+            return other, form
     assert plan.kernel is not None
     if plan.sizes.depthwise:
-        return plan.kernel, _taps_of(weight, plan.sizes, integer=integer)
+        return plan.kernel, taps_of(weight, plan.sizes, integer=integer)
     if weight.data_ptr() % 64 == 0 and weight.is_contiguous():
         return plan.kernel, weight
-    forms = forms_of(weight)
-    if forms.get("aligned") is None:
-        forms["aligned"] = aligned(weight)
-    return plan.kernel, cast(Tensor, forms["aligned"])
+    return plan.kernel, cast(Tensor, derived(weight, "aligned", lambda: aligned(weight)))
 
 
 def conv2d(

@@ -38,7 +38,7 @@ from halfbyte.ops.conv.images import (
     from_numbers,
     out_shape,
 )
-from halfbyte.ops.conv.weight_forms import forms_of
+from halfbyte.ops.conv.weight_forms import derived, taps_of
 from halfbyte.ops.replay import key_of, replayed, tapes
 from halfbyte.ops.tensors import aligned
 
@@ -231,7 +231,7 @@ def _read(x: Tensor, weight: Tensor, problem: ConvProblem, candidate: GpuConvCan
     solved, sizes = candidate.solved(problem), problem.sizes
     if candidate.reads == "taps":
         image = _memory(x)
-        return _Read(solved, image, _taps_of(weight, sizes, integer=x.dtype == torch.int8), True, lambda: image)
+        return _Read(solved, image, taps_of(weight, sizes, integer=x.dtype == torch.int8), True, lambda: image)
     if not isinstance(solved, conv_stem.Stem):
         image = with_channels(_memory(x), sizes, outside)
         image = image.view(solved.batch, *solved.image, -1)
@@ -242,7 +242,9 @@ def _read(x: Tensor, weight: Tensor, problem: ConvProblem, candidate: GpuConvCan
         conv_stem.write(solved, x, image, outside)
         return image
 
-    return _Read(solved, x, _cached(weight, "stem", lambda: conv_stem.weight_of(weight, solved)), True, written)
+    stem = derived(weight, "stem", lambda: conv_stem.weight_of(weight, solved))
+    assert stem is not None
+    return _Read(solved, x, stem, True, written)
 
 
 def _launched(
@@ -391,25 +393,3 @@ def with_channels(x: Tensor, sizes: Filter, outside: int) -> Tensor:
     padded = x.new_full((*x.shape[:3], channels), outside)
     padded[..., : sizes.channels] = x
     return padded
-
-
-def _taps_of(weight: Tensor, sizes: Filter, *, integer: bool) -> Tensor:
-    """[Kh * Kw, C]: float32 weights, or int32 codes."""
-
-    def make() -> Tensor:
-        codes = convolution.from_canonical_bytes(weight, sizes)
-        numbers = codes.values().to(torch.int32) if integer else codes.dequantize(torch.float32)
-        return numbers.reshape(sizes.out, sizes.taps).T.contiguous()
-
-    return _cached(weight, "integer taps" if integer else "taps", make)
-
-
-def _cached(weight: Tensor, form: str, derive: Callable[[], Tensor]) -> Tensor:
-    """A tensor that is derived from a weight, once."""
-    forms = forms_of(weight)
-    tensor = forms.get(form)
-    if tensor is None:
-        tensor = derive()
-        if not torch.cuda.is_current_stream_capturing():  # else its memory belongs to the graph
-            forms[form] = tensor
-    return tensor

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,26 +23,12 @@ from halfbyte.errors import ArgumentError
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.layouts.folding import Fold
 from halfbyte.ops.conv.functions import conv2d
+from halfbyte.ops.conv.images import ConvLayer, channels_last
 
 _Value = TypeVar("_Value")
 Sides = tuple[int, int]  # before and after
 _Window = tuple[Sides, tuple[Sides, Sides], Sides]  # stride, padding and dilation of images
 GATHERED_BYTES = 1 << 28  # a video whose frames take more, with their taps as channels, is computed in pieces
-
-
-class ConvLayer(Protocol):
-    """The settings of a convolution, quantized or not, by torch's names."""
-
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: str | tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    in_channels: int
-    out_channels: int
-
-    @property
-    def padding_mode(self) -> str: ...
 
 
 def sides_of(layer: ConvLayer, padding: str | tuple[int, ...]) -> tuple[Sides, ...]:
@@ -204,7 +190,7 @@ def _convolve_video(
 def _with_taps(x: Tensor, fold: Fold, move: Movement) -> Tensor:
     """Gather what lies under the taps of the folded dimensions: [B, C, *size] -> [B, C, *size, *taps], a view."""
     if fold.steps[0] > move.stride[0] and x.stride(1) != 1:  # each frame is read several times
-        x = x.contiguous(memory_format=torch.channels_last_3d)
+        x = channels_last(x)
     for i in range(fold.folded):
         x = x.unfold(2 + i, (fold.steps[i] - 1) * move.dilation[i] + 1, move.stride[i])[..., :: move.dilation[i]]
     return x

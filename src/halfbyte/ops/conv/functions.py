@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from halfbyte.ops.checks import check_bias, check_device, check_operands, check_
 from halfbyte.ops.conv import cpu as cpu_conv
 from halfbyte.ops.conv import cuda as cuda_conv
 from halfbyte.ops.conv import elementwise
-from halfbyte.ops.conv.images import filter_from_numbers, from_numbers, in_memory_format_of, out_shape
+from halfbyte.ops.conv.images import ConvLayer, filter_from_numbers, from_numbers, in_memory_format_of, out_shape
 from halfbyte.ops.long_sums import starts
 from halfbyte.ops.modes import differentiated, plain, transformed
 from halfbyte.ops.registration import Gradients, bounded, casts, differentiable, loops, optional, transformation
@@ -313,19 +313,7 @@ def conv_requantization_table(
     return cuda_conv.table(rows, sums, sizes, in_zero) if rows.is_cuda else cpu_conv.table(rows, sizes)
 
 
-class _Convolution(Protocol):
-    """What a Conv1d or Conv2d, quantized or not, says of its window."""
-
-    kernel_size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: str | tuple[int, ...]
-    dilation: tuple[int, ...]
-
-    @property
-    def padding_mode(self) -> str: ...
-
-
-def module_window(module: _Convolution) -> Window:
+def module_window(module: ConvLayer) -> Window:
     """The stride, padding with zeros and dilation of a Conv1d or Conv2d, quantized or not; of a Conv1d as one of images of height 1."""
     kernel, stride, dilation = (((1, *sizes)[-2], sizes[-1]) for sizes in (module.kernel_size, module.stride, module.dilation))
     padding = 0 if module.padding_mode != "zeros" else module.padding if isinstance(module.padding, str) else (0, *module.padding)[-2:]

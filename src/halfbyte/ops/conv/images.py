@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,21 @@ from halfbyte.ops.tensors import empty_sum
 
 ACTIVATIONS = (*checks.ACTIVATIONS, "image")
 Shape = tuple[int, int, int, int]
+
+
+class ConvLayer(Protocol):
+    """The settings of a convolution, quantized or not, by torch's names."""
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    in_channels: int
+    out_channels: int
+
+    @property
+    def padding_mode(self) -> str: ...
 
 
 def from_numbers(format: str, filter_numbers: Sequence[int], window_numbers: Sequence[int]) -> tuple[Filter, Window]:
@@ -81,13 +97,20 @@ def in_memory_format_of(y: Tensor, x: Tensor | None) -> Tensor:
     """y, the result of a convolution of x, in the memory format that torch gives it: channels_last where x is, or contiguous (x None: of
     lines, [B, C, L])."""
     if x is not None and is_channels_last(x):
-        return y.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d) if y.dim() == x.dim() else y
-    return y.contiguous().view(-1).view(y.shape)  # contiguous() leaves the strides of sizes of 1, by which torch tells the two apart
+        return channels_last(y) if y.dim() == x.dim() else y
+    return _contiguous(y)
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """[B, C, H, W] with exactly the strides of channels_last; torch leaves those of sizes of 1 open."""
-    _, c, h, w = x.shape
-    if x.stride() == (h * w * c, 1, w * c, c):
-        return x
-    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    """Return images [B, C, H, W] or videos [B, C, D, H, W] with exactly the strides of channels_last, also within torch.vmap, where
+    `x.contiguous(memory_format=torch.channels_last)` fails."""
+    if x.dim() == 4:
+        _, c, h, w = x.shape
+        if x.stride() == (h * w * c, 1, w * c, c):
+            return x
+    return _contiguous(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """Return x with exactly the strides of its shape: contiguous() leaves those of sizes of 1, by which torch tells formats apart."""
+    return x.contiguous().view(-1).view(x.shape)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _Pair = tuple[int, int]  # height, width
 _CACHED_SHAPES = 4096
+_MOST_AVERAGED = (1 << 31) // 255  # pixels: kernels sum their differences from `zero`, up to 255 each, in int32
 _GPU_ELEMENTS = 1 << 31  # the GPU's kernel takes images of fewer elements: it counts them in 32 bits
 
 
@@ -67,7 +68,7 @@ def kernel_pool(x: Tensor, pool: nn.Module, zero: int = 0) -> KernelPool | None:
 
     Args:
         x: int8 codes, or on a GPU float16 or bfloat16 for max pooling.
-        pool: MaxPool2d without indices, or AdaptiveAvgPool2d to one element; there is no kernel for other modules.
+        pool: MaxPool2d without indices, or AdaptiveAvgPool2d of at most 2^31 / 255 pixels to one; there is no kernel for other modules.
         zero: The code that means 0, for the latter.
     """
     if x.dim() != 4 or x.numel() == 0 or (x.is_cuda and (why_no_triton() is not None or x.shape[1:].numel() >= _GPU_ELEMENTS)):
@@ -75,7 +76,7 @@ def kernel_pool(x: Tensor, pool: nn.Module, zero: int = 0) -> KernelPool | None:
     if isinstance(pool, nn.MaxPool2d):
         kernel, stride, padding, dilation = map(_pair, (pool.kernel_size, pool.stride or pool.kernel_size, pool.padding, pool.dilation))
         return _max_pool(x.shape, kernel, stride, padding, dilation, pool.ceil_mode)
-    if isinstance(pool, nn.AdaptiveAvgPool2d) and pool.output_size in (1, (1, 1)):
+    if isinstance(pool, nn.AdaptiveAvgPool2d) and pool.output_size in (1, (1, 1)) and x.shape[2:].numel() <= _MOST_AVERAGED:
         return KernelPool((x.shape[2], x.shape[3]), Window(), (1, 1), zero)
     return None
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.layouts.folding import Fold
-from halfbyte.ops.conv.folded import Conv2dSettings, ConvLayer, Movement, Sides, convolve, sides_of
+from halfbyte.ops.conv.folded import Conv2dSettings, Movement, Sides, convolve, sides_of
+from halfbyte.ops.conv.images import ConvLayer
 
 
 class _Axis(NamedTuple):

@@ -29,7 +29,6 @@ from halfbyte.kernels.cpu.codegen.arguments import LINEAR
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isa_arm import SVE
 from halfbyte.kernels.cpu.codegen.isas import ISAS
-from halfbyte.kernels.cpu.conv import depthwise
 from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 from halfbyte.kernels.cpu.linear import activations as activations_module
@@ -44,6 +43,7 @@ from halfbyte.kernels.cpu.transformer import attend, attend_whole
 from halfbyte.kernels.cpu.transformer.attend import AttendSpec
 from halfbyte.kernels.cpu.transformer.attend_whole import WholeSpec
 from halfbyte.kernels.problem import Window
+from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, Geometry, geometry, pack
 from halfbyte.machine import machine
@@ -183,7 +183,7 @@ def test_convolutions_of_codes(emulator: Emulator, step: int) -> None:
             weight, bias = conv_ops.pack_conv(codes, kernel, groups), torch.randn(sizes.out)
             table = conv_ops.conv_requantization_table(weight, bias, **scales)
             if channels == out == 1:
-                data, make = depthwise.taps(codes, sizes, integer=True), functools.partial(DepthwiseKernel, sizes, torch.int8)
+                data, make = convolution.taps(codes, sizes, integer=True), functools.partial(DepthwiseKernel, sizes, torch.int8)
             else:
                 data, make = weight.data, functools.partial(ConvKernel, sizes, torch.int8, "int8", "block")
             y = kernels.convolved(emulator, make, x, window, data, table, -100, 127, outside=-3)
@@ -201,7 +201,7 @@ def test_convolutions_of_floats(emulator: Emulator, way: str) -> None:
         x = torch.randn(1, 6, 11, channels * groups).to(dtype).permute(0, 3, 1, 2)
         image, data, more, arguments = x, conv_ops.pack_conv(codes, kernel, groups).data, {}, (x, codes, kernel, window, bias, groups)
         if channels == out == 1:
-            data, make = depthwise.taps(codes, sizes, integer=False), functools.partial(DepthwiseKernel, sizes, dtype)
+            data, make = convolution.taps(codes, sizes, integer=False), functools.partial(DepthwiseKernel, sizes, dtype)
         elif way == "image":
             image, scales = conv_reference.quantized_images(x)
             image, more = image.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), {"scales": scales}

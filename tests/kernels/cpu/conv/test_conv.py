@@ -17,12 +17,12 @@ from halfbyte.formats.codes import Codes
 from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.conv import gathered, planned
-from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel, taps
+from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import cpu_tiles
-from halfbyte.layouts.convolution import Filter, from_matrix, groups_of, to_matrix
+from halfbyte.layouts.convolution import Filter, from_matrix, groups_of, taps, to_matrix
 from halfbyte.ops import functions
 from halfbyte.ops.conv import functions as ops
 

@@ -15,13 +15,13 @@ from halfbyte.kernels.cpu.codegen import jit, runtime
 from halfbyte.kernels.cpu.codegen.isas import ISAS
 from halfbyte.kernels.cpu.conv import depthwise_dot, direct_call, planned, unsigned
 from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
-from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel, taps
+from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel
 from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
-from halfbyte.layouts.convolution import Filter
+from halfbyte.layouts.convolution import Filter, taps
 from halfbyte.ops.conv import functions as ops
 
 KERNELS = [pytest.param(isa, ArrangedConvKernel, id=f"arranged-{isa.name}") for isa in RUNNABLE if isa.tuning.arranged_conv]

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UnsupportedError
-from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
@@ -191,17 +190,11 @@ class _Lines(Emitter):
         out.store(self.isa.from_float(value, self.spec.kind), 0, self.element)
 
 
-def taps(codes: Codes, sizes: Filter, *, integer: bool) -> Tensor:
-    """What the kernel multiplies by, [taps, C]: the dequantized weight (float32), or its codes (int32)."""
-    numbers = codes.values().int() if integer else codes.dequantize()
-    return numbers.reshape(sizes.out, sizes.taps).T.contiguous()
-
-
 class DepthwiseKernel(PlannedConv):
     """The compiled depthwise convolution of one weight and activation dtype, for images of any size.
 
     Conditions that the caller has checked: x is [B, C, H, W] with channels_last strides, not empty, in the dtype; `weights` is what
-    `taps` made; a bias is contiguous float32 [C] (for int8 a table [3, C], as `tile.RequantizingTile` has it).
+    `layouts.convolution.taps` returned; a bias is contiguous float32 [C] (for int8 a table [3, C], as `tile.RequantizingTile` has it).
     """
 
     cost = 8
