@@ -39,9 +39,9 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, unreadable
 from halfbyte.formats import ggml
 from halfbyte.formats.codes import Codes, stored_tensors
-from halfbyte.io.files import open_file, open_unbuffered
+from halfbyte.io.files import open_file
 from halfbyte.io.safetensors import is_shape
-from halfbyte.io.tensors import TensorPlace, TensorSpec, TensorWriter, check_is_fetched, fill
+from halfbyte.io.tensors import TensorPlace, TensorSpec, TensorWriter, check_is_fetched, fill, opened_at
 from halfbyte.layouts.base import round_up
 from halfbyte.memory import in_huge_pages
 
@@ -368,21 +368,17 @@ def read(entry: Entry, extract: ggml.Extract = ggml.extract) -> Codes | Tensor:
 
     extract  how codes are taken out of blocks
     """
-    try:
-        with open_unbuffered(entry.place.path) as file:
-            file.seek(entry.place.offset)
-            if (kind := entry.blocks) is not None:
-                codes = _read_codes(kind, entry, file, extract)
-                codes.check_values()
-                return codes
-            out = torch.empty(entry.shape, dtype=entry.place.spec.dtype, device="cpu")
-            fill(file, out, entry.place.path)
-            return out
-    except OSError as e:
-        raise unreadable(entry.place.path, e) from e
+    with opened_at(entry.place) as file:
+        if (kind := entry.blocks) is not None:
+            codes = _read_codes(kind, entry, file, extract)
+            codes.check_values()
+            return codes
+        out = torch.empty(entry.shape, dtype=entry.place.spec.dtype, device="cpu")
+        fill(file, out, entry.place.path)
+        return out
 
 
-def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any, extract: ggml.Extract) -> Codes:
+def _read_codes(kind: ggml.BlockType, entry: Entry, file: FileIO, extract: ggml.Extract) -> Codes:
     count = math.prod(entry.shape) // kind.weights  # of blocks: a row is a whole number of them
     step = _CHUNK_WEIGHTS // kind.weights
     if count <= step:

@@ -103,6 +103,11 @@ def dtype_named(name: object) -> torch.dtype | None:
     return DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
 
 
+def dtype_of(config: Mapping[str, object]) -> torch.dtype | None:
+    """Return the dtype that a config.json gives a model, under the key of transformers 5 or an earlier one; None where it gives none."""
+    return dtype_named(config.get("dtype", config.get("torch_dtype")))
+
+
 def has_bytes_each(fmt: Format, entry: Mapping[str, object]) -> bool:
     """Whether codes of 5 or 6 bits take whole bytes, by what config.json says of a weight. Raises FormatError for other numbers of bits."""
     bits = entry.get(BITS, 8)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,10 @@ from halfbyte.checkpoint.mapping.generation_settings import FILE as GENERATION_C
 from halfbyte.checkpoint.native.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.native.manifest import INDEX, Manifest, Weight
 from halfbyte.checkpoint.native.model_card import CardWeight, model_card, write_card
-from halfbyte.checkpoint.native.quantization_config import SETTINGS, Module, describe, dtype_named, with_branches
+from halfbyte.checkpoint.native.quantization_config import SETTINGS, Module, describe, dtype_of, with_branches
 from halfbyte.checkpoint.wrappers import unwrapped, without_parts
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type, model_path
+from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.io.tensors import TensorSpec
@@ -101,11 +103,9 @@ def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
             raise ArgumentError(f"{what}, which `load` would refuse: repair the model before saving it")
     with replacing(model_path(dir)) as staging:
         writer = Writer(staging.path, staging.stem, stored_specs(weights, specs), shard_bytes)
-        for name, tensor in plain.items():
-            writer.write(name, tensor)
+        writer.write_all(plain)
         for name, module in modules.items():
-            for part, tensor in to_dense(module.codes()).items():
-                writer.write(f"{name}.{part}", tensor)
+            writer.write_all(codes_in_files(name, module.codes()))
         if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_json_string"):
             write_json(staging.path / GENERATION_CONFIG, json.loads(generation.to_json_string()))
         origin = getattr(getattr(model, "config", None), "_name_or_path", None)
@@ -129,6 +129,16 @@ def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, TensorSpec])
     return specs | dict.fromkeys(weights, TensorSpec(guard().dtype, tuple(guard().shape)))
 
 
+def codes_in_files(name: str, codes: Codes) -> dict[str, Tensor]:
+    """Return the tensors of the weight called `name`, by their names in a checkpoint's files."""
+    return {f"{name}.{part}": tensor for part, tensor in to_dense(codes).items()}
+
+
+def write_index(folder: Path, writer: Writer) -> None:
+    """Write the file by which transformers and others find the file of each tensor."""
+    write_json(folder / INDEX, {"metadata": {"total_size": writer.nbytes}, "weight_map": writer.file_of})
+
+
 def publish(
     staging: Staging,
     writer: Writer,
@@ -148,9 +158,8 @@ def publish(
     for name in weights:
         writer.write(name, guard())
     writer.finish()
-    total = sum(spec.nbytes for spec in writer.specs.values())
     if len(writer.files) > 1 or not staging.fresh:
-        write_json(staging.path / INDEX, {"metadata": {"total_size": total}, "weight_map": writer.file_of})
+        write_index(staging.path, writer)
     sums = dict(writer.checksums)
     weights = {
         name: replace(weight, crc32={full.removeprefix(f"{name}."): sums.pop(full) for full in weight.stored(name)})
@@ -161,14 +170,14 @@ def publish(
     if weights:
         ordered = {name.removesuffix(f".{ORDER}") for name in sums if name.endswith(f".{ORDER}")}
         most = Counter(weight.dtype for weight in weights.values()).most_common(1)[0][0]
-        main = dtype_named(config.get("dtype", config.get("torch_dtype"))) or most
+        main = dtype_of(config) or most
         modules = {}
         for name, weight in weights.items():
             module, dtype = name.removesuffix(".weight"), None if weight.dtype == main else weight.dtype
             modules[module] = Module(weight.format, weight.shape, weight.compute, weight.activation, module in ordered, dtype=dtype)
         config = {**config, SETTINGS: describe(with_branches(modules, {name: spec.shape for name, spec in writer.specs.items()}))}
     described = [CardWeight(one.kind, one.format, math.prod(one.shape), one.stored_bytes, one.error) for one in weights.values()]
-    card = model_card(staging.folder.name, described, total_bytes=total, config=config, base_model=base_model)
+    card = model_card(staging.folder.name, described, total_bytes=writer.nbytes, config=config, base_model=base_model)
     write_card(staging.path, card, published=staging.folder)
     staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied, static=static))
 
