@@ -45,11 +45,13 @@ if TYPE_CHECKING:
 def open_model(
     path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None, kept: Mapping[str, str] = NO_REASONS
 ) -> StoredModel:
-    """A halfbyte checkpoint, a folder that another project quantized, or a GGUF file.
+    """Open a halfbyte checkpoint, a folder that another project quantized, or a GGUF file; no tensor is read.
 
-    floats    open also models that are not quantized: Hugging Face folders, folders of safetensors, one such file
-    quantize  how to quantize a floating-point model as it is read; none of its weights may be codes
-    kept      modules that stay in floating point then, and why
+    Args:
+        path: The folder or file.
+        floats: Open also models that are not quantized: Hugging Face folders, folders of safetensors, one such file.
+        quantize: How to quantize a floating-point model as it is read; none of its weights may be codes.
+        kept: Names of modules that stay in floating point then -> why.
     """
     source = model_path(path)
     found = open_source(source, floats=floats) if quantize is None else open_floats(source)

@@ -68,7 +68,10 @@ Value = Scalar | Sequence[Any]
 class Strings(Sequence[str]):
     """An array of strings in the file's encoding, decoded when it is accessed: each, or at its first iteration all.
 
-    ends   where each string ends in `text`, after a 0; it begins with its length in 8 bytes
+    Args:
+        text: The header of the file.
+        ends: Where the first string begins in `text`, and where each one ends. A string begins with its length in 8 bytes.
+        key: Key of the array, for errors.
     """
 
     def __init__(self, text: bytes, ends: list[int], key: str) -> None:
@@ -122,9 +125,12 @@ class Numbers(Sequence[Any]):
 class Entry:
     """A tensor of a file.
 
-    kind   the number of its type in ggml
-    shape  the slowest dimension first, as in torch
-    half   scales and offsets that are float32 otherwise are rounded to float16: those of K-quants, multiples of 2^-24, by 2^-11 of them
+    Attributes:
+        kind: The number of its type in ggml.
+        shape: The slowest dimension first, as in torch.
+        place: Where its bytes are.
+        half: Whether scales and offsets that are float32 otherwise are rounded to float16; those of K-quants, which are multiples of 2^-24,
+            change by 2^-11 of themselves at most.
     """
 
     kind: int
@@ -366,7 +372,9 @@ def _bytes(path: Path, name: str, kind: int, shape: tuple[int, ...]) -> TensorSp
 def read(entry: Entry, extract: ggml.Extract = ggml.extract) -> Codes | Tensor:
     """One tensor; as codes, with the file's exact numbers, where it is quantized. Needs memory for the result and some ten MB.
 
-    extract  how codes are taken out of blocks
+    Args:
+        entry: The tensor.
+        extract: The function that takes codes out of blocks.
     """
     with opened_at(entry.place) as file:
         if (kind := entry.blocks) is not None:
@@ -405,8 +413,10 @@ def _decoded(kind: ggml.BlockType, count: int, file: FileIO, path: Path, extract
 class Writer(TensorWriter):
     """One GGUF file.
 
-    metadata  str, bool, int, float, or a list of one of them; ints are written in 32 bits where they fit
-    tensors   name -> (ggml's number of its type, shape); see ggml.NUMBERS and `plain_number`
+    Args:
+        path: The file.
+        metadata: str, bool, int, float, or a list of one of them; ints are written in 32 bits where they fit.
+        tensors: Name -> (ggml's number of its type, shape); see ggml.NUMBERS and `plain_number`.
     """
 
     def __init__(

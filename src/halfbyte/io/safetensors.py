@@ -151,8 +151,9 @@ def is_shape(value: list[Any]) -> bool:
 class Reader:
     """The tensors of one or more safetensors files, by name.
 
-    places    name -> where it lies, in the order of the headers
-    metadata  of all files: strings by name; values of other types are ignored
+    Attributes:
+        places: Name of a tensor -> where it is, in the order of the headers.
+        metadata: The metadata of all files.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -241,10 +242,11 @@ class Writer(TensorWriter):
 
     A single file is called `<stem>.safetensors`, several `<stem>-00001-of-0000N.safetensors`. Tensors are written in any order.
 
-    specs      name of a tensor -> its dtype and shape
-    nbytes     of all tensors
-    files      the files' names
-    file_of    name of a tensor -> name of its file
+    Attributes:
+        specs: Name of a tensor -> its dtype and shape.
+        nbytes: Bytes of all tensors.
+        files: Names of the files.
+        file_of: Name of a tensor -> name of its file.
     """
 
     def __init__(

@@ -57,9 +57,11 @@ def search_scale(
 ) -> Tensor:
     """The scale s, float32 [K], for the weights [N, K] (with their formats) that read one input.
 
-    moments    H, float32 [K, K]
-    magnitude  a, float32 [K]
-    channel    int64 [K] in [0, C): columns of the same channel get the same scale, where the dividing module has only C channels
+    Args:
+        weights: The weights, with their formats.
+        moments: H, float32 [K, K].
+        magnitude: a, float32 [K].
+        channel: int64 [K] in [0, C): columns of the same channel get the same scale, where the dividing module has only C channels.
     """
     if channel is not None:
         size = int(channel.max()) + 1

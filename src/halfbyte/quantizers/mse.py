@@ -46,7 +46,8 @@ _LARGEST = 512  # columns of a block up to which correlations within it count: t
 def mse(weight: Tensor, fmt: Format, name: str = "weight", moments: Tensor | None = None) -> Codes:
     """Quantize `weight` to `fmt` with the least squared error that the search above finds.
 
-    moments  float [K, K]: sum(a a^T) over inputs a, times any positive number, or [K]: its diagonal; None: the error of the weights
+    Args:
+        moments: float [K, K]: sum(a a^T) over inputs a, times any positive number, or [K]: its diagonal; None: the error of the weights.
 
     Otherwise arguments, result and errors are those of `absmax`; ArgumentError also for moments of a wrong shape. About thirty times
     its work, with moments a hundred times and more. Memory beyond the result: a few MB.
@@ -98,8 +99,9 @@ def power_of_two(largest: Tensor) -> Tensor:
 class Blocks:
     """A group of row slices as blocks, and the metric M by which their errors d are measured, d M d^T.
 
-    metric  [nb, B, B]: M of each block;  [K]: its diagonal;  None: the identity
-    unit    the factor of each block's errors, float32 [r, nb]: by it the block's largest magnitude comes to [1/2, 1)
+    Attributes:
+        metric: [nb, B, B]: M of each block;  [K]: its diagonal;  None: the identity.
+        unit: The factor of each block's errors, float32 [r, nb]: by it the block's largest magnitude comes to [1/2, 1).
     """
 
     def __init__(self, fmt: Format, group: Sequence[Tensor], metric: Tensor | None = None) -> None:

@@ -29,7 +29,12 @@ _MOST_CARD_BYTES = 1 << 20  # a longer README.md is no card
 class CardWeight(NamedTuple):
     """A quantized weight as the card's table counts it.
 
-    error  relative error when it was quantized, if known
+    Attributes:
+        kind: The kind of its module, such as "Linear".
+        format: The format of its codes.
+        elements: Number of weights.
+        nbytes: Bytes in the files.
+        error: Relative error when it was quantized, if known.
     """
 
     kind: str
