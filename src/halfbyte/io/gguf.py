@@ -434,7 +434,7 @@ class Writer(TensorWriter):
         places = {
             name: TensorPlace(path, len(out) + offsets[name], _bytes(path, name, kind, shape)) for name, (kind, shape) in tensors.items()
         }
-        self.nbytes = len(out) + offset
+        self._file_bytes = len(out) + offset
         self._path = path
         super().__init__({path: bytes(out)}, places, path.parent, journal)
 
@@ -442,7 +442,7 @@ class Writer(TensorWriter):
         """Raise ArgumentError if a tensor has not been written; pad the last one."""
         super().finish()
         with open(self._path, "r+b") as file:
-            file.truncate(self.nbytes)
+            file.truncate(self._file_bytes)
 
 
 def plain_number(dtype: torch.dtype) -> int:
