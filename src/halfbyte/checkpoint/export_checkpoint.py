@@ -81,8 +81,8 @@ def export(
         )
     if to == "gguf":
         return _to_gguf(model, target, progress, resume)
-    others = companions(source, target)
-    notes = others.notes()
+    companion_files = companions(source, target)
+    notes = companion_files.notes()
     kind = None if to == "halfbyte" else TARGETS[to](model)
     items = _items(model, kind)
     with replacing(target, resume=resume) as staging:
@@ -91,7 +91,7 @@ def export(
             specs = stored_specs(model.weights, model.plain)
         writer = Writer(staging.path, staging.stem, specs, shard_bytes, journal=journal(model.path, to) if staging.fresh else None)
         notes += write(items, writer, progress)
-        others.copy_to(staging.path)
+        companion_files.copy_to(staging.path)
         notes += gguf_tokenizer.save(source, staging.path)
         if kind is None:
             publish(staging, writer, model.config, model.weights, model.tied, model.static)

@@ -120,8 +120,8 @@ class _Conversion:
     def write(self, target: Path, *, resume: bool, shard_bytes: int) -> Report:
         """Write the checkpoint. Raise Misfits, and write nothing, where more modules have to stay in floating point."""
         plan, notes = self._plan, self._notes
-        others = companions(self._source, target)
-        notes += others.notes()
+        companion_files = companions(self._source, target)
+        notes += companion_files.notes()
         with replacing(target, resume=resume) as staging:
             title = journal(self._source, repr(self._config)) if staging.fresh and self._calibration is None else None
             writer = Writer(staging.path, staging.stem, stored_specs(plan.weights, plan.plain), shard_bytes, journal=title)
@@ -130,7 +130,7 @@ class _Conversion:
             else:
                 written = self._write_calibrated(writer, as_calibration(self._calibration))
             self._write_others(writer, written)
-            others.copy_to(staging.path)
+            companion_files.copy_to(staging.path)
             notes += gguf_tokenizer.save(self._source, staging.path)
             publish(staging, writer, self._described, plan.weights, plan.tied)
         return report(plan, self._reader, notes)

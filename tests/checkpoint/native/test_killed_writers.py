@@ -436,7 +436,7 @@ def write_text(path):
     with replacing_file(path) as temporary:
         temporary.write_text("x" * 9999)
 
-convert(root / "old", root / "g", "int4_g11")
+convert(root / "old", root / "g", "int8_g11")
 model, codes = quantize_(nn.Sequential(nn.Linear(64, 64)), "q8_0"), quantize(torch.ones(64, 64), "q8_0")
 writers = [lambda target: convert(root / "new", target, "q8_0"), lambda target: save(model, target)]
 fresh_only = [
