@@ -84,10 +84,10 @@ def test_language_models(build: Callable[[], nn.Module], fmt: str, compute: str,
         assert error(computed(tmp_path / "m.onnx", **inputs), wanted) <= allowed
 
 
-@pytest.mark.parametrize("fmt", ["int8_tensor", "int8_channel", "q4_1"])
+@pytest.mark.parametrize("fmt", ["int8_tensor", "int8_channel", "q4_1", "int4_g32_zp", "iq4_nl", "int5_g32"])
 @torch.no_grad()
-def test_embeddings_of_every_scope(fmt: str, tmp_path: Path) -> None:
-    """Also with one scale for the tensor, which is not gathered with the rows; the products are computed in float64."""
+def test_embeddings(fmt: str, tmp_path: Path) -> None:
+    """Also of 4 bits, and with one scale for the tensor, which is not gathered with the rows; the products are computed in float64."""
     torch.manual_seed(0)
     model = hb.quantize_(nn.Sequential(nn.Embedding(20, 32)), hb.Config(fmt, embedding=None)).eval()
     ids = torch.randint(20, (2, 5))

@@ -25,7 +25,7 @@ from halfbyte import ops
 from halfbyte.deploy.onnx_static import Attribute, dequantized_rows
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
-from halfbyte.formats.spec import as_format
+from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.onnx import matmul_n_bits, why_not
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, cpu_tiles
@@ -73,10 +73,12 @@ def _finished(y: Tensor, residual: Tensor | None, low: float | None, high: float
 
 
 class _Embedding(nn.Module):
-    """halfbyte::embedding"""
+    """halfbyte::embedding; codes of 4 bits take 8, as torch writes shifts of bytes that ONNX Runtime does not load"""
 
     def __init__(self, weight: Codes, dtype: torch.dtype) -> None:
         super().__init__()
+        if (fmt := weight.format).bits == 4:
+            weight = Codes.from_values(Format(8, fmt.block, fmt.zero, fmt.scale), weight.values(), weight.scale, weight.zero)
         self.format, self.k, self.dtype = weight.format, weight.shape[1], dtype
         self.shared = weight.format.block == "tensor"
         for name, tensor in weight.tensors().items():
