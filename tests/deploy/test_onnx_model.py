@@ -84,6 +84,18 @@ def test_language_models(build: Callable[[], nn.Module], fmt: str, compute: str,
         assert error(computed(tmp_path / "m.onnx", **inputs), wanted) <= allowed
 
 
+@pytest.mark.parametrize("fmt", ["int8_tensor", "int8_channel", "q4_1", "int4_g32_zp", "iq4_nl", "int5_g32"])
+@torch.no_grad()
+def test_embeddings(fmt: str, tmp_path: Path) -> None:
+    """Also of 4 bits, and with one scale for the tensor, which is not gathered with the rows; the products are computed in float64."""
+    torch.manual_seed(0)
+    model = hb.quantize_(nn.Sequential(nn.Embedding(20, 32)), hb.Config(fmt, embedding=None)).eval()
+    ids = torch.randint(20, (2, 5))
+    assert isinstance(model[0], hb.QuantEmbedding)
+    hb.export_onnx(model, tmp_path / "m.onnx", [ids])
+    assert torch.equal(computed(tmp_path / "m.onnx", input=ids), hb.dequantize(model[0].packed)[ids])
+
+
 class _Every(nn.Module):
     """Layers of all kinds that have a form in ONNX."""
 

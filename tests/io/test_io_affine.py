@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from halfbyte.checkpoint import convert, load, load_tensors
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Codes
+from halfbyte.io.weights import torchao
 from halfbyte.nn.config import Config
 from halfbyte.nn.modules.quantized import QuantLinear
 
@@ -170,3 +171,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
         )
         with pytest.raises(CheckpointError, match=message):
             load(tmp_path / f"ao{i}")
+
+
+def test_zero_points_of_torchao_that_an_int16_would_make_0() -> None:
+    parts = {"qdata": torch.zeros(4, 32, dtype=torch.int8), "scale": torch.ones(4, 1)}
+    for dtype, point in ((torch.int32, 1 << 16), (torch.int64, 1 << 32), (torch.int16, 128)):
+        with pytest.raises(CheckpointError, match=r"m\.zero_point is not a number of 8 bits: the checkpoint is damaged"):
+            torchao.read({**parts, "zero_point": torch.full((4, 1), point, dtype=dtype)}, 8, (4, 32), 1, "m")

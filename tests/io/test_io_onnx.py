@@ -10,7 +10,7 @@ import pytest
 import torch
 from samples import random_codes
 
-from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.errors import ArgumentError, CheckpointError, HalfbyteError
 from halfbyte.formats import Codes, as_format
 from halfbyte.io.onnx import export_linear, import_linear
 
@@ -94,3 +94,20 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         path.write_bytes(whole[:at])
         with contextlib.suppress(CheckpointError):
             assert same(import_linear(path)[0], codes)  # only what follows the weight is missing
+
+
+def test_any_byte_may_be_another(tmp_path: Path) -> None:
+    """A file is read or refused with one line."""
+    path = tmp_path / "a.onnx"
+    export_linear(path, random_codes(as_format("int4_g32_zp"), (4, 64)), torch.ones(4))
+    whole = path.read_bytes()
+    refused = list[str]()
+    for at in range(len(whole)):
+        for change in (1, 0x80, 0xFF):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ change]) + whole[at + 1 :])
+            try:
+                import_linear(path)
+            except HalfbyteError as error:
+                refused.append(str(error))
+    assert len(refused) > 100
+    assert not any("\n" in message for message in refused)

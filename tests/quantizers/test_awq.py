@@ -167,6 +167,16 @@ def test_the_scale_protects_the_channels_that_matter() -> None:
     assert torch.equal(tied[:32], tied[32:64])
 
 
+@pytest.mark.parametrize("power", [-70, 90])
+def test_weights_and_moments_of_any_magnitude_have_the_same_scale(power: int) -> None:
+    torch.manual_seed(0)
+    w, x, fmt = torch.randn(16, 64), torch.randn(100, 64) * torch.rand(64) * 9, as_format("int4_g32_f32")
+    moments, magnitude, factor = x.T @ x, x.abs().mean(0), 2.0**power
+    scale = search_scale([(w, fmt)], moments, magnitude, AWQ())
+    assert not torch.equal(scale, torch.ones(64))
+    assert torch.equal(search_scale([(w * factor, fmt)], moments * factor, magnitude, AWQ()), scale)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_calibration_gives_norms_and_codes_that_belong_together(dtype: torch.dtype) -> None:
     """With 8 bits per channel the new model is nearly the old one, whatever was moved between norms and weights."""

@@ -324,6 +324,41 @@ def test_a_column_that_counts_for_nothing_may_be_clipped() -> None:
     assert float(error) < 0.2 * float((mse(w, fmt).dequantize() - w)[:, others].square().sum())
 
 
+wide_formats = st.one_of(
+    st.builds(
+        Format,
+        st.sampled_from([4, 8]),
+        st.sampled_from([5, 32, "channel"]),
+        st.sampled_from(["none", "point", "offset"]),
+        st.sampled_from([torch.bfloat16, torch.float32]),
+    ),
+    st.sampled_from([as_format(name) for name in ("mxfp4", "nvfp4", "iq4_g32_f32", "int5_g32_offset_f32", "int6_g16_bf16")]),
+)
+
+
+@given(wide_formats, st.sampled_from(list(METHODS)), st.integers(0, 99), st.lists(st.integers(-112, 118), min_size=3, max_size=3))
+def test_scales_of_the_same_weights_in_other_powers_of_two_are_the_same(fmt: Format, method: str, seed: int, powers: list[int]) -> None:
+    """Rows times 2^p, from near the smallest scale with a reciprocal to near the largest float32: nothing is rounded by that."""
+    rng = torch.Generator().manual_seed(seed)
+    w = torch.randn(3, 64, generator=rng) * torch.where(torch.rand(3, 64, generator=rng) < 0.05, 3, 1) + seed % 3
+    factors = torch.tensor(powers, dtype=torch.float64).exp2().unsqueeze(-1)
+    codes, scaled = METHODS[method](w, fmt, "w"), METHODS[method]((w * factors).float(), fmt, "w")
+    assert torch.equal(codes.values(), scaled.values())
+    assert torch.equal(codes.scale * factors, scaled.scale.double())
+    if codes.zero is not None and scaled.zero is not None:
+        assert torch.equal(codes.zero * (factors if fmt.zero == "offset" else 1), scaled.zero.double())
+
+
+@pytest.mark.parametrize("power", [-105, 115])
+def test_moments_count_the_same_times_any_positive_number(power: int) -> None:
+    x, w = correlated(100, 64), torch.randn(8, 64, generator=torch.Generator().manual_seed(8))
+    for moments in (x.T @ x, (x.T @ x).diagonal()):
+        for name in ("int4_g32_f32", "int4_g32_offset_f32", "int4_channel"):
+            one, other = (mse(w, as_format(name), "w", moments * factor) for factor in (1, 2.0**power))
+            assert torch.equal(one.data, other.data)
+            assert torch.equal(one.scale, other.scale)
+
+
 @pytest.mark.parametrize(("shape", "value"), [((32,), math.nan), ((31, 31), 1.0), ((31,), 1.0), ((32, 32), math.inf), ((4, 32), 1.0)])
 def test_moments_that_do_not_fit_are_refused(shape: tuple[int, ...], value: float) -> None:
     with pytest.raises(ArgumentError, match=r"the input moments of fc"):
@@ -394,12 +429,17 @@ def test_a_range_that_overflows_float32_is_refused() -> None:
     assert torch.isfinite(absmax(w, as_format("int8_tensor")).dequantize()).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_codes_beyond_float32_are_refused_by_each_method(method: str) -> None:
-    """Instead of codes that clip the largest weights by half, on a grid that does not overflow."""
+def test_weights_near_the_largest_float32_are_refused_or_on_a_grid_that_holds_them() -> None:
+    """Never on one that clips the largest weights by half, since that does not overflow."""
     w = torch.rand(4, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    with pytest.raises(FormatError, match="largest float32"):
-        hb.quantize(w / w.abs().max() * torch.finfo(torch.float32).max, "int8_tensor", method)
+    w = w / w.abs().max() * torch.finfo(torch.float32).max
+    for method in ("absmax", "hqq"):
+        with pytest.raises(FormatError, match="largest float32"):
+            hb.quantize(w, "int8_tensor", method)
+    codes = hb.quantize(w, "int8_tensor", "mse")
+    assert codes.dequantize().isfinite().all()
+    # One step: half by rounding, and the search may move the ends of the grid by less than another half, or clipping would cost more.
+    assert float((codes.dequantize(torch.float64) - w.double()).abs().max()) <= float(codes.scale)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -29,13 +29,14 @@ _CHUNK = 1 << 20  # elements that are dequantized at a time
 class Quantized:
     """What is known of a quantized weight before it is read.
 
-    format       the format of its codes
-    stored_as    its project's name for how the files store it, as "GGUF Q4_K"
-    order        reads the order of its columns, int32 [K], where it is not that of the inputs (activation order)
-    compute      how it is multiplied, as in `halfbyte.Config`
-    activation   what a scale of quantized activations is shared by, as in `halfbyte.Config`
-    transposed   the float tensor is [..., K, N], the codes are [..., N, K]
-    from_floats  the files hold low-precision floats, which may also be quantized to another format
+    Attributes:
+        format: The format of its codes.
+        stored_as: How the files store it, as its project calls it: "GGUF Q4_K".
+        order: A function that reads the order of its columns, int32 [K], where it is not that of the inputs (activation order).
+        compute: How it is multiplied, as in `halfbyte.Config`.
+        activation: Which activations share a scale where they are quantized, as in `halfbyte.Config`.
+        transposed: Whether the float tensor is [..., K, N], while the codes are [..., N, K].
+        from_floats: Whether the files hold low-precision floats, which may also be quantized to another format.
     """
 
     format: Format
@@ -51,11 +52,13 @@ class Quantized:
 class Entry:
     """One tensor of a model, whatever the files store for it.
 
-    spec       dtype and shape of the tensor in floating point, also of one that is stored as codes
-    nbytes     size of all that the files store for it
-    read       reads it: Codes if `quantized`, whatever the argument; otherwise a tensor in the dtype given, None for its own
-    quantized  how it is quantized; None for a tensor that is read in floating point
-    stored_as  where `quantized` is None though the files store it in low precision, which no Codes hold exactly: its project's name for it
+    Attributes:
+        spec: Dtype and shape of the tensor in floating point, also of one that is stored as codes.
+        nbytes: Bytes of all that the files store for it.
+        read: A function that reads it: Codes if `quantized`, whatever its argument; else a tensor of the dtype given, None for its own.
+        quantized: How it is quantized; None for a tensor that is read in floating point.
+        stored_as: Where `quantized` is None, although the files store it in low precision, since no Codes hold it exactly: how its project
+            calls that.
     """
 
     spec: TensorSpec
@@ -69,8 +72,10 @@ class Entry:
 class Entries:
     """All tensors of a model, by their names in the files; a `Source` for a plan (mapping/plan.py).
 
-    notes  remarks about them for the report
-    files  the reader of those that are not quantized
+    Attributes:
+        entries: Name in the files -> the tensor.
+        notes: Remarks about them for the report.
+        files: The reader of the files, by which equal tensors are found without converting them; None for other files than safetensors.
     """
 
     entries: Mapping[str, Entry]

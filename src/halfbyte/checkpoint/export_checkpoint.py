@@ -10,21 +10,20 @@ from pathlib import Path
 from torch import Tensor
 
 from halfbyte.checkpoint.export_items import ExportItem, Progress, dequantized, kept, plain, write
-from halfbyte.checkpoint.files import ADAPTER_COPIED, companions, copy_companions, has_adapter, journal
+from halfbyte.checkpoint.files import companions, has_adapter, journal
 from halfbyte.checkpoint.foreign.targets import TARGETS, Target
 from halfbyte.checkpoint.gguf import export as gguf_export
 from halfbyte.checkpoint.gguf import tokenizer as gguf_tokenizer
 from halfbyte.checkpoint.gguf import vocabulary as gguf_vocabulary
 from halfbyte.checkpoint.loading import open_model
 from halfbyte.checkpoint.native.folder import replacing, replacing_file, write_json
-from halfbyte.checkpoint.native.manifest import CONFIG, INDEX
-from halfbyte.checkpoint.native.saving import publish, stored_specs, with_separate_head
+from halfbyte.checkpoint.native.manifest import CONFIG
+from halfbyte.checkpoint.native.saving import codes_in_files, publish, stored_specs, with_separate_head, write_index
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError, UnsupportedError, model_path
 from halfbyte.formats.codes import Codes
-from halfbyte.formats.dense import to_dense
 from halfbyte.io import gguf
-from halfbyte.io.files import is_file, is_folder
+from halfbyte.io.files import is_file
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.nn.described import LOW_RANK
 from halfbyte.nn.report import Report
@@ -82,12 +81,8 @@ def export(
         )
     if to == "gguf":
         return _to_gguf(model, target, progress, resume)
-    notes: list[str] = []
-    copied, left_out = companions(source, target) if is_folder(source) else ([], [])
-    if has_adapter(source):
-        notes.append(ADAPTER_COPIED)
-    if left_out:
-        notes.append(f"not copied: {', '.join(left_out)}")
+    companion_files = companions(source, target)
+    notes = companion_files.notes()
     kind = None if to == "halfbyte" else TARGETS[to](model)
     items = _items(model, kind)
     with replacing(target, resume=resume) as staging:
@@ -96,17 +91,14 @@ def export(
             specs = stored_specs(model.weights, model.plain)
         writer = Writer(staging.path, staging.stem, specs, shard_bytes, journal=journal(model.path, to) if staging.fresh else None)
         notes += write(items, writer, progress)
-        if is_folder(source):
-            copy_companions(source, staging.path, copied)
-        else:
-            notes += gguf_tokenizer.save(source, staging.path)
+        companion_files.copy_to(staging.path)
+        notes += gguf_tokenizer.save(source, staging.path)
         if kind is None:
             publish(staging, writer, model.config, model.weights, model.tied, model.static)
         else:
             writer.finish()
             if len(writer.files) > 1:
-                size = sum(spec.nbytes for spec in specs.values())
-                write_json(staging.path / INDEX, {"metadata": {"total_size": size}, "weight_map": writer.file_of})
+                write_index(staging.path, writer)
             config = with_separate_head(model.config, {*model.weights, *model.plain})
             write_json(staging.path / CONFIG, {**config, "quantization_config": kind.settings()})
             staging.commit_folder()
@@ -135,7 +127,7 @@ def _items(model: StoredModel, kind: Target | None) -> list[ExportItem]:
     items = []
     for name, weight in model.weights.items():
         if kind is None:
-            items.append(kept(model, name, weight.stored(name), partial(_stored, name)))
+            items.append(kept(model, name, weight.stored(name), partial(_as_stored, name)))
         elif name in kind.kept:
             items.append(kept(model, name, kind.specs(name), partial(kind.write, name)))
         else:
@@ -144,8 +136,8 @@ def _items(model: StoredModel, kind: Target | None) -> list[ExportItem]:
     return items + [plain(model, name, as_float=kind is not None) for name in model.plain if name not in orders]
 
 
-def _stored(name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
-    return {f"{name}.{part}": tensor for part, tensor in to_dense(codes).items()}
+def _as_stored(name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
+    return codes_in_files(name, codes)  # a halfbyte checkpoint has the order in a tensor of its own
 
 
 def _to_gguf(model: StoredModel, target: Path, progress: Progress | None, resume: bool) -> Report:

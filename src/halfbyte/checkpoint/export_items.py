@@ -97,8 +97,7 @@ def write(items: Sequence[ExportItem], writer: TensorWriter, progress: Progress 
     resumed, done, total = writer.resumed, 0, sum(item.nbytes for item in items)
     for item in items:
         if not item.specs.keys() <= writer.checksums.keys():
-            for name, tensor in item.make().items():
-                writer.write(name, tensor)
+            writer.write_all(item.make())
         done += item.nbytes
         if progress is not None:
             progress(done, total, ", ".join(item.specs))

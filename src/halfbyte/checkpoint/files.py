@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from halfbyte import __version__
@@ -21,7 +22,7 @@ _PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _WEIGHT_SUFFIXES = _PICKLES | {".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".tflite"}
 _ADAPTER = "adapter_config.json"  # of peft
 _MODULES = "modules.json"  # of sentence-transformers: the parts of a model, each with a folder
-ADAPTER_COPIED = f"the adapter in the model's folder ({_ADAPTER}) is copied, not merged: transformers applies it, halfbyte.load refuses it"
+_ADAPTER_COPIED = f"the adapter in the model's folder ({_ADAPTER}) is copied, not merged: transformers applies it, halfbyte.load refuses it"
 _REFERRING = (".index.json", ".xml", _ADAPTER)  # suffixes of files that name weights in the same folder: transformers', OpenVINO's, peft's
 
 
@@ -83,15 +84,46 @@ def _parts(source: Path) -> list[tuple[str, str]]:
     try:
         parts = json.loads(read_bytes(source / _MODULES, COMPANION_BYTES))
         return [(str(part["path"]), str(part["type"]).rpartition(".")[2]) for part in parts]
-    except (ValueError, TypeError, KeyError) as e:
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise CheckpointError(f"{source / _MODULES} is not a list of modules ({type(e).__name__}: {e}): the file is damaged") from e
 
 
-def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
-    """The small files next to the weights, by their paths in the folder: those to copy, and those that are left out.
+@dataclass(frozen=True)
+class Companions:
+    """The files next to the weights of a model, by their paths in its folder.
+
+    Attributes:
+        source: The folder.
+        copied: Those that belong to the new model, too.
+        left_out: The others.
+    """
+
+    source: Path
+    copied: list[str]
+    left_out: list[str]
+
+    def notes(self) -> list[str]:
+        """Return what the report says of them."""
+        adapter = [_ADAPTER_COPIED] if has_adapter(self.source) else []
+        return adapter + ([f"not copied: {', '.join(self.left_out)}"] if self.left_out else [])
+
+    def copy_to(self, target: Path) -> None:
+        """Copy them. Raises CheckpointError for one that may not be read, OSError where they cannot be written."""
+        for name in self.copied:
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.source / name, os.R_OK):
+                raise unreadable(self.source / name, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+            shutil.copyfile(self.source / name, target / name)
+
+
+def companions(source: Path, target: Path) -> Companions:
+    """Find the small files next to the weights of a model; there are none where `source` is a file. Those in `target` are not considered.
 
     Weights that small files name are copied, too, of whatever size: adapters, and those in the folders of a model of sentence-transformers.
     A file that names other weights, which are left out, is left out with them.
+
+    Raises:
+        CheckpointError: The folder cannot be read, or what says what its weights are is damaged.
     """
     copied: list[str] = []
     left_out: list[str] = []
@@ -116,7 +148,7 @@ def companions(source: Path, target: Path) -> tuple[list[str], list[str]]:
         raise unreadable(source, e) from e
     without = {Path(name).parent for name in left_out}
     referring = [name for name in copied if name.endswith(_REFERRING) and Path(name).parent in without]
-    return [name for name in copied if name not in referring], sorted([*left_out, *referring])
+    return Companions(source, [name for name in copied if name not in referring], sorted([*left_out, *referring]))
 
 
 def journal(path: Path, what: str) -> str:
@@ -124,12 +156,3 @@ def journal(path: Path, what: str) -> str:
     paths = paths_in(path) if is_folder(path) else [path]
     found = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in paths if is_file(file)]
     return json.dumps({"halfbyte": __version__, "what": what, "from": found})
-
-
-def copy_companions(source: Path, target: Path, names: list[str]) -> None:
-    """Copy files that `companions` found."""
-    for name in names:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(source / name, os.R_OK):
-            raise unreadable(source / name, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-        shutil.copyfile(source / name, target / name)

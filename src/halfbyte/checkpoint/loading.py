@@ -14,7 +14,7 @@ from halfbyte.checkpoint.mapping.architecture import load_generation_config, ske
 from halfbyte.checkpoint.mapping.plan import Misfits
 from halfbyte.checkpoint.native.checkpoint_model import Checkpoint
 from halfbyte.checkpoint.native.manifest import Weight
-from halfbyte.checkpoint.native.quantization_config import branches, dtype_named
+from halfbyte.checkpoint.native.quantization_config import branches, dtype_of
 from halfbyte.checkpoint.other_model import OtherModel
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
@@ -45,11 +45,13 @@ if TYPE_CHECKING:
 def open_model(
     path: str | PathLike[str], *, floats: bool = False, quantize: Config | None = None, kept: Mapping[str, str] = NO_REASONS
 ) -> StoredModel:
-    """A halfbyte checkpoint, a folder that another project quantized, or a GGUF file.
+    """Open a halfbyte checkpoint, a folder that another project quantized, or a GGUF file; no tensor is read.
 
-    floats    open also models that are not quantized: Hugging Face folders, folders of safetensors, one such file
-    quantize  how to quantize a floating-point model as it is read; none of its weights may be codes
-    kept      modules that stay in floating point then, and why
+    Args:
+        path: The folder or file.
+        floats: Open also models that are not quantized: Hugging Face folders, folders of safetensors, one such file.
+        quantize: How to quantize a floating-point model as it is read; none of its weights may be codes.
+        kept: Names of modules that stay in floating point then -> why.
     """
     source = model_path(path)
     found = open_source(source, floats=floats) if quantize is None else open_floats(source)
@@ -300,6 +302,6 @@ def _with_order(module: QuantModule, order: Tensor | None) -> QuantModule:
 
 def _dtype(checkpoint: StoredModel) -> torch.dtype:
     """The dtype to build the model in: that of config.json, or else that of its first floating-point tensor."""
-    named = dtype_named(checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype")))
+    named = dtype_of(checkpoint.config)
     floats = (spec.dtype for spec in checkpoint.plain.values() if spec.dtype.is_floating_point)
     return named or next((weight.dtype for weight in checkpoint.weights.values()), None) or next(floats, torch.float32)

@@ -13,18 +13,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from halfbyte.checkpoint.files import ADAPTER_COPIED, check_read_by_transformers, companions, copy_companions, has_adapter, journal
+from halfbyte.checkpoint.files import check_read_by_transformers, companions, journal
 from halfbyte.checkpoint.gguf import tokenizer as gguf_tokenizer
 from halfbyte.checkpoint.mapping.architecture import Step, known_architecture
 from halfbyte.checkpoint.mapping.plan import NOT_A_WEIGHT, Misfits, plan_by_rule, plan_model, report
 from halfbyte.checkpoint.materialize import Materializer
 from halfbyte.checkpoint.native.folder import replacing
-from halfbyte.checkpoint.native.saving import publish, stored_specs
+from halfbyte.checkpoint.native.saving import codes_in_files, publish, stored_specs
 from halfbyte.checkpoint.sources import open_floats
 from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.errors import ArgumentError, FormatError, model_path
 from halfbyte.formats.codes import Codes
-from halfbyte.formats.dense import to_dense
 from halfbyte.formats.spec import Format
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.nn.calibration.calibrate import Calibration, as_calibration, calibrate, unreached
@@ -121,11 +120,8 @@ class _Conversion:
     def write(self, target: Path, *, resume: bool, shard_bytes: int) -> Report:
         """Write the checkpoint. Raise Misfits, and write nothing, where more modules have to stay in floating point."""
         plan, notes = self._plan, self._notes
-        copied, left_out = companions(self._source, target)
-        if has_adapter(self._source):
-            notes.append(ADAPTER_COPIED)
-        if left_out:
-            notes.append(f"not copied: {', '.join(left_out)}")
+        companion_files = companions(self._source, target)
+        notes += companion_files.notes()
         with replacing(target, resume=resume) as staging:
             title = journal(self._source, repr(self._config)) if staging.fresh and self._calibration is None else None
             writer = Writer(staging.path, staging.stem, stored_specs(plan.weights, plan.plain), shard_bytes, journal=title)
@@ -134,7 +130,7 @@ class _Conversion:
             else:
                 written = self._write_calibrated(writer, as_calibration(self._calibration))
             self._write_others(writer, written)
-            copy_companions(self._source, staging.path, copied)
+            companion_files.copy_to(staging.path)
             notes += gguf_tokenizer.save(self._source, staging.path)
             publish(staging, writer, self._described, plan.weights, plan.tied)
         return report(plan, self._reader, notes)
@@ -164,7 +160,7 @@ class _Conversion:
         layers = Materializer(plan, self._reader, self._source)
         for result in calibrate(layers.model, formats, method, calibration, materialize=layers.materialize, progress=self._progress):
             if isinstance(result.value, Codes):
-                _write_codes(writer, result.name, result.value)
+                writer.write_all(codes_in_files(result.name, result.value))
                 plan.weights[result.name] = replace(plan.weights[result.name], error=result.error)
             elif result.reason is not None:
                 misfits[result.name.removesuffix(".weight")] = result.reason
@@ -216,11 +212,6 @@ class _Conversion:
                     raise
                 misfits[name.removesuffix(".weight")] = str(e)
                 continue
-            _write_codes(writer, name, codes)
+            writer.write_all(codes_in_files(name, codes))
             plan.weights[name] = replace(weight, error=relative_error(tensor, codes, weight.kind, weight.fold))
         return misfits
-
-
-def _write_codes(writer: Writer, name: str, codes: Codes) -> None:
-    for part, values in to_dense(codes).items():
-        writer.write(f"{name}.{part}", values)

@@ -20,10 +20,19 @@ from halfbyte.io.safetensors import Reader, load_json
 
 
 def open_source(source: Path, dtype: torch.dtype | None = None, *, floats: bool = True) -> tuple[dict[str, object], Entries] | None:
-    """config.json, without its settings of quantization, and the tensors; None for a halfbyte checkpoint.
+    """Open the files of a model, of which no tensor is read.
 
-    dtype   of the computation of a GGUF file's model; see gguf/model.py
-    floats  open also models without a quantization_config; otherwise None for them
+    Args:
+        source: A folder or a file.
+        dtype: The dtype in which the model of a GGUF file computes; see gguf/model.py.
+        floats: Open also models without a quantization_config.
+
+    Returns:
+        config.json, without its settings of quantization, and the tensors; None for a halfbyte checkpoint, and without `floats` for a model
+        that is not quantized.
+
+    Raises:
+        CheckpointError: The files are damaged, or of a kind that is not read.
     """
     if is_file(source) and is_gguf(source):
         return read_file(read_header(source), dtype)

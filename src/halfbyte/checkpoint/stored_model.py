@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 class StoredModel(ABC):
     """Names are those of the model's parameters and buffers, as in a halfbyte checkpoint.
 
-    path     its name in error messages
-    config   config.json without its settings of quantization
-    weights  the quantized ones
-    plain    all others. One called `<module>.input_order`, int32 [K], is the order of the columns of that module's weight
-    tied     name -> the name, in `weights` or `plain`, of the tensor that it shares
-    static   of a network on int8 codes: what it is made from, besides the float network
+    Attributes:
+        path: The folder or file, for error messages.
+        config: config.json without its settings of quantization.
+        weights: Name -> a quantized weight, without its data.
+        plain: Name -> dtype and shape of another tensor. One called `<module>.input_order`, int32 [K], is the order of the columns of that
+            module's weight.
+        tied: Name -> the name, in `weights` or `plain`, of the tensor that it shares.
+        static: The scales of a network on int8 codes, from which and the float network it is built; None for any other model.
     """
 
     path: Path
@@ -56,7 +58,9 @@ class StoredModel(ABC):
     def tensor(self, name: str, *, parameter: bool = False) -> Tensor:
         """Read a plain tensor. Raises CheckpointError where it holds a NaN.
 
-        parameter  refuse infinities, too, which buffers such as masks may hold
+        Args:
+            name: Its name in `plain`.
+            parameter: Refuse infinities, too, which buffers such as masks may hold.
         """
         return checked_finite(self._plain_tensor(name), name, self.path, parameter=parameter or self.is_parameter(name))
 

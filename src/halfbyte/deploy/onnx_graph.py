@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -24,7 +25,7 @@ from halfbyte import ops
 from halfbyte.deploy.onnx_static import Attribute, dequantized_rows
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
-from halfbyte.formats.spec import as_format
+from halfbyte.formats.spec import Format, as_format
 from halfbyte.io.onnx import matmul_n_bits, why_not
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts import convolution, cpu_tiles
@@ -39,11 +40,11 @@ _FLOAT32 = 1
 
 
 class _Linear(nn.Module):
-    """halfbyte::linear"""
+    """halfbyte::linear, and with an activation function of its outputs linear_gelu and linear_geglu"""
 
-    def __init__(self, weight: Codes, compute: str) -> None:
+    def __init__(self, weight: Codes, compute: str, activation: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.n, self.k = weight.shape
+        self.n, self.activation = len(weight.data), activation
         self.settings: dict[str, Attribute] = {}
         tensors, settings = {"weight": weight.dequantize()}, None
         if why_not(weight) is None:
@@ -52,7 +53,9 @@ class _Linear(nn.Module):
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
 
-    def forward(self, x: Tensor, bias: Tensor | None, residual: Tensor | None, low: float | None, high: float | None) -> Tensor:
+    def forward(
+        self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None, low: float | None = None, high: float | None = None
+    ) -> Tensor:
         buffers, bias = cast("dict[str, Tensor]", self._buffers), None if bias is None else bias.to(x.dtype)
         if self.settings:
             order = None
@@ -61,7 +64,7 @@ class _Linear(nn.Module):
             y = symbolic("com.microsoft::MatMulNBits", inputs, self.settings, dtype=x.dtype, shape=shape, version=1)
         else:
             y = functional.linear(x, buffers["weight"].to(x.dtype), bias)
-        return _finished(y, residual, low, high)
+        return _finished(y if self.activation is None else self.activation(y), residual, low, high)
 
 
 def _finished(y: Tensor, residual: Tensor | None, low: float | None, high: float | None) -> Tensor:
@@ -69,29 +72,13 @@ def _finished(y: Tensor, residual: Tensor | None, low: float | None, high: float
     return y if low is None and high is None else y.clamp(*ends(low, high))
 
 
-class _LinearGelu(_Linear):
-    """halfbyte::linear_gelu"""
-
-    def __init__(self, weight: Codes, compute: str, approximate: str) -> None:
-        super().__init__(weight, compute)
-        self.approximate = approximate
-
-    def forward(self, x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
-        return functional.gelu(super().forward(x, bias, None, None, None), approximate=self.approximate)
-
-
-class _LinearGeglu(_Linear):
-    """halfbyte::linear_geglu"""
-
-    def forward(self, x: Tensor, bias: Tensor | None, *_: object) -> Tensor:
-        return geglu(super().forward(x, bias, None, None, None))
-
-
 class _Embedding(nn.Module):
-    """halfbyte::embedding"""
+    """halfbyte::embedding; codes of 4 bits take 8, as torch writes shifts of bytes that ONNX Runtime does not load"""
 
     def __init__(self, weight: Codes, dtype: torch.dtype) -> None:
         super().__init__()
+        if (fmt := weight.format).bits == 4:
+            weight = Codes.from_values(Format(8, fmt.block, fmt.zero, fmt.scale), weight.values(), weight.scale, weight.zero)
         self.format, self.k, self.dtype = weight.format, weight.shape[1], dtype
         self.shared = weight.format.block == "tensor"
         for name, tensor in weight.tensors().items():
@@ -99,9 +86,12 @@ class _Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         tensors = cast("dict[str, Tensor]", self._buffers)
-        rows = {name: tensor if self.shared and name != "data" else functional.embedding(ids, tensor) for name, tensor in tensors.items()}
-        codes = Codes(self.format, (*ids.shape, self.k), **rows)
-        return codes.dequantize(self.dtype)
+        shape = (*ids.shape, self.k)
+        rows = {
+            name: tensor.reshape(self.format.scale_shape(shape)) if self.shared and name != "data" else functional.embedding(ids, tensor)
+            for name, tensor in tensors.items()
+        }
+        return Codes(self.format, shape, **rows).dequantize(self.dtype)
 
 
 class _Convolution(nn.Module):
@@ -203,14 +193,14 @@ def _linear_gelu(
     approximate: str,
 ) -> _Form:
     codes = _codes(traced, weight, format, n, k)
-    return _LinearGelu(codes, compute, approximate), [x, bias], why_not(codes)
+    return _Linear(codes, compute, partial(functional.gelu, approximate=approximate)), [x, bias], why_not(codes)
 
 
 def _linear_geglu(
     traced: fx.GraphModule, x: Argument, weight: fx.Node, bias: Argument, format: str, n: int, k: int, compute: str, activation: str
 ) -> _Form:
     codes = _codes(traced, weight, format, n, k)
-    return _LinearGeglu(codes, compute), [x, bias], why_not(codes)
+    return _Linear(codes, compute, geglu), [x, bias], why_not(codes)
 
 
 def _embedding(traced: fx.GraphModule, ids: Argument, weight: fx.Node, format: str, n: int, k: int, dtype: torch.dtype) -> _Form:

@@ -13,7 +13,6 @@ when it is written, and compiles the kernels into the folder. (torch.export and 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -22,7 +21,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from os.path import lexists
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,7 +32,8 @@ from halfbyte import __version__
 from halfbyte.checkpoint.native.folder import replacing, write_json
 from halfbyte.deploy.example import Example, Inputs, Sizes, example_of, first_line
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_counts, check_type, model_path
-from halfbyte.io.files import is_folder
+from halfbyte.io.files import is_file, is_folder
+from halfbyte.io.safetensors import load_json
 
 # The ops that programs call.
 from halfbyte.ops import grouped as _grouped  # noqa: F401
@@ -46,6 +46,7 @@ from halfbyte.ops.transformer import norms as _norms  # noqa: F401
 from halfbyte.ops.transformer import routing as _routing  # noqa: F401
 
 _PACKAGE, _KERNELS, _EXAMPLE, _MANIFEST, _LOADER = "model.pt2", "kernels", "example.safetensors", "program.json", "load.py"
+_MANIFEST_BYTES = 1 << 20
 _LONGER = 16  # times the example's size, of what is no batch
 _CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # torch's names, each including those before
 _LOAD = '''"""`from load import program; y = program({arguments})`
@@ -264,13 +265,10 @@ def load_program(folder: str | os.PathLike[str]) -> Program:
 
 
 def _read_manifest(source: Path) -> _Manifest:
-    try:
-        manifest: _Manifest = json.loads((source / _MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{source} is not a folder that export_program has written: name such a folder") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{source / _MANIFEST} cannot be read ({first_line(error)}): copy or export the program again") from error
+    if not is_file(source / _MANIFEST):
+        raise CheckpointError(f"{source} is not a folder that export_program has written: name such a folder")
+    manifest = load_json(source / _MANIFEST, _MANIFEST_BYTES)
     kinds = dict.fromkeys(_Manifest.__annotations__, str) | {"inputs": list, "sizes": dict, "most": dict}
-    if not isinstance(manifest, dict) or {name: type(value) for name, value in manifest.items()} != kinds:
+    if {name: type(value) for name, value in manifest.items()} != kinds:
         raise CheckpointError(f"{source / _MANIFEST} is not that of a program: copy or export the program again")
-    return manifest
+    return cast(_Manifest, manifest)

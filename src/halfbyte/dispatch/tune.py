@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import secrets
 import warnings
 from dataclasses import replace
 from functools import cache
@@ -29,6 +27,7 @@ import torch
 
 from halfbyte import env
 from halfbyte.errors import ArgumentError
+from halfbyte.io.files import write_whole
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -133,9 +132,7 @@ def _with(table: dict[str, Any], gpu: Gpu, problem: Problem, times: Times) -> di
 
 def _write(path: Path, table: dict[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    temporary.write_text(json.dumps(table, indent=1), encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(table, indent=1).encode())
     _table.cache_clear()
 
 

@@ -61,10 +61,11 @@ class Field:
 class BlockType:
     """A type of quantized tensors: blocks of `weights` weights in `nbytes` bytes, held exactly by `format`.
 
-    fields  of which the codes consist; none for types whose codes are made otherwise
-    point   the code that stands for 0
-    scales  scales and zeros [B, n] of blocks [B, nbytes]
-    decode  codes, too, of types without fields
+    Attributes:
+        fields: The bit fields of which its codes consist; none for types whose codes are computed otherwise.
+        point: The code that stands for 0.
+        scales: The function of blocks [B, nbytes] that returns their scales and zeros [B, n].
+        decode: The same function for types without fields; it also returns their codes.
     """
 
     name: str

@@ -1,4 +1,5 @@
 """Opens and examines the files and folders that users name: the one place that reads them by `open` or asks whether they are there.
+`write_whole` replaces a small file in one step.
 
 FIFOs, devices and sockets are refused: reading from them may block or never end. What the system does not allow to examine is an error,
 not absent.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from io import BufferedReader, FileIO
@@ -85,6 +87,23 @@ def open_unbuffered(path: Path) -> FileIO:
         return FileIO(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
+        raise
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file in one step: a temporary file next to it takes its place. After an error or Ctrl-C what was there is unchanged, and the
+    temporary file is removed.
+
+    Raises:
+        OSError: It cannot be written, or the disk is full.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")  # another process may write to the same place
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -39,9 +39,9 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, unreadable
 from halfbyte.formats import ggml
 from halfbyte.formats.codes import Codes, stored_tensors
-from halfbyte.io.files import open_file, open_unbuffered
+from halfbyte.io.files import open_file
 from halfbyte.io.safetensors import is_shape
-from halfbyte.io.tensors import TensorPlace, TensorSpec, TensorWriter, check_is_fetched, fill
+from halfbyte.io.tensors import TensorPlace, TensorSpec, TensorWriter, check_is_fetched, fill, opened_at
 from halfbyte.layouts.base import round_up
 from halfbyte.memory import in_huge_pages
 
@@ -68,7 +68,10 @@ Value = Scalar | Sequence[Any]
 class Strings(Sequence[str]):
     """An array of strings in the file's encoding, decoded when it is accessed: each, or at its first iteration all.
 
-    ends   where each string ends in `text`, after a 0; it begins with its length in 8 bytes
+    Args:
+        text: The header of the file.
+        ends: Where the first string begins in `text`, and where each one ends. A string begins with its length in 8 bytes.
+        key: Key of the array, for errors.
     """
 
     def __init__(self, text: bytes, ends: list[int], key: str) -> None:
@@ -122,9 +125,12 @@ class Numbers(Sequence[Any]):
 class Entry:
     """A tensor of a file.
 
-    kind   the number of its type in ggml
-    shape  the slowest dimension first, as in torch
-    half   scales and offsets that are float32 otherwise are rounded to float16: those of K-quants, multiples of 2^-24, by 2^-11 of them
+    Attributes:
+        kind: The number of its type in ggml.
+        shape: The slowest dimension first, as in torch.
+        place: Where its bytes are.
+        half: Whether scales and offsets that are float32 otherwise are rounded to float16; those of K-quants, which are multiples of 2^-24,
+            change by 2^-11 of themselves at most.
     """
 
     kind: int
@@ -366,23 +372,21 @@ def _bytes(path: Path, name: str, kind: int, shape: tuple[int, ...]) -> TensorSp
 def read(entry: Entry, extract: ggml.Extract = ggml.extract) -> Codes | Tensor:
     """One tensor; as codes, with the file's exact numbers, where it is quantized. Needs memory for the result and some ten MB.
 
-    extract  how codes are taken out of blocks
+    Args:
+        entry: The tensor.
+        extract: The function that takes codes out of blocks.
     """
-    try:
-        with open_unbuffered(entry.place.path) as file:
-            file.seek(entry.place.offset)
-            if (kind := entry.blocks) is not None:
-                codes = _read_codes(kind, entry, file, extract)
-                codes.check_values()
-                return codes
-            out = torch.empty(entry.shape, dtype=entry.place.spec.dtype, device="cpu")
-            fill(file, out, entry.place.path)
-            return out
-    except OSError as e:
-        raise unreadable(entry.place.path, e) from e
+    with opened_at(entry.place) as file:
+        if (kind := entry.blocks) is not None:
+            codes = _read_codes(kind, entry, file, extract)
+            codes.check_values()
+            return codes
+        out = torch.empty(entry.shape, dtype=entry.place.spec.dtype, device="cpu")
+        fill(file, out, entry.place.path)
+        return out
 
 
-def _read_codes(kind: ggml.BlockType, entry: Entry, file: Any, extract: ggml.Extract) -> Codes:
+def _read_codes(kind: ggml.BlockType, entry: Entry, file: FileIO, extract: ggml.Extract) -> Codes:
     count = math.prod(entry.shape) // kind.weights  # of blocks: a row is a whole number of them
     step = _CHUNK_WEIGHTS // kind.weights
     if count <= step:
@@ -409,8 +413,10 @@ def _decoded(kind: ggml.BlockType, count: int, file: FileIO, path: Path, extract
 class Writer(TensorWriter):
     """One GGUF file.
 
-    metadata  str, bool, int, float, or a list of one of them; ints are written in 32 bits where they fit
-    tensors   name -> (ggml's number of its type, shape); see ggml.NUMBERS and `plain_number`
+    Args:
+        path: The file.
+        metadata: str, bool, int, float, or a list of one of them; ints are written in 32 bits where they fit.
+        tensors: Name -> (ggml's number of its type, shape); see ggml.NUMBERS and `plain_number`.
     """
 
     def __init__(
@@ -428,7 +434,7 @@ class Writer(TensorWriter):
         places = {
             name: TensorPlace(path, len(out) + offsets[name], _bytes(path, name, kind, shape)) for name, (kind, shape) in tensors.items()
         }
-        self.nbytes = len(out) + offset
+        self._file_bytes = len(out) + offset
         self._path = path
         super().__init__({path: bytes(out)}, places, path.parent, journal)
 
@@ -436,7 +442,7 @@ class Writer(TensorWriter):
         """Raise ArgumentError if a tensor has not been written; pad the last one."""
         super().finish()
         with open(self._path, "r+b") as file:
-            file.truncate(self.nbytes)
+            file.truncate(self._file_bytes)
 
 
 def plain_number(dtype: torch.dtype) -> int:

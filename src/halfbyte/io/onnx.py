@@ -11,7 +11,6 @@ Source: github.com/microsoft/onnxruntime, docs/ContribOperators.md. Needs the pa
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ from torch import Tensor
 from halfbyte.errors import ArgumentError, CheckpointError, lookup, model_path, unreadable, unwritable
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.formats.spec import Format
-from halfbyte.io.files import open_file
+from halfbyte.io.files import open_file, write_whole
 from halfbyte.io.weights import zero_points
 
 if TYPE_CHECKING:
@@ -69,12 +68,9 @@ def export_linear(path: str | os.PathLike[str], codes: Codes, bias: Tensor | Non
     opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10, producer_name="halfbyte")
     target = model_path(path)
-    temporary = target.with_name(f".{target.name}.halfbyte-{secrets.token_hex(4)}")  # another process may write to the same place
     try:
-        temporary.write_bytes(model.SerializeToString())
-        os.replace(temporary, target)
+        write_whole(target, model.SerializeToString())
     except OSError as e:
-        temporary.unlink(missing_ok=True)
         raise unwritable(target, e) from e
 
 

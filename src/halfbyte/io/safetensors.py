@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import CheckpointError, UnsupportedError, unreadable
-from halfbyte.io.files import open_file, open_unbuffered
-from halfbyte.io.tensors import TensorPlace, TensorSpec, TensorWriter, check_is_fetched, fill
+from halfbyte.io.files import open_file
+from halfbyte.io.tensors import TensorPlace, TensorSpec, TensorWriter, check_is_fetched, fill, opened_at
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -151,8 +151,9 @@ def is_shape(value: list[Any]) -> bool:
 class Reader:
     """The tensors of one or more safetensors files, by name.
 
-    places    name -> where it lies, in the order of the headers
-    metadata  of all files: strings by name; values of other types are ignored
+    Attributes:
+        places: Name of a tensor -> where it is, in the order of the headers.
+        metadata: The metadata of all files.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -183,18 +184,14 @@ class Reader:
         spec = place.spec
         out = torch.empty(spec.shape, dtype=dtype or spec.dtype, device="cpu")
         flat = out.view(-1)
-        try:
-            with open_unbuffered(place.path) as file:
-                file.seek(place.offset)
-                if out.dtype == spec.dtype:
-                    fill(file, flat, place.path)
-                else:
-                    for piece in flat.split(_CHUNK):
-                        raw = torch.empty(piece.shape, dtype=spec.dtype, device="cpu")
-                        fill(file, raw, place.path)
-                        piece.copy_(raw)
-        except OSError as e:
-            raise unreadable(place.path, e) from e
+        with opened_at(place) as file:
+            if out.dtype == spec.dtype:
+                fill(file, flat, place.path)
+            else:
+                for piece in flat.split(_CHUNK):
+                    raw = torch.empty(piece.shape, dtype=spec.dtype, device="cpu")
+                    fill(file, raw, place.path)
+                    piece.copy_(raw)
         return out
 
     def read_part(self, name: str, dim: int, ranges: Sequence[tuple[int, int]]) -> Tensor:
@@ -209,23 +206,19 @@ class Reader:
             (*shape[:axis], sum(stop - start for start, stop in ranges), *shape[axis + 1 :]), dtype=place.spec.dtype, device="cpu"
         )
         rows, width, size = out.view(outer, -1) if out.numel() else out.view(0, 0), shape[axis] * inner, place.spec.dtype.itemsize
-        try:
-            with open_unbuffered(place.path) as file:
-                if all((stop - start) * inner * size >= _RUN for start, stop in ranges):
-                    for i, row in enumerate(rows):
-                        at = 0
-                        for start, stop in ranges:
-                            file.seek(place.offset + (i * width + start * inner) * size)
-                            fill(file, row[at : at + (stop - start) * inner], place.path)
-                            at += (stop - start) * inner
-                    return out
-                file.seek(place.offset)
-                for some in rows.split(max(1, _CHUNK // max(1, width * size))) if out.numel() else ():
-                    raw = torch.empty((len(some), width), dtype=place.spec.dtype, device="cpu")
-                    fill(file, raw, place.path)
-                    torch.cat([raw[:, start * inner : stop * inner] for start, stop in ranges], 1, out=some)
-        except OSError as e:
-            raise unreadable(place.path, e) from e
+        with opened_at(place) as file:
+            if all((stop - start) * inner * size >= _RUN for start, stop in ranges):
+                for i, row in enumerate(rows):
+                    at = 0
+                    for start, stop in ranges:
+                        file.seek(place.offset + (i * width + start * inner) * size)
+                        fill(file, row[at : at + (stop - start) * inner], place.path)
+                        at += (stop - start) * inner
+                return out
+            for some in rows.split(max(1, _CHUNK // max(1, width * size))) if out.numel() else ():
+                raw = torch.empty((len(some), width), dtype=place.spec.dtype, device="cpu")
+                fill(file, raw, place.path)
+                torch.cat([raw[:, start * inner : stop * inner] for start, stop in ranges], 1, out=some)
         return out
 
     def same(self, name: str, other: str) -> bool:
@@ -233,14 +226,15 @@ class Reader:
         a, b = self.places[name], self.places[other]
         if a.spec != b.spec:
             return False
-        try:
-            with open_file(a.path) as first_file, open_file(b.path) as second_file:
-                first_file.seek(a.offset)
-                second_file.seek(b.offset)
-                sizes = (min(_CHUNK, a.spec.nbytes - start) for start in range(0, a.spec.nbytes, _CHUNK))
-                return all(first_file.read(size) == second_file.read(size) for size in sizes)
-        except OSError as e:
-            raise unreadable(f"{a.path} or {b.path}", e) from e
+        pieces = torch.empty(2, min(_CHUNK, a.spec.nbytes), dtype=torch.uint8, device="cpu")
+        with opened_at(a) as first_file, opened_at(b) as second_file:
+            for start in range(0, a.spec.nbytes, _CHUNK):
+                first, second = pieces[:, : a.spec.nbytes - start]
+                fill(first_file, first, a.path)
+                fill(second_file, second, b.path)
+                if not torch.equal(first, second):
+                    return False
+        return True
 
 
 class Writer(TensorWriter):
@@ -248,9 +242,11 @@ class Writer(TensorWriter):
 
     A single file is called `<stem>.safetensors`, several `<stem>-00001-of-0000N.safetensors`. Tensors are written in any order.
 
-    specs      name of a tensor -> its dtype and shape
-    files      the files' names
-    file_of    name of a tensor -> name of its file
+    Attributes:
+        specs: Name of a tensor -> its dtype and shape.
+        nbytes: Bytes of all tensors.
+        files: Names of the files.
+        file_of: Name of a tensor -> name of its file.
     """
 
     def __init__(
@@ -259,6 +255,7 @@ class Writer(TensorWriter):
         shards = list(_split(tensors, shard_bytes))
         count = len(shards)
         self.specs = tensors
+        self.nbytes = sum(spec.nbytes for spec in tensors.values())
         self.files = [f"{stem}.safetensors"] if count == 1 else [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         self.file_of: dict[str, str] = {}
         heads: dict[Path, bytes] = {}

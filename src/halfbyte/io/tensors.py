@@ -18,6 +18,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -26,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.errors import ArgumentError, CheckpointError
+from halfbyte.errors import ArgumentError, CheckpointError, unreadable
+from halfbyte.io.files import open_unbuffered
 
 JOURNAL = "journal"
 _CHUNK_BYTES = 4 << 20  # that are read at a time for a checksum
@@ -97,6 +99,21 @@ def fill(file: FileIO, tensor: Tensor, path: Path) -> None:
         view = view[count:]
 
 
+@contextmanager
+def opened_at(place: TensorPlace) -> Iterator[FileIO]:
+    """Open the file of a tensor, unbuffered, at its first byte.
+
+    Raises:
+        CheckpointError: The file cannot be opened, or an OSError occurs in the block.
+    """
+    try:
+        with open_unbuffered(place.path) as file:
+            file.seek(place.offset)
+            yield file
+    except OSError as e:
+        raise unreadable(place.path, e) from e
+
+
 class TensorWriter:
     """Writes files one tensor at a time, each at its precomputed offset, in any order.
 
@@ -155,6 +172,11 @@ class TensorWriter:
         if self._journal is not None:
             with open(self._journal, "a", encoding="utf-8") as lines:
                 lines.write(_line(name, self.checksums[name]))
+
+    def write_all(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write several tensors by name; raise as `write` does."""
+        for name, tensor in tensors.items():
+            self.write(name, tensor)
 
     def finish(self) -> None:
         """Check that all tensors have been written, and remove the journal.

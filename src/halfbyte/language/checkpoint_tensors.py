@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfbyte import ops
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized
-from halfbyte.checkpoint.native.quantization_config import dtype_named
+from halfbyte.checkpoint.native.quantization_config import dtype_of
 from halfbyte.checkpoint.stored_model import checked_finite, order_name
 from halfbyte.decoder.cache import OnGpu
 from halfbyte.decoder.config import find_family
@@ -462,7 +462,7 @@ def dtype_on_gpu(config: Mapping[str, object]) -> torch.dtype:
 
     A GGUF file names none. Most models are trained in bfloat16, and the hidden states of some leave the range of float16.
     """
-    config_dtype = dtype_named(config.get("dtype", config.get("torch_dtype")))
+    config_dtype = dtype_of(config)
     return config_dtype if config_dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 

@@ -46,8 +46,11 @@ def channels_first(weight: Tensor, kernel: Sequence[int]) -> Tensor:
 class Filter:
     """Sizes of a convolution's weight.
 
-    out, channels   Co and Ci / groups
-    kernel          (Kh, Kw)
+    Attributes:
+        format: The format of the codes.
+        out: Output channels Co.
+        channels: Input channels of a group, Ci / groups.
+        kernel: (Kh, Kw).
     """
 
     format: Format

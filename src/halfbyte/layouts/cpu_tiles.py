@@ -345,7 +345,10 @@ def _read_records(records: Tensor, padded: int, size: int, geo: Geometry) -> tup
 def _quads(units: Tensor, bits: int, zero: Tensor | int) -> Tensor:
     """Data of sparse weights, uint8 [P, blocks, units, bytes of each] -> elements uint8 [P, blocks, groups of 4 k, 32, 4].
 
-    zero   what stands for 0: a number, or [P, blocks, 1, 32]
+    Args:
+        units: The data.
+        bits: Bits of a code.
+        zero: The stored code that means 0: a number, or [P, blocks, 1, 32].
     """
     codes, masks = units.split((units.shape[-1] - 128, 128), dim=-1)
     codes = codes.reshape(*units.shape[:3], -1, 1, PANEL, KEPT)

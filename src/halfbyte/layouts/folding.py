@@ -28,11 +28,12 @@ from halfbyte.errors import ArgumentError
 class Fold:
     """How the weight of a convolution is rearranged.
 
-    kernel   sizes of the kernel, as the float layer has them
-    phases   of a transposed convolution, along each dimension: min(stride / gcd(stride, dilation), kernel); () for any other
-    folded   leading dimensions of the kernel whose taps become input channels
-    groups   of a transposed or depthwise convolution
-    depthwise   whether each channel has one kernel of its own, and phases or taps become channels
+    Attributes:
+        kernel: Sizes of the kernel, as the float layer has them.
+        phases: Phases of a transposed convolution along each dimension, min(stride / gcd(stride, dilation), kernel); () for any other.
+        folded: Number of leading dimensions of the kernel whose taps become input channels.
+        groups: Groups of a transposed or depthwise convolution, else 1.
+        depthwise: Whether each channel has one kernel of its own, and phases or taps become channels.
     """
 
     kernel: tuple[int, ...]

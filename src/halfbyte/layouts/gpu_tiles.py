@@ -184,8 +184,10 @@ def geometry_of(fmt: Format, n: int, k: int, nbytes: int) -> Geometry:
 class Views(NamedTuple):
     """The sections of packed bytes, sharing their memory.
 
-    codes  int16 [panels, records, 2048] for 4 bits, int8 [N padded, K padded] for 8; of sparse weights int32 [bytes / 4]
-    scale  [block rows, N padded];  zero  the same shape, or None
+    Attributes:
+        codes: int16 [panels, records, 2048] for 4 bits, int8 [N padded, K padded] for 8; of sparse weights int32 [bytes / 4].
+        scale: [block rows, N padded].
+        zero: The same shape; None where the format has none.
     """
 
     codes: Tensor

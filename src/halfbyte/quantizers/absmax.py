@@ -68,11 +68,17 @@ _TIES_UP: dict[str, Callable[[Format, int], bool]] = {
 def absmax(weight: Tensor, fmt: Format, name: str = "weight") -> Codes:
     """Quantize `weight` to `fmt` by the rules above.
 
-    weight  float32, float16 or bfloat16 [..., N, K], any strides, any device; N or K may be 0
-    name    the tensor's name in error messages
+    Args:
+        weight: float32, float16 or bfloat16 [..., N, K], any strides, any device; N or K may be 0.
+        fmt: The format of the codes.
+        name: The tensor's name in error messages.
 
-    Raises ArgumentError for another dtype or where a value is NaN or infinite, FormatError where a scale or an offset
-    overflows the format's scale dtype. Memory beyond the result: a few MB.
+    Returns:
+        The codes, on the weight's device. Memory beyond them: a few MB.
+
+    Raises:
+        ArgumentError: The weight has another dtype, or a value that is NaN or infinite.
+        FormatError: A scale or an offset overflows the format's scale dtype.
     """
     builder = Builder(weight, fmt, name)
     for group in builder:

@@ -25,7 +25,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
 from halfbyte.quantizers.absmax import absmax
-from halfbyte.quantizers.mse import mse
+from halfbyte.quantizers.mse import mse, power_of_two
 
 _ROWS = 512  # of each weight, evenly spread, by which scales are judged
 _LEAST = 1e-4  # lower bound of a scale: a channel that is always 0 must not cause a division by 0
@@ -57,28 +57,33 @@ def search_scale(
 ) -> Tensor:
     """The scale s, float32 [K], for the weights [N, K] (with their formats) that read one input.
 
-    moments    H, float32 [K, K]
-    magnitude  a, float32 [K]
-    channel    int64 [K] in [0, C): columns of the same channel get the same scale, where the dividing module has only C channels
+    Args:
+        weights: The weights, with their formats.
+        moments: H, float32 [K, K].
+        magnitude: a, float32 [K].
+        channel: int64 [K] in [0, C): columns of the same channel get the same scale, where the dividing module has only C channels.
     """
     if channel is not None:
         size = int(channel.max()) + 1
         sums = torch.zeros(size, device=magnitude.device, dtype=torch.float32).index_add_(0, channel, magnitude)
         magnitude = (sums / torch.bincount(channel, minlength=size))[channel]
+    # Losses are compared with each other only: in float32 they neither overflow nor vanish in units of the largest weight and moment.
+    unit = power_of_two(torch.stack([weight.abs().amax().float() for weight, _ in weights if weight.numel()] or [magnitude.max()]).amax())
+    moments = moments * power_of_two(moments.abs().amax())
     weights = [(weight[:: -(-len(weight) // _ROWS)], fmt) for weight, fmt in weights]
     best, least = torch.ones_like(magnitude), float("inf")
     for step in range(options.steps + 1):
         scale = magnitude.pow(step / options.steps).clamp_min(_LEAST)
         scale = scale / (scale.max() * scale.min()).sqrt()
-        loss = sum(output_error(weight, fmt, moments, scale) for weight, fmt in weights)
+        loss = sum(output_error(weight, fmt, moments, scale, unit) for weight, fmt in weights)
         if loss < least:
             best, least = scale, loss
     return best
 
 
-def output_error(weight: Tensor, fmt: Format, moments: Tensor, scale: Tensor) -> float:
-    """tr(D H D^T) of a weight [N, K] that is quantized with its columns scaled by `scale`."""
-    error = absmax(weight * scale, fmt).dequantize() / scale - weight
+def output_error(weight: Tensor, fmt: Format, moments: Tensor, scale: Tensor, unit: Tensor | float = 1.0) -> float:
+    """tr(D H D^T) of a weight [N, K] that is quantized with its columns scaled by `scale`; D is multiplied by `unit`, a power of two."""
+    error = (absmax(weight * scale, fmt).dequantize() / scale - weight) * unit
     return float(((error @ moments) * error).sum(dtype=torch.float64))
 
 

@@ -25,10 +25,11 @@ _CHUNK = 1 << 18  # elements of a piece: 1 MB in float32, so that a quantizer's 
 class Grid:
     """The values that the codes of each block represent. Every tensor is [r, nb].
 
-    scale    in the format's scale dtype, as stored
-    zero     zero points (uint8) or offsets (scale dtype), as stored; None where the format has none
-    inverse  float32, the factor of a weight when it is encoded: 1 / scale, or 0
-    start    float32, subtracted from a weight before (formats with an offset)
+    Attributes:
+        scale: In the format's scale dtype, as stored.
+        zero: Zero points (uint8) or offsets (scale dtype), as stored; None where the format has none.
+        inverse: float32, the factor of a weight when it is encoded: 1 / scale, or 0.
+        start: float32, subtracted from a weight before (formats with an offset).
     """
 
     scale: Tensor

@@ -52,7 +52,10 @@ def non_finite(tensor: Tensor, name: str, *, infinities: bool = False) -> str | 
     """Says how many values are NaN or infinite and where the first is: "w [4] holds 1 NaN or infinite value, the first (nan) at [2]".
     None where there is no such value. One pass over the memory, without a temporary.
 
-    infinities  are allowed
+    Args:
+        tensor: Floating point, any shape.
+        name: Its name in the sentence.
+        infinities: Whether infinities are allowed.
     """
     flat = tensor.detach().reshape(-1)
     bad, first = 0, -1

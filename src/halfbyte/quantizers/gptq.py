@@ -86,9 +86,10 @@ class GPTQ:
 def gptq(weight: Tensor, fmt: Format, moments: Tensor, options: GPTQ | None = None, name: str = "weight") -> Codes:
     """Quantize `weight` to `fmt` so that its outputs for inputs with these `moments` change little.
 
-    weight   float32, float16 or bfloat16 [N, K]
-    moments  float [K, K]: sum(x x^T) over inputs x, times any positive number, on the weight's device
-    name     the tensor's name in error messages
+    Args:
+        weight: float32, float16 or bfloat16 [N, K].
+        moments: float [K, K]: sum(x x^T) over inputs x, times any positive number, on the weight's device.
+        name: The tensor's name in error messages.
 
     Raises ArgumentError for another dtype or shape and for NaN or infinity in either, FormatError where a scale overflows.
     Memory: three times the moments and four times the weight (or 16 M elements of it) in float64.

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.quantizers.absmax import absmax_grid, decode, encode, limits, stored_grid
+from halfbyte.quantizers.absmax import absmax_grid, decode, encode, stored_grid
 from halfbyte.quantizers.builder import Builder, Grid, as_blocks
 from halfbyte.quantizers.mse import Blocks, refit
 from halfbyte.quantizers.threads import each
@@ -79,14 +79,13 @@ def _starts(blocks: Blocks, plain: Grid) -> Iterator[Grid]:
     yield plain
     fmt = blocks.fmt
     if fmt.zero == "none" and fmt.bits == 4:
-        lo, hi = limits(fmt, blocks.group)
-        yield stored_grid(fmt, torch.where(-lo > hi, lo, hi) / fmt.q_min, None)
+        yield stored_grid(fmt, torch.where(-blocks.lo > blocks.hi, blocks.lo, blocks.hi) / fmt.q_min, None)
 
 
 def _round(blocks: Blocks, grid: Grid, beta: float) -> tuple[Tensor, Grid]:
     """sum(|x - dequantize(q)|^p) of each block of a group on a grid, float64 [r, nb], and the grid after one round."""
     loss = torch.zeros(grid.scale.shape, dtype=torch.float64, device=grid.scale.device)
-    scale, lo = refit(_targets(blocks, grid, beta, loss), grid)
+    scale, lo = refit(_targets(blocks, grid, beta, loss), grid, blocks.unit)
     if blocks.fmt.zero == "point" and grid.zero is not None:
         # The paper's z = mean(q - (x - e) / s): with the codes held fixed, the zero point for this scale.
         total, count = torch.zeros_like(scale), torch.zeros_like(scale)

@@ -14,7 +14,9 @@ _UNITS = 10_000  # of the budget: sizes are rounded up to whole ones
 def allocate(sizes: Sequence[Sequence[int]], losses: Sequence[Sequence[float]], budget: int) -> list[int]:
     """For each layer the index of one of its choices, so that the sum of losses is least and the sum of sizes is within `budget`.
 
-    sizes, losses   [layers][choices]; a layer has at least one choice
+    Args:
+        sizes, losses: Bytes and loss of each choice of each layer, [layers][choices]; a layer has at least one choice.
+        budget: Bytes of all layers.
 
     A multiple-choice knapsack, solved by dynamic programming over the budget in 10 000 units: never over the budget, and optimal
     up to less than one unit per layer. Raises ArgumentError where the smallest choices together exceed the budget.

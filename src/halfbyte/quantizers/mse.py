@@ -46,7 +46,8 @@ _LARGEST = 512  # columns of a block up to which correlations within it count: t
 def mse(weight: Tensor, fmt: Format, name: str = "weight", moments: Tensor | None = None) -> Codes:
     """Quantize `weight` to `fmt` with the least squared error that the search above finds.
 
-    moments  float [K, K]: sum(a a^T) over inputs a, times any positive number, or [K]: its diagonal; None: the error of the weights
+    Args:
+        moments: float [K, K]: sum(a a^T) over inputs a, times any positive number, or [K]: its diagonal; None: the error of the weights.
 
     Otherwise arguments, result and errors are those of `absmax`; ArgumentError also for moments of a wrong shape. About thirty times
     its work, with moments a hundred times and more. Memory beyond the result: a few MB.
@@ -77,22 +78,36 @@ def _metric(moments: Tensor, fmt: Format) -> Tensor:
     k = len(moments)
     size = fmt.block_size(k)
     if moments.dim() == 1 or size > _LARGEST or fmt.block == "tensor":
-        return (moments if moments.dim() == 1 else moments.diagonal()).float()
+        diagonal = (moments if moments.dim() == 1 else moments.diagonal()).float()
+        return diagonal * power_of_two(diagonal.abs().amax())
     metric = torch.zeros(-(-k // size), size, size, device=moments.device, dtype=torch.float32)
     for block, start in zip(metric, range(0, k, size), strict=True):
         part = moments[start : start + size, start : start + size]
         block[: len(part), : len(part)] = part
-    return metric
+    return metric * power_of_two(metric.abs().amax(dim=(1, 2), keepdim=True))
+
+
+def power_of_two(largest: Tensor) -> Tensor:
+    """Return the power of two by which magnitudes up to `largest` (float32, any shape) come to [1/2, 1); 1 where that is 0.
+
+    Squares and products of numbers near 1 neither overflow nor vanish in float32. A power of two changes no digit of them. Its exponent
+    is at most 126, so that it is a normal number.
+    """
+    return torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent.clamp(-126, 126))
 
 
 class Blocks:
     """A group of row slices as blocks, and the metric M by which their errors d are measured, d M d^T.
 
-    metric  [nb, B, B]: M of each block;  [K]: its diagonal;  None: the identity
+    Attributes:
+        metric: [nb, B, B]: M of each block;  [K]: its diagonal;  None: the identity.
+        unit: The factor of each block's errors, float32 [r, nb]: by it the block's largest magnitude comes to [1/2, 1).
     """
 
     def __init__(self, fmt: Format, group: Sequence[Tensor], metric: Tensor | None = None) -> None:
         self.fmt, self.group, self.metric = fmt, group, metric
+        self.lo, self.hi = limits(fmt, group)
+        self.unit = power_of_two(torch.maximum(self.lo.abs(), self.hi.abs()))
 
     def encoded(self, grid: Grid) -> Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]]:
         """Piece by piece: weights x, their codes q, both float32 [r, nb, B], and the product with M of something of that shape."""
@@ -122,10 +137,10 @@ def _times(metric: Tensor | None, v: Tensor) -> Tensor:
 
 
 def squared_error(blocks: Blocks, grid: Grid, dtype: torch.dtype = torch.float32) -> Tensor:
-    """d M d^T, d = dequantize(q) - x, of each block of a group on a grid, float64 [r, nb]; its terms computed in `dtype`."""
+    """d M d^T, d = (dequantize(q) - x) * unit, of each block of a group on a grid, float64 [r, nb]; its terms computed in `dtype`."""
     total = torch.zeros(grid.scale.shape, dtype=torch.float64, device=grid.scale.device)
     for x, q, times in blocks.encoded(grid):
-        d = decode(blocks.fmt, q, grid, dtype).sub_(x)
+        d = decode(blocks.fmt, q, grid, dtype).sub_(x).mul_(blocks.unit.unsqueeze(-1))
         total += (times(d) * d).sum(dim=-1).double()
     return total
 
@@ -147,8 +162,7 @@ class _Best:
 
 
 def _search(blocks: Blocks, plain: Grid) -> Grid:
-    fmt, best = blocks.fmt, _Best(blocks, plain)
-    lo, hi = limits(fmt, blocks.group)
+    fmt, best, lo, hi = blocks.fmt, _Best(blocks, plain), blocks.lo, blocks.hi
     if fmt.zero == "none":
         amax = torch.maximum(lo.abs(), hi.abs())
         signs = (1, -1) if fmt.bits == 4 else (1,)  # with 8 bits one more code at an end hardly matters
@@ -161,7 +175,7 @@ def _search(blocks: Blocks, plain: Grid) -> Grid:
         for ends in ((1, 1), (1, 0), (0, 1)):
             lo, hi = _draw_in(best, lo, hi, ends)
     for _ in range(_REFITS):
-        best.offer(*refit(blocks.encoded(best.grid), best.grid))
+        best.offer(*refit(blocks.encoded(best.grid), best.grid, blocks.unit))
     return best.grid
 
 
@@ -177,19 +191,21 @@ def _draw_in(best: _Best, lo: Tensor, hi: Tensor, ends: tuple[int, int]) -> tupl
     return best_lo, best_hi
 
 
-def refit(encoded: Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]], grid: Grid) -> tuple[Tensor, Tensor | None]:
+def refit(encoded: Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]], grid: Grid, unit: Tensor) -> tuple[Tensor, Tensor | None]:
     """The least-squares scale and lower end for targets x and their codes, as `Blocks.encoded` yields them, float32 [r, nb].
 
     With (a, b) = sum(a * (b M)):
     x ~ s * u, u = q or q - point:   s = (x, u) / (u, u)
     x ~ s * q + o:                   s and o from (x - s * q - o, q) = 0 = (x - s * q - o, 1)
+
+    Sums are of x * unit, [r, nb] as `Blocks.unit`.
     """
     xu = torch.zeros(grid.scale.shape, dtype=torch.float64, device=grid.scale.device)
     n, sx, su, uu = torch.zeros_like(xu), torch.zeros_like(xu), torch.zeros_like(xu), torch.zeros_like(xu)
     start = None if grid.start is None else grid.start.unsqueeze(-1)
     for x, q, times in encoded:
         u = steps(q, grid)
-        y = x if start is None else x - start  # relative to the offset, so that the sums cancel little
+        y = (x if start is None else x - start) * unit.unsqueeze(-1)  # relative to the offset, so that the sums cancel little
         mu = times(u)
         xu += (y * mu).sum(dim=-1).double()
         uu += (u * mu).sum(dim=-1).double()
@@ -198,6 +214,7 @@ def refit(encoded: Iterator[tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]], 
             n += ones.sum(dim=-1).double()
             sx += (y * ones).sum(dim=-1).double()
             su += mu.sum(dim=-1).double()
+    xu, sx = xu / unit, sx / unit
     if grid.start is not None:
         scale = (xu - sx * su / n) / (uu - su * su / n)
         return scale.float(), ((sx - scale * su) / n + grid.start.double()).float()

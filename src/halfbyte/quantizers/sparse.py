@@ -61,8 +61,13 @@ def prune(
 ) -> Tensor:
     """`weight` [N, K] (float32, float16 or bfloat16) pruned, in its dtype.
 
-    moments  float [K, K], H times any positive number; for "magnitude" None
-    damping  for "sparsegpt", as in GPTQ
+    Args:
+        weight: float32, float16 or bfloat16 [N, K].
+        sparsity: How many weights become 0, and among which.
+        method: How they are chosen.
+        moments: H times any positive number, float [K, K]; None for "magnitude".
+        damping: As in GPTQ, for "sparsegpt".
+        name: The tensor's name in error messages.
 
     Raises ArgumentError for NaN or infinity, or moments that do not fit.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,8 @@ def test_files_that_name_weights_left_out_are_left_out(tmp_path: Path) -> None:
     for name in (*names, *names.values(), "lora/adapter_config.json", "lora/adapter_model.bin", "extra.safetensors"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
-    copied, left_out = companions(tmp_path, tmp_path / "target")
+    found = companions(tmp_path, tmp_path / "target")
+    copied, left_out = found.copied, found.left_out
     assert copied == ["lora/adapter_config.json", "lora/adapter_model.bin", "onnx/config.json"]
     assert {*left_out} == {*names, *names.values(), "extra.safetensors"} - {"onnx/config.json"}
 
@@ -206,8 +206,8 @@ def test_parts_go_along_with_the_model(form: str, sentence: Any, tmp_path: Path,
 
 def test_a_list_of_parts_that_is_none(sentence: Any, tmp_path: Path) -> None:
     sentence.save(str(tmp_path / "m"))
-    for damaged in ({"0": 1}, [{"path": "x"}], "x"):
-        (tmp_path / "m" / "modules.json").write_text(json.dumps(damaged))
+    for damaged in ('{"0": 1}', '[{"path": "x"}]', '"x"', "[" * 100_000):
+        (tmp_path / "m" / "modules.json").write_text(damaged)
         with pytest.raises(CheckpointError, match=r"modules\.json is not a list of modules"):
             hb.convert(tmp_path / "m", tmp_path / "c", "q8_0")
     shutil.rmtree(tmp_path / "m")

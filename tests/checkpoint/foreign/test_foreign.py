@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from halfbyte.checkpoint import convert, describe, export, load, load_tensors
+from halfbyte.checkpoint.foreign.folders import _matches
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Codes, as_format
 from halfbyte.io import gguf
@@ -258,6 +259,29 @@ def transforms(*places: str) -> dict[str, Any]:
 def test_what_a_config_says_is_checked(kind: str, settings: dict[str, Any], message: str, folders: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(copied(folders / kind, tmp_path / "m", **settings))
+
+
+@pytest.mark.parametrize("pattern", ["(a|a)*c", "(a?){40}a{40}", "a?" * 30 + "a" * 30, "(?:a|a)" * 60, "a*" * 20 + "b", ".*" * 4000])
+def test_patterns_that_would_take_for_ever(pattern: str) -> None:
+    """Python's `re` tries 2^30 ways or more to match such a name."""
+    with pytest.raises(CheckpointError, match=r"^config\.json has the pattern .* may take for ever: write it"):
+        _matches(pattern, "a" * 40)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        (r".*\.(?:mlp|self_attn)\.(q|k|v|o|gate|up|down)_proj", True),
+        (r"^(?!.*up_proj).*", False),
+        (r"model\.layers\.([0-9]|[1-2][0-9])\..*up_.*$", True),
+        (r"(?i)MODEL\.layers\.\d+\.mlp.*", True),
+        (r"(.*\.)?up_proj", True),
+        (r"[(*]", False),
+        ("(x", False),
+    ],
+)
+def test_usual_patterns_of_modules(pattern: str, matches: bool) -> None:
+    assert _matches(pattern, PROJ) is matches
 
 
 def test_transforms_of_stored_weights_are_read(folders: Path, tmp_path: Path) -> None:

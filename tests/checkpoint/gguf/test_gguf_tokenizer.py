@@ -236,6 +236,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
         load(model="gpt2", tokens=["a", "b"], merges=["nospace"], bos_token_id=99)
 
 
+def test_a_token_that_would_fill_the_memory_with_its_halves(tmp_path: Path) -> None:
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "a" * 10**6], "tokenizer.ggml.scores": [0.0, -1.0]}
+    gguf.Writer(tmp_path / "m.gguf", {"general.architecture": "llama", **metadata}, {}).finish()
+    with pytest.raises(CheckpointError, match="has a token of 1000000 characters, more than 1024: it is damaged"):
+        gguf_tokenizer.read(tmp_path / "m.gguf")
+
+
 def test_other_kinds_are_not_written(tmp_path: Path) -> None:
     built: Any = Tokenizer(models.WordLevel({"a": 0, "<s>": 1}, unk_token="<s>"))
     built.normalizer = normalizers.Lowercase()

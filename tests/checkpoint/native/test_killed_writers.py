@@ -342,17 +342,117 @@ def test_interrupted_at_any_moment_the_old_or_the_new_is_there(tmp_path: Path) -
     run_python(_INTERRUPTED, str(tmp_path))
 
 
+_CTRL_C = (
+    _HELPERS
+    + """
+from torch import nn
+from halfbyte import quantize, quantize_
+from halfbyte.checkpoint import export, save
+from halfbyte.checkpoint.native.folder import replacing_file
+from halfbyte.checkpoint.native.model_card import write_card
+from halfbyte.io.onnx import export_linear
+
+left = -1
+def hook(event, args):
+    global left
+    if left > 0 and event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.scandir", "os.truncate", "fcntl.flock"):
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+sys.addaudithook(hook)
+
+def write_text(path):
+    with replacing_file(path) as temporary:
+        temporary.write_text("x")
+
+def card(path):
+    path.mkdir(exist_ok=True)
+    write_card(path, "x")
+
+convert(root / "old", root / "q", "int4_g11")
+model, codes = quantize_(nn.Sequential(nn.Linear(32, 32)), "q8_0"), quantize(torch.ones(4, 32), "q8_0")
+target, writers = root / "target", {
+    "save": lambda: save(model, target),
+    "convert": lambda: convert(root / "old", target, "q8_0"),
+    "export": lambda: export(root / "q", target, "compressed-tensors"),
+    "file": lambda: write_text(target),
+    "card": lambda: card(target),
+    "onnx": lambda: export_linear(target, codes),
+}
+
+def remove():
+    if target.is_file():
+        target.unlink()
+    shutil.rmtree(target, ignore_errors=True)
+
+for name, write in writers.items():
+    for exists in (False, True) if name in ("save", "convert") else (False,):
+        write()  # what is imported on the way
+        whole = {path.name for path in target.rglob("*")}
+        for moment in range(1, 10_000):
+            remove()
+            if exists:
+                save(model, target)
+            before = {path.name for path in target.rglob("*")}
+            left = moment
+            try:
+                write()
+            except (KeyboardInterrupt, CheckpointError):
+                pass
+            finished, left = left > 0, -1
+            if finished:
+                break
+            names = {path.name for path in root.iterdir()} - {"old", "new", "q", "target"}
+            assert not names and not list(root.rglob("*halfbyte-*")), (name, exists, moment, names, list(root.rglob("*halfbyte-*")))
+            if (target / "config.json").exists() and name != "card":
+                assert len(list(target.glob("*.safetensors"))) == 1, (name, exists, moment)
+                load_tensors(target) if name != "export" else None
+            else:
+                assert target.is_file() or {path.name for path in target.rglob("*")} in (set(), before, whole), (name, moment)
+        assert moment > 2
+    remove()
+"""
+)
+
+
+def test_ctrl_c_at_any_moment_leaves_no_temporary_files(tmp_path: Path) -> None:
+    two_sources(tmp_path)
+    run_python(_CTRL_C, str(tmp_path))
+
+
 _DISK_FULL = (
     _HELPERS
     + """
 import resource
 convert(root / "old", root / "m", "q4_0")
+from torch import nn
+from halfbyte import quantize, quantize_
+from halfbyte.checkpoint import export, save
+from halfbyte.checkpoint.native.folder import replacing_file
+from halfbyte.checkpoint.native.model_card import write_card
+from halfbyte.io.onnx import export_linear
+
+def write_text(path):
+    with replacing_file(path) as temporary:
+        temporary.write_text("x" * 9999)
+
+convert(root / "old", root / "g", "int8_g11")
+model, codes = quantize_(nn.Sequential(nn.Linear(64, 64)), "q8_0"), quantize(torch.ones(64, 64), "q8_0")
+writers = [lambda target: convert(root / "new", target, "q8_0"), lambda target: save(model, target)]
+fresh_only = [
+    lambda target: export(root / "g", target, "compressed-tensors"),
+    write_text,
+    lambda target: export_linear(target, codes),
+    lambda target: write_card(root / "old", "x" * 9999),
+]
+fresh_only[2](root / "warm.onnx")
+(root / "warm.onnx").unlink()
 before, names = contents(root / "m"), sorted(root.rglob("*"))
-for target in (root / "m", root / "fresh"):
+for target, write in ((root / name, write) for name in ("m", "fresh") for write in writers + fresh_only * (name == "fresh")):
     for limit in (0, 10, 100, 500, 1000, 1500):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
-            convert(root / "new", target, "q8_0")
+            write(target)
         except CheckpointError as e:
             assert "cannot write" in str(e) and "free some space" in str(e), e
         else:

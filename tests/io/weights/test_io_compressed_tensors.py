@@ -90,6 +90,9 @@ def test_damaged_parts(part: str) -> None:
     for value in (parts[part].double() + 0.5, parts[part][:-1], parts[part][None]):
         with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
             ct.read(parts | {part: value}, 4, "m")
+    for points in (torch.zeros(16, 3), torch.zeros(5), torch.zeros(0, 4), torch.zeros(16, 4, 2)):  # not packed
+        with pytest.raises(CheckpointError, match=r"m\.weight_zero_point is int8 .*: the checkpoint is damaged"):
+            ct.read(parts | {"weight_zero_point": points.to(torch.int8)}, 4, "m")
     for missing in ("weight_shape", "weight_scale"):
         with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
             ct.read({name: tensor for name, tensor in parts.items() if name != missing}, 4, "m")

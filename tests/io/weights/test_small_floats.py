@@ -178,8 +178,9 @@ def test_8_bits_of_bitsandbytes() -> None:
     assert str(codes.format) == "int8_channel"
     assert torch.equal(codes.data, weight)
     assert torch.allclose(codes.dequantize(torch.float64), weight * largest[:, None].double() / 127, rtol=2**-23, atol=0)
-    with pytest.raises(CheckpointError, match="order for old GPUs"):
-        bitsandbytes.read_eight({"weight": weight, "SCB": largest, "weight_format": torch.tensor(1, dtype=torch.uint8)}, "w")
+    for order in (torch.tensor(1, dtype=torch.uint8), torch.tensor(torch.nan), torch.zeros(2, dtype=torch.uint8)):
+        with pytest.raises(CheckpointError, match="order for old GPUs"):
+            bitsandbytes.read_eight({"weight": weight, "SCB": largest, "weight_format": order}, "w")
     for damaged in ({"SCB": largest[:5]}, {"weight": weight.float()}, {"SCB": largest.half()}):
         with pytest.raises(CheckpointError, match="damaged"):
             bitsandbytes.read_eight({"weight": weight, "SCB": largest, **damaged}, "w")

@@ -47,7 +47,8 @@ def _hqq_entry(parts: Parts, dtype: torch.dtype) -> Entry:
             stored_as="HQQ, groups along the outputs",
         )
     blocks = (shape[0] * (shape[1] // (group or shape[1])), 1)
-    scale, zero = (zero_points.take(numbers.tensors(), part, zero_points.SCALES, blocks, parts.module) for part in ("scale", "zero"))
+    found = parts.only(("scale", "zero")).tensors()
+    scale, zero = (zero_points.take(found, part, zero_points.SCALES, blocks, parts.module) for part in ("scale", "zero"))
     quantized = Quantized(hqq.format_of(scale, zero, bits, group), "HQQ")
     return numbers.entry(TensorSpec(dtype, shape), lambda _: hqq.read(numbers.tensors(), *how), quantized)
 

@@ -7,6 +7,7 @@ precedence. Older folders of AWQ and GPTQ have it in a separate file.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -25,7 +26,7 @@ from halfbyte.checkpoint.foreign.tensors import Parts, modules_of, weights_of
 from halfbyte.checkpoint.mapping.architecture import module_classes
 from halfbyte.checkpoint.mapping.left_out import CACHE_PARTS
 from halfbyte.checkpoint.native import quantization_config
-from halfbyte.checkpoint.native.quantization_config import dtype_named
+from halfbyte.checkpoint.native.quantization_config import dtype_of
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes, stored_tensors
 from halfbyte.formats.dense import from_dense
@@ -43,6 +44,10 @@ _SPARSE = (".compressed", ".bitmask", ".row_offsets", ".scale_packed", ".meta")
 # Tensors of a compressed-tensors module besides its weight: scales of activations and caches.
 _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_observer", "input_global_scale")
 _GPTQ_FORMS = ("gptq", "gptq_v2")
+_LONGEST_PATTERN = 4096  # characters
+_PATTERN_CHARACTER = re.compile(r"\\.|\[\^?\]?[^\]]*\]")  # an escaped one, or a set of them
+_PATTERN_GROUP = re.compile(r"\(\?(?:[:=!]|<[=!]|P<\w+>|[aimsx]+\))")  # the beginning of one that is not a plain "("
+_MOST_STEPS = 1 << 24  # in which a pattern is matched: a fraction of a second
 _MOST_POINTS = 1 << 22  # zero points that are read to determine a version
 # The remedy for folders whose tensors only their project's own classes can interpret.
 _ELSEWHERE = "dequantize it with transformers and {0} (model.dequantize(), save_pretrained), or start from the float model"
@@ -90,13 +95,13 @@ def read_folder(reader: Reader, config: Mapping[str, Any]) -> Entries:
     if not isinstance(method, str) or method not in known:
         remedy = _REMEDIES.get(str(method), "start from the float model")
         raise CheckpointError(f"config.json says quant_method {short(method)}, halfbyte reads {', '.join(known)}: {remedy}")
-    dtype = dtype_named(config.get("dtype", config.get("torch_dtype"))) or torch.float16
+    dtype = dtype_of(config) or torch.float16
     return known[method](reader, settings, dtype)
 
 
 def read_plain(reader: Reader, config: Mapping[str, object]) -> Entries:
     """The tensors of a folder without a quantization_config; 8-bit floats are recognized by their scales."""
-    dtype = dtype_named(config.get("dtype", config.get("torch_dtype")))
+    dtype = dtype_of(config)
     usual = (spec.dtype for spec in reader.specs().values() if spec.dtype in zero_points.SCALES and len(spec.shape) > 1)
     return plain_or_float8(reader, None, dtype or next(usual, torch.bfloat16))
 
@@ -288,13 +293,29 @@ def _group_of(name: str, groups: Mapping[str, Mapping[str, object]], classes: Ma
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Matches as compressed-tensors does. Patterns with nested repetition, which could take exponential time, never match."""
-    if len(pattern) > 400 or re.search(r"[*+}][^()|]*\)[*+{]", pattern):
-        return False
+    """Match as compressed-tensors does. A pattern that is no regular expression never matches.
+
+    Raises:
+        CheckpointError: The match may take seconds or years.
+    """
+    if _most_steps(pattern, len(name)) > _MOST_STEPS:
+        what = f"config.json has the pattern {short(pattern)}, whose match with {short(name)} may take for ever"
+        raise CheckpointError(f"{what}: write it without repeated groups and with fewer repetitions and alternatives")
     try:
         return re.match(pattern, name) is not None
     except (re.error, RecursionError):
         return False
+
+
+def _most_steps(pattern: str, length: int) -> float:
+    """Bound the steps in which Python's `re` matches a text of this length: it tries all ways to share the text among the repetitions, and
+    all alternatives, for each of these."""
+    plain = _PATTERN_GROUP.sub("(", _PATTERN_CHARACTER.sub("x", pattern))
+    if len(pattern) > _LONGEST_PATTERN or re.search(r"\)[*+{]|\(\?", plain):
+        return math.inf
+    repetitions = len(re.findall(r"[*+{]|(?<![*+?}])\?", plain))
+    alternatives = math.prod(group.count("|") + 1 for group in re.split(r"[()]", plain))
+    return math.comb(length + repetitions, repetitions) * alternatives
 
 
 def _activation(group: Mapping[str, object]) -> tuple[str, str]:

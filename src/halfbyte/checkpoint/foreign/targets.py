@@ -25,8 +25,9 @@ _CONV1D = "its readers support Linear, but not Conv1D"
 class Target(ABC):
     """One kind of folder, for one model.
 
-    kept     the weights that stay quantized
-    reasons  why each of the others is dequantized
+    Attributes:
+        kept: The weights that stay quantized.
+        reasons: Why each of the others is dequantized.
     """
 
     name: str

@@ -95,10 +95,11 @@ def plan(model: StoredModel) -> tuple[Export, list[str]]:
 class _Place:
     """The place of a model's tensor in a file.
 
-    names  of the tensors there: one, or several among which the rows of each expert are divided equally
-    shape  of each
-    rows   the row of the model's tensor for each row of the file's; None where they are the same
-    interleaved   rows of each expert are of the first name, the second, the first, …
+    Attributes:
+        names: One name, or the names of several tensors among which the rows of each expert are divided equally.
+        shape: The shape of each of these tensors.
+        rows: The row of the model's tensor for each row of the file's; None where they are the same.
+        interleaved: Whether the rows of an expert go to the tensors in turn, not in consecutive parts.
     """
 
     names: tuple[str, ...]

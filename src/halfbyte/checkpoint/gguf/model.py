@@ -22,12 +22,21 @@ from halfbyte.formats.sharding import input_unit, take
 from halfbyte.io import gguf
 from halfbyte.io.tensors import TensorSpec
 
+_MXFP4 = "GGUF mxfp4"  # as `Quantized.stored_as` has it
+_LATENTS = ("attn_k_b.weight", "attn_v_b.weight")  # projections of latent attention's keys and values, in files that have them apart
+_HALVES = (torch.bfloat16, torch.float16)
+
 
 def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool = False) -> tuple[dict[str, Any], Entries]:
-    """The config and the tensors of a GGUF file whose header has been read.
+    """Return config.json and the tensors of a GGUF file whose header has been read; no data are read.
 
-    dtype  of the model's computation; by default that of the file's unquantized matrices, or else float32
-    half   scales that are float32 otherwise are rounded to float16
+    Args:
+        file: The header.
+        dtype: Of the model's computation; None: that of the file's unquantized matrices, or else float32.
+        half: Whether scales that are float32 otherwise are rounded to float16.
+
+    Raises:
+        CheckpointError: The file holds no model that halfbyte knows, or tensors that it does not have.
     """
     file = replace(file, entries={name: replace(entry, half=half) for name, entry in file.entries.items()})
     config = to_config(file.metadata, list(file.entries), partial(_plain, file))
@@ -45,36 +54,43 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool =
     entries |= _of_outer_stacks(file, architecture, config["hidden_size"], dtype)
     # Layers that reuse keys and values of earlier ones may have unused ones of their own in the file.
     sharing = config["num_hidden_layers"] - (config.get(SHARED_KV_LAYERS, 0) if architecture.family.kv_sharing else 0)
-    unused: list[str] = []
-    for name, entry in file.entries.items():
+    factors = {f"{name.removesuffix('weight')}scale" for name in file.entries if name.endswith(".weight")}
+    for name in file.entries:
         if architecture.is_in_stack(name) or name.endswith(_LATENTS) or name in architecture.gguf.stacks:
             continue
         if layer_of(name) >= sharing and (".attn_k" in name or ".attn_v." in name):
             continue
-        target = architecture.to_transformers(name)
-        if target is None:
-            unused.append(name)
-            continue
-        # The gate of the shared expert is a matrix of one row, in the file a vector.
-        shape = (1, *entry.shape) if architecture.experts and name.endswith("shexp.weight") and len(entry.shape) == 1 else entry.shape
-        if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")):  # in some files of two dimensions
-            shape = (math.prod(shape),)
-        if "moe_statics" in target:
-            shape = (1, *shape)
-        if is_depthwise_kernel(name) and len(entry.shape) == 2:
-            shape = (entry.shape[0], 1, entry.shape[1])
-        if architecture.gguf.inputs_first and len(shape) == 2 and entry.blocks is None and layer_of(name) >= 0:
-            entries[target] = Entry(TensorSpec(entry.spec.dtype, shape[::-1]), entry.place.spec.nbytes, partial(_read_transposed, entry))
-            continue
-        spec = TensorSpec(dtype, shape) if entry.blocks else replace(entry.spec, shape=shape)
-        tensor = _Tensor(entry, _factor(file, architecture, name))
-        order = partial(_order, architecture, config, name, shape)
-        read = partial(_read, tensor, shape, order, architecture.change(name))
-        entries[target] = Entry(spec, entry.place.spec.nbytes, read, tensor.quantized)
-    factors = {f"{name.removesuffix('weight')}scale" for name in file.entries if name.endswith(".weight")}
-    if odd := [name for name in unused if not is_ignorable(name) and name not in factors]:
-        raise CheckpointError(f"{file.path} has {short(odd[0])}, which {architecture.model} does not have: use its safetensors")
+        if (target := architecture.to_transformers(name)) is not None:
+            entries[target] = _entry(file, architecture, config, name, target, dtype)
+        elif not is_ignorable(name) and name not in factors:
+            raise CheckpointError(f"{file.path} has {short(name)}, which {architecture.model} does not have: use its safetensors")
     return config, Entries(entries, notes)
+
+
+def _entry(file: gguf.File, architecture: Architecture, config: Mapping[str, object], name: str, target: str, dtype: torch.dtype) -> Entry:
+    """Return the entry of a tensor that is one tensor both in the file, called `name`, and in the model, called `target`."""
+    stored = file.entries[name]
+    shape = _shape_in_model(architecture, name, target, stored.shape)
+    if architecture.gguf.inputs_first and len(shape) == 2 and stored.blocks is None and layer_of(name) >= 0:
+        return Entry(TensorSpec(stored.spec.dtype, shape[::-1]), stored.place.spec.nbytes, partial(_read_transposed, stored))
+    spec = TensorSpec(dtype, shape) if stored.blocks else replace(stored.spec, shape=shape)
+    tensor = _Tensor(stored, _factor(file, architecture, name))
+    order = partial(_order, architecture, config, name, shape)
+    read = partial(_read, tensor, shape, order, architecture.change(name))
+    return Entry(spec, stored.place.spec.nbytes, read, tensor.quantized)
+
+
+def _shape_in_model(architecture: Architecture, name: str, target: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of transformers' tensor for a tensor of the file with this shape; the elements are the same."""
+    if architecture.experts and name.endswith("shexp.weight") and len(shape) == 1:  # the gate of the shared expert: a matrix of one row
+        return (1, *shape)
+    if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")):  # in some files of two dimensions
+        return (math.prod(shape),)
+    if "moe_statics" in target:
+        return (1, *shape)
+    if is_depthwise_kernel(name) and len(shape) == 2:
+        return (shape[0], 1, shape[1])
+    return shape
 
 
 @dataclass(frozen=True)
@@ -255,11 +271,6 @@ def _numbers(entry: gguf.Entry) -> Tensor:
 
 def _read_transposed(entry: gguf.Entry, dtype: torch.dtype | None) -> Tensor:
     return _cast(_numbers(entry).T, dtype)
-
-
-_MXFP4 = "GGUF mxfp4"
-_LATENTS = ("attn_k_b.weight", "attn_v_b.weight")
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 def _plain(file: gguf.File, name: str) -> Tensor:

@@ -82,6 +82,7 @@ _ENDS = {"<|eot_id|>", "<|im_end|>", "<|return|>", "<|call|>", "<|flush|>", "<|c
 _ENDS |= {"<EOT>", "_<EOT>", "[EOT]", "<|end_of_text|>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["}
 # Architectures of which the scores of tokens are not those that merges were learned by; their order is.
 _MERGES_BY_INDEX = {family.gguf.architecture for family in (FAMILIES | OTHERS).values() if family.gguf and family.gguf.merges_by_index}
+_LONGEST_TOKEN = 1024  # characters of a token of SentencePiece, which has at most some dozens
 _NOT_THE_LAST = {"<|return|>", "<|flush|>"}  # in vocabularies with these "<|end|>" ends a part of an answer
 
 
@@ -261,7 +262,13 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Tokenize
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges that form every token that two others concatenate to, in the order of decreasing scores."""
+    """The merges that form every token that two others concatenate to, in the order of decreasing scores.
+
+    Raises:
+        CheckpointError: A token is so long that its halves, whose number and length grow with it, would fill the memory.
+    """
+    if (longest := max(vocabulary, key=len, default="")) and len(longest) > _LONGEST_TOKEN:
+        raise CheckpointError(f"the GGUF file has a token of {len(longest)} characters, more than {_LONGEST_TOKEN}: it is damaged")
     found = []
     for token, i in vocabulary.items():
         halves = [(token[:at], token[at:]) for at in range(1, len(token))]

@@ -28,7 +28,13 @@ _NORMAL, _UNKNOWN, _UNUSED, _BYTE = 1, 2, 5, 6  # llama.cpp's types of tokens
 def to_metadata(folder: Path, config: Mapping[str, object], vocabulary: int) -> tuple[dict[str, Value], list[str]]:
     """The metadata for the tokenizer of a folder, and notes for the report.
 
-    vocabulary  rows of the embedding, each of which gets a token
+    Args:
+        folder: It may have a tokenizer.json, tokenizer_config.json and chat templates.
+        config: Its config.json.
+        vocabulary: Number of rows of the embedding, each of which gets a token.
+
+    Raises:
+        CheckpointError: A file is damaged, or has tokens for more rows than there are.
     """
     if not is_file(folder / "tokenizer.json"):
         return {"tokenizer.ggml.model": "none"}, ["no tokenizer is written because there is no tokenizer.json"]
@@ -102,7 +108,9 @@ def _walk(piece: object) -> Iterator[Mapping[str, Any]]:
 def _cut(pre_tokenizer: object, whole: bool) -> tuple[str, list[str]]:
     """llama.cpp's name of the rule that splits text.
 
-    whole  whether a word that is a token is not merged from pieces
+    Args:
+        pre_tokenizer: That of tokenizer.json.
+        whole: Whether a word that is a token is not merged from pieces.
     """
     patterns = []
     for piece in _walk(pre_tokenizer):

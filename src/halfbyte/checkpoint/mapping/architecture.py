@@ -87,8 +87,10 @@ def is_transformers_model(config: Mapping[str, object]) -> bool:
 def skeleton(config: Mapping[str, object], dtype: torch.dtype, files: Iterable[Sequence[int]]) -> nn.Module:
     """The model that a config.json names, in evaluation mode: parameters on the meta device, buffers computed.
 
-    dtype  of its parameters
-    files  the shapes of the tensors in the files: a config that describes a far larger model is refused before it is built
+    Args:
+        config: config.json.
+        dtype: The dtype of its parameters.
+        files: The shapes of the tensors in the files: a config that describes a far larger model is refused before it is built.
     """
     name = known_architecture(config)
     if name is None:

@@ -25,7 +25,7 @@ from halfbyte.checkpoint.mapping.architecture import Step, initial, rename, skel
 from halfbyte.checkpoint.mapping.left_out import Files, left_out
 from halfbyte.checkpoint.mapping.ties import settle_ties
 from halfbyte.checkpoint.native.manifest import Weight
-from halfbyte.checkpoint.native.quantization_config import dtype_named
+from halfbyte.checkpoint.native.quantization_config import dtype_of
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import Format
 from halfbyte.io.tensors import TensorSpec
@@ -140,7 +140,7 @@ def plan_model(config: Mapping[str, object], source: Source, choose: Choose) -> 
     """
     files = source.specs()
     floats = (spec.dtype for spec in files.values() if spec.dtype in FLOATS)
-    dtype = dtype_named(config.get("dtype", config.get("torch_dtype"))) or next(floats, torch.float32)
+    dtype = dtype_of(config) or next(floats, torch.float32)
     model = skeleton(config, dtype, [spec.shape for spec in files.values()])
     steps, unused = steps_to(model, files)
     unused = left_out(model, steps, unused, source)

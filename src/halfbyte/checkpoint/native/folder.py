@@ -34,7 +34,7 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -171,14 +171,14 @@ def replacing(folder: Path, *, resume: bool = False) -> Iterator[Staging]:
             staging = Staging(folder, old, fresh)
             _remove_dead(folder)
             _clean(folder, old)
-            staging.path.mkdir()
-            with _locked(staging.path):
-                try:
+            try:
+                staging.path.mkdir()
+                with _locked(staging.path):
                     yield staging
-                finally:
-                    # Step 4 after a commit, else the removal of what the block wrote. The next writer cleans up what cannot be removed now.
-                    with suppress(OSError, CheckpointError):
-                        _clean(folder, _present(folder))
+            finally:
+                # Step 4 after a commit, else the removal of what the block wrote. The next writer cleans up what cannot be removed now.
+                with suppress(OSError, CheckpointError):
+                    _to_the_end(lambda: _clean(folder, _present(folder)))
     except OSError as e:
         raise unwritable(folder, e) from e
 
@@ -227,21 +227,36 @@ def _work(target: Path, resume: bool) -> Iterator[Path]:
             lock.enter_context(_locked(path))
         while path is None:
             temporary = _temporary_path(target)
-            temporary.mkdir()
-            # Until it is locked, a writer that starts at the same moment takes it for a dead one's and removes it: then another is made.
-            with suppress(FileNotFoundError, CheckpointError):
-                lock.enter_context(_locked(temporary))
-                path = temporary if temporary.is_dir() else None
+            try:
+                temporary.mkdir()
+                # Until it is locked, a writer that starts at the same moment takes it for a dead one's and removes it; another is made.
+                with suppress(FileNotFoundError, CheckpointError):
+                    lock.enter_context(_locked(temporary))
+                    path = temporary if temporary.is_dir() else None
+            except BaseException:
+                _remove(temporary)
+                raise
         try:
             yield path
-        except KeyboardInterrupt:
-            if not (resume and (path / JOURNAL).is_file()):
-                shutil.rmtree(path, ignore_errors=True)
+        except BaseException as error:
+            if not (isinstance(error, KeyboardInterrupt) and resume and (path / JOURNAL).is_file()):
+                _remove(path)
             raise
-        except BaseException:
-            shutil.rmtree(path, ignore_errors=True)
-            raise
-        shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
+
+
+def _to_the_end(cleanup: Callable[[], None]) -> None:
+    """Call a function that may be called again where it was interrupted; Ctrl-C during it takes effect when it has finished."""
+    try:
+        cleanup()
+    except KeyboardInterrupt:
+        cleanup()
+        raise
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder with all that is in it, as far as the system allows; none needs to be there."""
+    _to_the_end(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def _make_parent(target: Path) -> None:

@@ -34,13 +34,16 @@ STAGING = re.compile(r"\.halfbyte-[0-9a-f]{8}")  # names of subfolders with file
 class Weight:
     """A quantized weight.
 
-    kind    one of KINDS
-    shape   of the codes
-    dtype   of the float weight that it represents, in which the module runs
-    error   relative error when it was quantized, if known
-    crc32   of each of its tensors: data, scale and perhaps zero
-    fold    of a convolution, how the codes are arranged; None where the checkpoint does not say
-    transposed  whether the float module keeps its weight inputs first, [K, N] or [E, K, N]
+    Attributes:
+        kind: The kind of its module, one of KINDS.
+        format: The format of its codes.
+        shape: The shape of its codes.
+        dtype: The dtype of the float weight that it represents, in which the module computes.
+        error: Relative error when it was quantized, if known.
+        compute, activation: How it is multiplied, as in `halfbyte.Config`.
+        crc32: CRC-32 of each of its stored tensors: data, scale and perhaps zero.
+        fold: How the codes of a convolution are arranged; None where the checkpoint does not say.
+        transposed: Whether the float module keeps its weight inputs first, [K, N] or [E, K, N].
     """
 
     kind: str
@@ -107,14 +110,15 @@ class Weight:
 class Manifest:
     """The section, parsed.
 
-    files       the safetensors files, plain names
-    weights     the quantized weights, by module name + ".weight"
-    plain       the other tensors in the files: name -> CRC-32
-    tied        name of a parameter -> name of the weight or plain tensor that it shares
-    static      of a network on int8 codes: what it is made from, besides the float network
-    staging     a subfolder that may still hold other files (tokenizer, …) to be moved to their places
-    obsolete    weight files of the previous checkpoint, which may still exist
-    bytes_each  weights whose codes of 5 or 6 bits take whole bytes in the files
+    Attributes:
+        files: Names of the safetensors files, which are in the folder itself.
+        weights: Name of a module + ".weight" -> its quantized weight.
+        plain: Name of another tensor in the files -> CRC-32.
+        tied: Name of a parameter -> name of the weight or plain tensor that it shares.
+        static: The scales of a network on int8 codes, from which and the float network it is built; None for any other model.
+        staging: A subfolder that may still hold other files (tokenizer, …) to be moved to their places.
+        obsolete: Weight files of the previous checkpoint, which may still exist.
+        bytes_each: Weights whose codes of 5 or 6 bits take whole bytes in the files.
     """
 
     files: tuple[str, ...]

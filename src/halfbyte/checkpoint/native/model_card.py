@@ -14,7 +14,9 @@ from typing import NamedTuple, TypeGuard
 from zlib import crc32
 
 from halfbyte import __version__
+from halfbyte.errors import unwritable
 from halfbyte.formats.spec import Format
+from halfbyte.io.files import write_whole
 from halfbyte.memory import size_text
 
 CARD = "README.md"
@@ -27,7 +29,12 @@ _MOST_CARD_BYTES = 1 << 20  # a longer README.md is no card
 class CardWeight(NamedTuple):
     """A quantized weight as the card's table counts it.
 
-    error  relative error when it was quantized, if known
+    Attributes:
+        kind: The kind of its module, such as "Linear".
+        format: The format of its codes.
+        elements: Number of weights.
+        nbytes: Bytes in the files.
+        error: Relative error when it was quantized, if known.
     """
 
     kind: str
@@ -78,9 +85,16 @@ def model_card(
 
 
 def write_card(folder: Path, text: str, *, published: Path | None = None) -> None:
-    """Write a card into `folder`, unless a README.md that is no unchanged card is there, or in the folder that it will become part of."""
+    """Write a card into `folder`, unless a README.md that is no unchanged card is there, or in the folder that it will become part of.
+
+    Raises:
+        CheckpointError: It cannot be written; what was there is unchanged.
+    """
     if all(_is_replaceable(place / CARD) for place in (folder, published or folder)):
-        (folder / CARD).write_text(text, encoding="utf-8")
+        try:
+            write_whole(folder / CARD, text.encode())
+        except OSError as e:
+            raise unwritable(folder / CARD, e) from e
 
 
 def _is_on_the_hub(name: str | None) -> TypeGuard[str]:

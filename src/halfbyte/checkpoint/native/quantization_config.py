@@ -32,13 +32,14 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Module:
     """How one quantized module is stored and, if it is a Linear, how it multiplies.
 
-    shape       of its codes: [N, K] of a Linear or Embedding, [E, N, K] of experts
-    compute     how it multiplies, as in `halfbyte.Config`; so is `activation`
-    ordered     its inputs are reordered: <module>.input_order is stored too
-    bytes_each  its codes of 5 or 6 bits take whole bytes in the files
-    dtype       of the float weight that it replaces, where that is not the model's
-    low_rank    if it is the residual of a LowRankLinear, the rank of that one's branch, else 0; `with_branches` sets it
-    scaled      whether that LowRankLinear has a scale of its inputs
+    Attributes:
+        shape: Of its codes: [N, K] of a Linear or Embedding, [E, N, K] of experts.
+        compute, activation: How it is multiplied, as in `halfbyte.Config`.
+        ordered: Whether its inputs are reordered: <module>.input_order is stored, too.
+        bytes_each: Whether its codes of 5 or 6 bits take whole bytes in the files.
+        dtype: The dtype of the float weight that it replaces, where that is not the model's.
+        low_rank: The rank of the branch of the LowRankLinear whose residual it is, else 0; `with_branches` sets it.
+        scaled: Whether that LowRankLinear has a scale of its inputs.
     """
 
     format: Format
@@ -101,6 +102,11 @@ class Module:
 def dtype_named(name: object) -> torch.dtype | None:
     """float32, bfloat16 or float16 by its name in a config.json, None for anything else."""
     return DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+
+
+def dtype_of(config: Mapping[str, object]) -> torch.dtype | None:
+    """Return the dtype that a config.json gives a model, under the key of transformers 5 or an earlier one; None where it gives none."""
+    return dtype_named(config.get("dtype", config.get("torch_dtype")))
 
 
 def has_bytes_each(fmt: Format, entry: Mapping[str, object]) -> bool:

@@ -6,8 +6,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Container, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,10 @@ from halfbyte.checkpoint.mapping.generation_settings import FILE as GENERATION_C
 from halfbyte.checkpoint.native.folder import Staging, replacing, write_json
 from halfbyte.checkpoint.native.manifest import INDEX, Manifest, Weight
 from halfbyte.checkpoint.native.model_card import CardWeight, model_card, write_card
-from halfbyte.checkpoint.native.quantization_config import SETTINGS, Module, describe, dtype_named, with_branches
+from halfbyte.checkpoint.native.quantization_config import SETTINGS, Module, describe, dtype_of, with_branches
 from halfbyte.checkpoint.wrappers import unwrapped, without_parts
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, check_type, model_path
+from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
 from halfbyte.io.tensors import TensorSpec
@@ -67,49 +69,74 @@ def save(model: nn.Module, dir: str | PathLike[str], *, shard_bytes: int = SHARD
         _save(model, dir, shard_bytes)
 
 
-def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
-    plain: dict[str, Tensor] = {}
-    modules: dict[str, QuantModule] = {}
-    tied: dict[str, str] = {}
-    settings: dict[str, tuple[str, str]] = {}
-    seen: dict[int, str] = {}
+@dataclass
+class _Tensors:
+    """The tensors of a model, each under the first of the names that it has.
+
+    Attributes:
+        plain: Those that are not quantized.
+        modules: Name of a quantized weight -> its module.
+        tied: Further name of a tensor -> its first one.
+        settings: Name of a quantized weight -> compute and activation of a module that multiplies by it.
+    """
+
+    plain: dict[str, Tensor] = field(default_factory=dict)
+    modules: dict[str, QuantModule] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def _tensors_of(model: nn.Module) -> _Tensors:
+    """Find all tensors of a model.
+
+    Raises:
+        ArgumentError: One has no data, or holds a value that `load` refuses.
+        UnsupportedError: A module has state that is not a tensor.
+    """
+    found = _Tensors()
+    first_names: dict[int, str] = {}  # id of a tensor -> the first of its names
     for prefix, module in model.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise UnsupportedError(f"{prefix or 'the model'} has extra state that is not a tensor, which a checkpoint cannot hold")
         dot = without_parts(f"{prefix}." if prefix else "")
         if isinstance(module, QuantModule):
-            owner = seen.setdefault(id(module.packed_data), f"{dot}weight")
-            if owner == f"{dot}weight":
-                modules[owner] = module
+            name = f"{dot}weight"
+            first = first_names.setdefault(id(module.packed_data), name)
+            if first == name:
+                found.modules[name] = module
             else:
-                tied[f"{dot}weight"] = owner
+                found.tied[name] = first
             if isinstance(module, QuantLinear | QuantConv2d | QuantExperts):
-                settings[owner] = (module.compute, module.activation)
-        for name, tensor in direct_tensors(module):
+                found.settings[first] = (module.compute, module.activation)
+        for tensor_name, tensor in direct_tensors(module):
+            name = f"{dot}{tensor_name}"
             if tensor.is_meta:
-                raise ArgumentError(f"{dot}{name} has no data (it is on the meta device): load the model before saving it")
-            owner = seen.setdefault(id(tensor), f"{dot}{name}")
-            if owner == f"{dot}{name}":
-                plain[owner] = tensor
+                raise ArgumentError(f"{name} has no data (it is on the meta device): load the model before saving it")
+            first = first_names.setdefault(id(tensor), name)
+            if first == name:
+                found.plain[name] = tensor
             else:
-                tied[f"{dot}{name}"] = owner
-    weights = {name: _weight(module, *settings.get(name, ("auto", "block"))) for name, module in modules.items()}
-    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in plain.items()}
-    for name, tensor in plain.items():
+                found.tied[name] = first
+    for name, tensor in found.plain.items():
         what = tensor.is_floating_point() and non_finite(tensor, name, infinities=not isinstance(tensor, nn.Parameter))
         if what:
             raise ArgumentError(f"{what}, which `load` would refuse: repair the model before saving it")
+    return found
+
+
+def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
+    found = _tensors_of(model)
+    weights = {name: _weight(module, *found.settings.get(name, ("auto", "block"))) for name, module in found.modules.items()}
+    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.plain.items()}
     with replacing(model_path(dir)) as staging:
         writer = Writer(staging.path, staging.stem, stored_specs(weights, specs), shard_bytes)
-        for name, tensor in plain.items():
-            writer.write(name, tensor)
-        for name, module in modules.items():
-            for part, tensor in to_dense(module.codes()).items():
-                writer.write(f"{name}.{part}", tensor)
+        writer.write_all(found.plain)
+        for name, module in found.modules.items():
+            writer.write_all(codes_in_files(name, module.codes()))
         if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_json_string"):
             write_json(staging.path / GENERATION_CONFIG, json.loads(generation.to_json_string()))
         origin = getattr(getattr(model, "config", None), "_name_or_path", None)
-        publish(staging, writer, _config_of(model), weights, tied, calibrated(model), base_model=origin)
+        publish(staging, writer, _config_of(model), weights, found.tied, calibrated(model), base_model=origin)
 
 
 def _weight(module: QuantModule, compute: str, activation: str) -> Weight:
@@ -127,6 +154,16 @@ def stored_specs(weights: Mapping[str, Weight], plain: Mapping[str, TensorSpec])
             raise CheckpointError(f"{min(taken)} is the name of a tensor already: {name} cannot be quantized, skip it")
         specs |= stored
     return specs | dict.fromkeys(weights, TensorSpec(guard().dtype, tuple(guard().shape)))
+
+
+def codes_in_files(name: str, codes: Codes) -> dict[str, Tensor]:
+    """Return the tensors of the weight called `name`, by their names in a checkpoint's files."""
+    return {f"{name}.{part}": tensor for part, tensor in to_dense(codes).items()}
+
+
+def write_index(folder: Path, writer: Writer) -> None:
+    """Write the file by which transformers and others find the file of each tensor."""
+    write_json(folder / INDEX, {"metadata": {"total_size": writer.nbytes}, "weight_map": writer.file_of})
 
 
 def publish(
@@ -148,9 +185,8 @@ def publish(
     for name in weights:
         writer.write(name, guard())
     writer.finish()
-    total = sum(spec.nbytes for spec in writer.specs.values())
     if len(writer.files) > 1 or not staging.fresh:
-        write_json(staging.path / INDEX, {"metadata": {"total_size": total}, "weight_map": writer.file_of})
+        write_index(staging.path, writer)
     sums = dict(writer.checksums)
     weights = {
         name: replace(weight, crc32={full.removeprefix(f"{name}."): sums.pop(full) for full in weight.stored(name)})
@@ -161,14 +197,14 @@ def publish(
     if weights:
         ordered = {name.removesuffix(f".{ORDER}") for name in sums if name.endswith(f".{ORDER}")}
         most = Counter(weight.dtype for weight in weights.values()).most_common(1)[0][0]
-        main = dtype_named(config.get("dtype", config.get("torch_dtype"))) or most
+        main = dtype_of(config) or most
         modules = {}
         for name, weight in weights.items():
             module, dtype = name.removesuffix(".weight"), None if weight.dtype == main else weight.dtype
             modules[module] = Module(weight.format, weight.shape, weight.compute, weight.activation, module in ordered, dtype=dtype)
         config = {**config, SETTINGS: describe(with_branches(modules, {name: spec.shape for name, spec in writer.specs.items()}))}
     described = [CardWeight(one.kind, one.format, math.prod(one.shape), one.stored_bytes, one.error) for one in weights.values()]
-    card = model_card(staging.folder.name, described, total_bytes=total, config=config, base_model=base_model)
+    card = model_card(staging.folder.name, described, total_bytes=writer.nbytes, config=config, base_model=base_model)
     write_card(staging.path, card, published=staging.folder)
     staging.commit(config, Manifest(files=tuple(writer.files), weights=weights, plain=sums, tied=tied, static=static))
 

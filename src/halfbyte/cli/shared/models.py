@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,9 +12,11 @@ if TYPE_CHECKING:
 def load_whole(path: Path, device: str = "cpu") -> nn.Module:
     """The quantized model in a folder or file, in evaluation mode."""
     from halfbyte.checkpoint.loading import load
+    from halfbyte.io.files import is_file
+    from halfbyte.io.safetensors import load_json
 
     config = path / "config.json"
-    if config.is_file() and str(json.loads(config.read_text(encoding="utf-8")).get("_class_name", "")).startswith("UNet"):
+    if is_file(config) and str(load_json(config).get("_class_name", "")).startswith("UNet"):
         import diffusers
 
         return cast("nn.Module", diffusers.AutoModel.from_pretrained(str(path)).to(device).eval())

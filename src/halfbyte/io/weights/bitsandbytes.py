@@ -75,7 +75,7 @@ def read_eight(parts: Mapping[str, Tensor], where: str) -> Codes:
     weight = zero_points.take(parts, "weight", (torch.int8,), shape, where)
     largest = parts["SCB"].reshape(-1) if parts["SCB"].numel() == shape[0] else parts["SCB"]  # older ones are [1, N]
     largest = zero_points.take({"SCB": largest}, "SCB", (torch.float32,), (shape[0],), where)
-    if "weight_format" in parts and (parts["weight_format"].numel() != 1 or int(parts["weight_format"]) != 0):
+    if "weight_format" in parts and parts["weight_format"].flatten().tolist() != [0]:
         raise CheckpointError(f"{where} has its columns in an order for old GPUs (weight_format): save the model with a newer bitsandbytes")
     return Codes(CHANNEL, shape, weight, (largest / 127).unsqueeze(1))
 

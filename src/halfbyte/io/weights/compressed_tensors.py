@@ -103,7 +103,8 @@ def points_of(parts: Mapping[str, Tensor], bits: int, shape: tuple[int, int], wh
         return None
     n, blocks = shape
     if stored.dtype == torch.int8:  # not packed
-        signed = zero_points.take({"weight_zero_point": stored.reshape(-1, blocks)}, "weight_zero_point", (torch.int8,), shape, where)
+        matrix = stored.reshape(shape) if stored.numel() == n * blocks else stored
+        signed = zero_points.take({"weight_zero_point": matrix}, "weight_zero_point", (torch.int8,), shape, where)
         return (signed.to(torch.int16) + zero_points.middle(bits)).to(torch.uint8)
     words = zero_points.take(parts, "weight_zero_point", (torch.int32,), (-(-n * bits // 32), blocks), where)
     return zero_points.unpack(words.T, bits, n).T.contiguous()

@@ -37,7 +37,7 @@ def read(parts: Mapping[str, Tensor], bits: int, shape: tuple[int, int], blocks:
 
 
 def zeros(parts: Mapping[str, Tensor], shape: tuple[int, int], where: str) -> Tensor:
-    """The zero points of signed codes, int16."""
+    """The zero points of signed codes, int64, of any value."""
     if "zero_point" not in parts:
-        return torch.zeros(shape, dtype=torch.int16, device="cpu")
-    return zero_points.take(parts, "zero_point", (torch.int8, torch.int16, torch.int32, torch.int64), shape, where).to(torch.int16)
+        return torch.zeros(shape, dtype=torch.int64, device="cpu")
+    return zero_points.take(parts, "zero_point", (torch.int8, torch.int16, torch.int32, torch.int64), shape, where).to(torch.int64)

@@ -11,8 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import secrets
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +32,7 @@ from halfbyte.integrations.transformers.attention import NAME as ATTENTION
 from halfbyte.integrations.transformers.generate.gpu_text import lowered
 from halfbyte.integrations.transformers.optimize.calls import CACHE, KV_CACHE, OLD_CACHE
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, restore_class
+from halfbyte.io.files import write_whole
 from halfbyte.nn.fused import FusedLinear, GeluLinear
 from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts
 from halfbyte.nn.modules.quantized import DerivedLinear, QuantLinear, QuantModule
@@ -346,6 +345,4 @@ def _write(key: str, failure: str) -> None:
         return
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        temporary.write_text(json.dumps({"trouble": failure, "versions": _versions()}), encoding="utf-8")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps({"trouble": failure, "versions": _versions()}).encode())
