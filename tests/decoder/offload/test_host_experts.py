@@ -235,7 +235,7 @@ def test_interrupted_between_pieces(specs: Models, monkeypatch: pytest.MonkeyPat
 
 def test_experts_without_a_native_call(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are computed by torch's operations, which the notes tell once."""
-    monkeypatch.setattr(host_experts, "why_not", lambda *weights: "its gates are odd")
+    monkeypatch.setattr(host_experts, "why_no_mixture", lambda *weights: "its gates are odd")
     one, split = both(specs("MixtralDecoderLayer"), 2)
     assert split.notes == ("torch computes experts on the CPU: its gates are odd",)
     assert one.notes == ()
