@@ -33,7 +33,8 @@ from halfbyte.kernels.cpu.codegen.tuning import Tuning
 from halfbyte.kernels.cpu.conv import direct
 from halfbyte.kernels.cpu.linear import activations, linear, tile
 from halfbyte.kernels.cpu.quantize import dequantize, quantize
-from halfbyte.kernels.cpu.transformer import attend, experts
+from halfbyte.kernels.cpu.transformer import attend
+from halfbyte.kernels.cpu.transformer.experts import steps as experts
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.nn import config as configs

@@ -84,7 +84,7 @@ class Plans(threading.local):
         conv2d, linear_kernels: What `ops/conv/cpu.py` and `ops/cpu.py` share between calls of one kind, at most _MOST_LINEAR of each.
         linear: Calls by kernel, M and the number of threads, at most _MOST_LINEAR.
         scratch: Memory of `memory`, the largest asked for so far that has at most _MOST_CACHED_SCRATCH bytes.
-        expert_items: Intermediate results of a mixture of experts for many rows.
+        expert_items: Intermediate results of a mixture of experts for many rows (transformer/experts/items.py).
         lanes: Intermediate results of encoder layers by the index of a parallel lane, as many as there are threads at most.
         shared: Intermediate results of decoder layers by name and sizes, which all layers of these sizes share; at most _MOST.
     """

@@ -2,7 +2,7 @@
 
 `Mixture` multiplies by experts that somebody else's router chose (nn/modules/experts.py, decoder/offload). `Experts` is that part of a
 decoder layer, with its norm, router and shared expert: `DecoderLayer` (decoder.py) takes it in place of an MLP, and GPU steps read it
-(routing.py). The kernels are in kernels/cpu/transformer: experts.py and experts_plan.py for few rows, expert_items.py for many.
+(routing.py). The kernels are in kernels/cpu/transformer/experts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from halfbyte.ops.transformer.sublayers import MLP, Norm, native_norm
 from halfbyte.ops.transformer.weights import TensorAddresses, Weight
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.transformer import experts as kernel
     from halfbyte.kernels.cpu.transformer import sublayers
-    from halfbyte.kernels.cpu.transformer.experts_plan import Mixture as NativeMixture
+    from halfbyte.kernels.cpu.transformer.experts import steps as kernel
+    from halfbyte.kernels.cpu.transformer.experts.plan import Mixture as NativeMixture
 
 CLAMPED = "(up + 1) * gate * sigmoid(alpha * gate)"  # the activation of `Clamped`, in words
 
@@ -39,7 +39,7 @@ class Clamped(NamedTuple):
     limit: float
 
     def native(self) -> kernel.Clamped:
-        from halfbyte.kernels.cpu.transformer import experts as kernel
+        from halfbyte.kernels.cpu.transformer.experts import steps as kernel
 
         return kernel.Clamped(*self)
 
@@ -60,7 +60,7 @@ class Mixture:
     """
 
     def __init__(self, gate_up: Weight, down: Weight, clamped: Clamped | None = None) -> None:
-        from halfbyte.kernels.cpu.transformer import experts_plan
+        from halfbyte.kernels.cpu.transformer.experts import plan as experts_plan
 
         check_stacks(gate_up, down)
         if (reason := why_no_mixture(gate_up, down)) is not None:
@@ -97,9 +97,9 @@ class Mixture:
         operands = x.to(torch.float32).contiguous(), ids.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
         if (few := self.for_few_rows(ids)) is not None:
             return few(*operands).to(x.dtype)
-        from halfbyte.kernels.cpu.transformer import expert_items
+        from halfbyte.kernels.cpu.transformer.experts import items
 
-        return expert_items.run(self._products, *operands, self._activation).to(x.dtype)
+        return items.run(self._products, *operands, self._activation).to(x.dtype)
 
     def for_few_rows(self, ids: Tensor) -> NativeMixture | None:
         """Return the kernel in which threads share the experts of rows, where it is the one to take; None: each has experts of its own."""
@@ -116,7 +116,7 @@ class Mixture:
             weights: float32 [M, T].
             flags: By which the GPU and the CPU tell each other what is stored.
         """
-        from halfbyte.kernels.cpu.transformer.experts_plan import CrossingAddresses
+        from halfbyte.kernels.cpu.transformer.experts.plan import CrossingAddresses
 
         rows, top_k = ids.shape
         assert self._of_few_rows is not None
@@ -134,12 +134,12 @@ def many_rows(
         clamped: As in `Mixture`.
         first: Experts before this one are left out of the sums.
     """
-    from halfbyte.kernels.cpu.transformer import expert_items
+    from halfbyte.kernels.cpu.transformer.experts import items
 
     tensors = TensorAddresses()
     products = tensors.product(gate_up), tensors.product(down)
     operands = x.to(torch.float32).contiguous(), ids.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
-    return expert_items.run(products, *operands, None if clamped is None else clamped.native(), first)
+    return items.run(products, *operands, None if clamped is None else clamped.native(), first)
 
 
 class SharedExpert(NamedTuple):
@@ -228,7 +228,7 @@ class Experts(NamedTuple):
 
     def native(self, tensors: TensorAddresses) -> sublayers.FeedForward:
         from halfbyte.kernels.cpu.codegen.elements import kind_of
-        from halfbyte.kernels.cpu.transformer import experts_plan
+        from halfbyte.kernels.cpu.transformer.experts import plan as experts_plan
 
         shared = self.shared_expert
         gate = None if shared is None else shared.gate

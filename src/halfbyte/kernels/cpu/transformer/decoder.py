@@ -1,7 +1,7 @@
 """Decoder layers for the newest tokens of each sequence, in one native call: x [B, t, K] -> [B, t, K], float32.
 
     h = attention(x)                         `attention_sublayer.py`
-    y = feed_forward(h)                      `feed_forward.py`, `experts_plan.py`; y = h in layers without one
+    y = feed_forward(h)                      `feed_forward.py`, `experts/plan.py`; y = h in layers without one
     y = per_layer(y, e)                      `per_layer.py`, in layers with a per-layer input e
 
 `ops/transformer/decoder.py` calls `run`; `whole_model.py` takes the `Plan`s of all layers for a decode step. Everything between the steps

@@ -1,7 +1,7 @@
 """What the sublayers of a decoder layer share: norms, memory for intermediate results, and products as steps.
 
     h = x + attention(x)         `attention_sublayer.py`
-    y = h + feed_forward(h)      `feed_forward.py`, `experts_plan.py`; then `per_layer.py` in some models
+    y = h + feed_forward(h)      `feed_forward.py`, `experts/plan.py`; then `per_layer.py` in some models
 
 A sublayer is planned once for each number of rows m. Its plan owns a `Workspace` and lists the argument blocks of the steps that
 `step_sequence.py` runs. All fields are filled in but the addresses that change from call to call, which the plan's `set_addresses` writes.

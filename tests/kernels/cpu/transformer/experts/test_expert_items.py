@@ -10,7 +10,7 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.transformer import expert_items
+from halfbyte.kernels.cpu.transformer.experts import items as expert_items
 from halfbyte.ops.grouped import grouped_linear
 from halfbyte.ops.transformer.experts import Clamped, Mixture, many_rows
 from halfbyte.ops.transformer.weights import Weight

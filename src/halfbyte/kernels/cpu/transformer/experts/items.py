@@ -12,7 +12,7 @@ After a barrier threads share the rows of y, each the sum of its T rows of produ
 them between threads costs more in barriers and counters than a product takes. Besides, an item's intermediate results stay in its core's
 cache, and all memory is kept from call to call: the first touch of fresh pages takes longer than the products that would be stored there.
 
-All between the products is float32. Few rows are computed by `experts.py`, where all threads share each expert.
+All between the products is float32. Few rows are computed by `steps.py`, where all threads share each expert.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from halfbyte.kernels.cpu.codegen.kernel import phase as emitted
 from halfbyte.kernels.cpu.linear import grouped
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.step_sequence import Product, through_gates
-from halfbyte.kernels.cpu.transformer.experts import Clamped, clamped_gates
+from halfbyte.kernels.cpu.transformer.experts.steps import Clamped, clamped_gates
 
 _FIELDS = len(LINEAR.fields)
 _COLUMN = {name: LINEAR.offset(name) // 8 for name in LINEAR.fields}
@@ -191,9 +191,7 @@ def run(
     return y
 
 
-def _run(
-    products: tuple[Product, Product], tensors: tuple[Tensor, Tensor, Tensor, Tensor], clamped: Clamped | None, first: int
-) -> None:
+def _run(products: tuple[Product, Product], tensors: tuple[Tensor, Tensor, Tensor, Tensor], clamped: Clamped | None, first: int) -> None:
     """Compute as many rows as one call takes. `tensors`: x, ids, weights and y."""
     (gate_up, down), (x, ids, weights, y) = products, tensors
     (m, k), top_k, available = x.shape, ids.shape[1], runtime.threads()

@@ -9,7 +9,7 @@
     y      = h + factor * sum over t of w[t] * (g[t] · Wdown[id[t]]ᵀ + bias[id[t]])              step "down"
                + sigmoid(x · wgate) * shared(x)          where there is a shared expert, which may have no gate
 
-`experts_plan.py` plans the steps. Which experts a row takes is known within the native call alone, so that steps find their weights by the
+`plan.py` plans the steps. Which experts a row takes is known within the native call alone, so that steps find their weights by the
 ids that an earlier step has written. Where ids and weights are given, there are no norm, router and h: y is the sum. A GPU may give them
 (`kernels/crossing.py`): threads wait for its flag before they read them, and the last thread that has stored its part of y sets the flag
 that the GPU waits for.

@@ -1,4 +1,4 @@
-"""Plans of a mixture of experts on the CPU for few rows: scratch memory, arguments and order of the steps that `experts.py` generates.
+"""Plans of a mixture of experts on the CPU for few rows: scratch memory, arguments and order of the steps that `steps.py` generates.
 
 A plan is made once for a number of rows m, and runs in one native call (`step_sequence.StepSequence`). With R = m * top_k routed rows, one
 for each row and expert, its steps are:
@@ -36,7 +36,7 @@ from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
 from halfbyte.kernels.cpu.plan_cache import PlanCache
 from halfbyte.kernels.cpu.step_sequence import Product, Step, StepSequence, phase, shares
-from halfbyte.kernels.cpu.transformer.experts import EXPERTS, Clamped, ExpertsStep, build
+from halfbyte.kernels.cpu.transformer.experts.steps import EXPERTS, Clamped, ExpertsStep, build
 from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, Workspace, shared_memory
 from halfbyte.kernels.layer_kinds import RouterScores
 from halfbyte.layouts.base import round_up

@@ -19,7 +19,8 @@ from halfbyte.formats import Codes
 from halfbyte.kernels import crossing
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.step_sequence import PRODUCT, StepSequence
-from halfbyte.kernels.cpu.transformer import experts, experts_plan
+from halfbyte.kernels.cpu.transformer.experts import plan as experts_plan
+from halfbyte.kernels.cpu.transformer.experts import steps as experts
 from halfbyte.ops.grouped import grouped_linear
 from halfbyte.ops.transformer.experts import Clamped, Experts, Mixture, SharedExpert
 from halfbyte.ops.transformer.sublayers import Norm
