@@ -27,7 +27,7 @@ def takes_codes(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor
 
     Operands that do not fit are left to `halfbyte::linear`, which says so.
     """
-    if not fused_by_inductor(x) or torch.compiler.is_exporting():
+    if not fused_by_inductor(x) or torch.compiler._is_exporting_flag:  # torch 2.11 traces is_exporting() as True
         return False
     fmt, (n, k) = packed.format, packed.shape
     if x.dtype not in FLOATS or x.dim() == 0 or x.shape[-1] != k or packed.data.device != x.device:
