@@ -172,11 +172,12 @@ def test_hopper_assembly() -> None:
     blocks become floats without conversions."""
     shape = {"m": 1024, "n": 14336, "k": 4096, "dtype": "bfloat16", "compute": "int8", "wanted": "product"}
     home = "halfbyte.kernels.gpu.linear.gemm_int8_hopper"
-    ways = (("int4_channel", "row"), ("int4_g128", "row"), ("int8_g128", "block"))
-    jobs = [linear_job(home, "sm_90", format=name, activation=activation, configs=[0], **shape) for name, activation in ways]
-    for (name, _), [quantization, product] in zip(ways, compile_all(jobs), strict=True):
+    ways = (("int4_channel", "row", 0), ("int4_channel", "row", 4), ("int4_g128", "row", 0), ("int8_g128", "block", 0))
+    jobs = [linear_job(home, "sm_90", format=name, activation=way, low_rank=rank, configs=[0], **shape) for name, way, rank in ways]
+    for (name, _, rank), [quantization, product] in zip(ways, compile_all(jobs), strict=True):
         assert product.spills == 0
         assert 384 * product.registers + 128 * quantization.registers <= 1 << 16
         assert "IGMMA" in product.assembly
+        assert ("HGMMA" in product.assembly) == bool(rank)
         assert name == "int4_channel" or product.assembly.count("I2F") < 32
         assert re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x[12]", product.assembly), "wgmma wait for each other"
