@@ -375,6 +375,9 @@ class Addition:
         return (codes, self.how, other) if self.codes_first else (other, self.how, codes)
 
 
+LOW_RANK = 32  # of branches that `gemm_int8_hopper` adds
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Epilogue:
     """What happens to sums before they are written: y = clamp(sum + bias + residual, low, high), rounded once to y's type.

@@ -253,6 +253,12 @@ def linear(
         raise
 
 
+def linear_low_rank(x: Tensor, inner: Tensor, outer: Tensor, packed: Packed, bias: Tensor | None, compute: str, activation: str) -> Tensor:
+    """linear(x, packed, bias) + inner · outerᵀ, where `row_codes.adds_low_rank`; of several branches as `cuda.linear_low_rank` has it."""
+    n, k = _matrix(packed)
+    return OPS.linear_low_rank.default(x, inner, outer, packed.data, bias, packed.name, n, k, compute, activation)  # type: ignore[no-any-return]
+
+
 def linear_gelu(
     x: Tensor,
     packed: Packed,

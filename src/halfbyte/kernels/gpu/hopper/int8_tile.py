@@ -30,8 +30,9 @@ from halfbyte.kernels.gpu.hopper.reduction import pack_sums, unpack_sums
 from halfbyte.kernels.gpu.hopper.ring import barriers, next_stage
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
 from halfbyte.kernels.gpu.values import Value
+from halfbyte.kernels.problem import LOW_RANK
 
-RANK = gl.constexpr(32)  # of a branch of low rank: B fits in the stage of a panel of 4 bits
+RANK = gl.constexpr(LOW_RANK)  # B fits in the stage of a panel of 4 bits
 _INNER = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 _OUTER = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 
@@ -175,7 +176,7 @@ class Static(CompileTime):
         """Average per thread: few enough that the kernel that quantizes the next x starts during this one; None where sums take all."""
         if self.zero != "none" and not self.whole:
             return None
-        return 168 if self.panels == 1 else 136 if self.whole else 144
+        return 168 if self.panels == 1 or self.low_rank else 136 if self.whole else 144
 
     @property
     def sums(self) -> gl.NVMMADistributedLayout:

@@ -24,7 +24,6 @@ from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu.arithmetic import grouped_ordering
 from halfbyte.kernels.gpu.hopper.epilogue import Outputs
 from halfbyte.kernels.gpu.hopper.int8_tile import (
-    RANK,
     Operands,
     Static,
     Target,
@@ -42,7 +41,7 @@ from halfbyte.kernels.gpu.quantize.activations import Quantized
 from halfbyte.kernels.gpu.runtime.launch import run
 from halfbyte.kernels.gpu.runtime.scratch import locks
 from halfbyte.kernels.gpu.weight_kinds import zero_of
-from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.kernels.problem import LOW_RANK, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
@@ -220,10 +219,10 @@ def _low_rank_operands(
     if low_rank is None:
         return None, None, None
     inner, outer = low_rank
-    if reason := why_no_low_rank(problem, config, branches := inner.shape[1] // RANK.value):
+    if reason := why_no_low_rank(problem, config, branches := inner.shape[1] // LOW_RANK):
         raise KernelError(f"gemm_int8_hopper adds no product of low rank here: {reason}")
     rows = min(config.block_m, 128)
-    return descriptor(inner.view(torch.int8), rows, 128), descriptor(outer, 64, RANK.value), problem.n // branches
+    return descriptor(inner.view(torch.int8), rows, 128), descriptor(outer, 64, LOW_RANK), problem.n // branches
 
 
 def descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
