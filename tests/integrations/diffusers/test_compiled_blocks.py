@@ -72,7 +72,7 @@ def test_branches_of_fused_layers() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.to_q, self.to_k, self.to_v = nn.Linear(WIDTH, 64), nn.Linear(WIDTH, 128), nn.Linear(WIDTH, 128)
+            self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, 128) for _ in range(3))
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat([self.to_q(x), self.to_k(x), self.to_v(x)], -1)
