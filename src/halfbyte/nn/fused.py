@@ -379,7 +379,7 @@ class FusedLinear(DerivedLinear):
     def with_low_rank(self, x: Tensor, into: Tensor, out: Tensor) -> Tensor:
         group = self._group
         whole = self.packed_for is None and self._whole is group.packed and self._parameters["bias"] is group.biases[self._index]
-        if whole and group.branches and group.branches[self._index].low_rank_in.shape == into.shape:
+        if whole and group.branches:
             return group.part(x, self, low_rank=True)
         return self(x) + functional.linear(functional.linear(x, into), out)  # type: ignore[no-any-return]
 
