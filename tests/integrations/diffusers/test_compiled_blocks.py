@@ -84,7 +84,7 @@ def test_branches_of_fused_layers() -> None:
         branches = inner.shape[-1] // outer.shape[1]
         parts = zip(inner.double().chunk(branches, -1), outer.double().chunk(branches), strict=True)
         branch = torch.cat([a @ b.T for a, b in parts], -1)
-        return reference.linear(x, codes, bias, *ways, residual=branch).to(x.dtype)  # type: ignore[arg-type]
+        return reference.linear(x, codes, bias, *ways, None, branch).to(x.dtype)  # type: ignore[arg-type]
 
     library = torch.library.Library("halfbyte", "IMPL")
     library.impl("linear_low_rank", linear_low_rank, "CPU")
