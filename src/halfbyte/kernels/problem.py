@@ -375,12 +375,17 @@ class Addition:
         return (codes, self.how, other) if self.codes_first else (other, self.how, codes)
 
 
+LOW_RANK = 32  # of branches that `gemm_int8_hopper` adds
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Epilogue:
     """What happens to sums before they are written: y = clamp(sum + bias + residual, low, high), rounded once to y's type.
 
     bias      floating point [n], or None
     residual  [m, n] in the activations' type, or None
+    low_rank  what is added to the sums of `gemm_int8_hopper`: inner [m, branches * 32], contiguous, times outer [n, 32]^T, both in the
+              activations' type; the i-th of as many equal parts of n takes the i-th 32 columns of `inner`
     gates     the sum is that of two: factor * f(sum[i]) * sum[i + n / 2], so that y, bias and residual have n / 2 columns; f, as in
               `layer_kinds.py`. `skinny` and `skinny_hopper` have it
     table     of a convolution of codes, whose sums are requantized to codes: as `ops.conv.cuda.table` has it; None: of any other product
@@ -394,6 +399,7 @@ class Epilogue:
     high: float = math.inf
     gates: GateFunction | Literal[""] = ""
     factor: float = 1.0
+    low_rank: tuple[Tensor, Tensor] | None = None
     table: Tensor | None = None
     outside: int = 0
     addition: Addition | None = None

@@ -111,6 +111,9 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
             for some in [list(run) for _, run in groups]:
                 if len(some) > 1 and len({linear.bias.dtype for _, _, linear in some if linear.bias is not None}) < 2:
                     group = _Group.of([linear for _, _, linear in some])
+                    homes = [home for _, (home, _), _ in some if isinstance(home, LowRankLinear)]
+                    if len(homes) == len(some) and len({home.low_rank_out.shape for home in homes}) == 1:
+                        group.branches = homes
                     for i, (_, (home, key), linear) in enumerate(some):
                         setattr(home, key, FusedLinear(group, i, linear))
                     _remark(parent, [name for name, _, _ in some])
@@ -204,6 +207,7 @@ class _Group:
     integers  whether compute is "int8", for which bytes are in the order that `ops.in_order` gives
     cached_outputs  of the last input, those that no layer has returned yet
     check   the packed_check of all layers, each of which has a view of it
+    branches  the branches of low rank of all layers, if each has one of the same shape
     """
 
     packed: Packed
@@ -211,6 +215,7 @@ class _Group:
     biases: list[Tensor | None]
     integers: bool = False
     cached_outputs: _Outputs | None = None
+    branches: Sequence[LowRankLinear] = ()
     _bias: Tensor | None = None
     check: Tensor = field(init=False)
 
@@ -278,13 +283,18 @@ class _Group:
         start = sum(self.sizes[:index])
         return slice(start, start + self.sizes[index])
 
-    def part(self, x: Tensor, of: FusedLinear) -> Tensor:
+    def part(self, x: Tensor, of: FusedLinear, *, low_rank: bool = False) -> Tensor:
         """The outputs for x of one of the layers; the first one that is asked says how all are computed."""
         cached, state = self.cached_outputs, _state_of(x)
         is_current = cached is not None and cached.x is x and cached.state == state
         output = cached.by_layer.pop(of.index, None) if cached is not None and is_current else None
         if output is None:
-            y = ops.linear(x, self.packed, self.bias, compute=of.compute, activation=of.activation)
+            if low_rank:
+                inner = functional.linear(x, torch.cat([branch.low_rank_in.to(x.dtype) for branch in self.branches]))
+                outer = torch.cat([branch.low_rank_out.to(x.dtype) for branch in self.branches])
+                y = ops.linear_low_rank(x, inner, outer, self.packed, self.bias, of.compute, of.activation)
+            else:
+                y = ops.linear(x, self.packed, self.bias, compute=of.compute, activation=of.activation)
             starts = accumulate(self.sizes, initial=0)  # slices, as outputs of split() must not be written to where gradients are wanted
             outputs = (y.narrow(-1, start, size) for start, size in zip(starts, self.sizes, strict=False))
             cached = _Outputs(x, state, dict(enumerate(outputs)))
@@ -395,6 +405,13 @@ class FusedLinear(DerivedLinear):
         if bias is not None:
             biases = functional.pad(bias.float(), (rows.start, whole.shape[0] - rows.stop))
         return ops.linear(x, whole, biases, compute=self.compute, activation=self.activation)[..., rows]
+
+    def with_low_rank(self, x: Tensor, into: Tensor, out: Tensor) -> Tensor:
+        group = self._group
+        whole = self.packed_for is None and self._whole is group.packed and self._parameters["bias"] is group.biases[self._index]
+        if whole and group.branches:
+            return group.part(x, self, low_rank=True)
+        return self(x) + functional.linear(functional.linear(x, into), out)  # type: ignore[no-any-return]
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)

@@ -21,6 +21,7 @@ from halfbyte.ops.functions import join as join
 from halfbyte.ops.functions import linear as linear
 from halfbyte.ops.functions import linear_geglu as linear_geglu
 from halfbyte.ops.functions import linear_gelu as linear_gelu
+from halfbyte.ops.functions import linear_low_rank as linear_low_rank
 from halfbyte.ops.functions import pack as pack
 from halfbyte.ops.functions import qlinear as qlinear
 from halfbyte.ops.functions import quantize as quantize

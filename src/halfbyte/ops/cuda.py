@@ -5,12 +5,14 @@ Calls of linear layers with the same shapes, dtypes and settings share a tape (`
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Context
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from halfbyte import env
 from halfbyte.dispatch.candidate import Choice
@@ -22,7 +24,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.gpu.linear import plain
 from halfbyte.kernels.gpu.runtime.launch import current_recording, output
-from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.kernels.problem import LOW_RANK, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import why_not_sparse
@@ -161,6 +163,43 @@ def linear_codes(
     here = gpu(q.get_device())
     with on(q):
         run_first(choose(problem, here), here, (rows, gpu_tiles.views(weight, geo), out.view(-1, n), ends))
+    return out
+
+
+def linear_low_rank(
+    x: Tensor, inner: Tensor, outer: Tensor, weight: Tensor, bias: Tensor | None, format: str, n: int, k: int, compute: str, activation: str
+) -> Tensor:
+    """`linear` plus branches of low rank: inner = x · Aᵀ [..., branches * r], outer = B [N, r]; each has an equal part of N.
+
+    Where `gemm_int8_hopper` multiplies, it adds them to its sums; elsewhere torch's product is a residual.
+    """
+    check_linear(x, weight, format, n, k, activation, -math.inf, math.inf)
+    branches = inner.shape[-1] // outer.shape[1]
+    with on(x):
+        if x.numel() and n and (added := _low_rank_sums(x, inner, outer, weight, bias, (format, n, k, compute, activation))) is not None:
+            return added
+    parts = zip(inner.chunk(branches, -1), outer.chunk(branches), strict=True)
+    branch = torch.cat([functional.linear(a, b) for a, b in parts], -1)
+    return linear(x, weight, bias, branch, format, n, k, compute, activation, -math.inf, math.inf)
+
+
+def _low_rank_sums(
+    x: Tensor, inner: Tensor, outer: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[str, int, int, str, str]
+) -> Tensor | None:
+    """`linear_low_rank` by one kernel; None where another one multiplies."""
+    format, n, k, compute, activation = settings
+    flat, inner, weight = aligned(x).view(-1, k), aligned(inner).view(-1, inner.shape[-1]), aligned(weight)
+    geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
+    ways = {"compute": compute_of(compute), "activation": activation, "sparse": geo.sparse, "paired": geo.paired}
+    problem = Problem("linear", len(flat), n, k, geo.format, x.dtype, **ways)  # type: ignore[arg-type]
+    taken = choose(problem, gpu(x.get_device())).taken
+    if taken is None or taken.candidate.name != "gemm_int8_hopper" or outer.shape[1] != LOW_RANK:
+        return None
+    if taken.candidate.module.why_no_low_rank(problem, taken.config, inner.shape[1] // LOW_RANK) is not None:
+        return None
+    out = x.new_empty((*x.shape[:-1], n))
+    ends = Epilogue(None if bias is None else aligned(bias), low_rank=(inner, aligned(outer)))
+    taken.candidate.launch(problem, taken.config, flat, gpu_tiles.views(weight, geo), out.view(-1, n), ends)
     return out
 
 

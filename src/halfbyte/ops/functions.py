@@ -28,7 +28,7 @@ from halfbyte.ops.long_sums import starts
 from halfbyte.ops.modes import differentiated, plain, transformed
 from halfbyte.ops.registration import OPS, optional
 from halfbyte.ops.row_codes import fused_by_inductor, quantize_rows, takes_codes
-from halfbyte.ops.tensors import geglu
+from halfbyte.ops.tensors import geglu, gelu_tanh
 from halfbyte.quantizers import CALIBRATED, METHODS
 from halfbyte.quantizers.check import check_scales, check_weight
 
@@ -253,6 +253,12 @@ def linear(
         raise
 
 
+def linear_low_rank(x: Tensor, inner: Tensor, outer: Tensor, packed: Packed, bias: Tensor | None, compute: str, activation: str) -> Tensor:
+    """linear(x, packed, bias) + inner · outerᵀ, where `row_codes.adds_low_rank`; of several branches as `cuda.linear_low_rank` has it."""
+    n, k = _matrix(packed)
+    return OPS.linear_low_rank.default(x, inner, outer, packed.data, bias, packed.name, n, k, compute, activation)  # type: ignore[no-any-return]
+
+
 def linear_gelu(
     x: Tensor,
     packed: Packed,
@@ -268,7 +274,8 @@ def linear_gelu(
     and where gradients are needed, by torch after the product. Otherwise as `linear`.
     """
     if transformed() or fused_by_inductor(x):
-        return functional.gelu(linear(x, packed, bias, compute=compute, activation=activation), approximate=approximate)
+        y = linear(x, packed, bias, compute=compute, activation=activation)
+        return gelu_tanh(y) if approximate == "tanh" and fused_by_inductor(x) else functional.gelu(y, approximate=approximate)
     try:
         n, k = _matrix(packed)
         if plain(x, bias) and x.is_cpu and not differentiated(x, bias, None):

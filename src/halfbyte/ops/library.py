@@ -34,6 +34,10 @@ _library.define(
     "linear_codes(Tensor q, Tensor scale, Tensor weight, Tensor? bias, Tensor? residual, str format, int n, int k, ScalarType dtype, "
     "float? low, float? high) -> Tensor"
 )
+_library.define(
+    "linear_low_rank(Tensor x, Tensor inner, Tensor outer, Tensor weight, Tensor? bias, str format, int n, int k, str compute, "
+    "str activation) -> Tensor"
+)
 _library.define("qlinear(Tensor x, Tensor weight, Tensor table, str format, int n, int k, int low, int high) -> Tensor")
 _library.define("embedding(Tensor ids, Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
 _library.define("dequantize(Tensor weight, str format, int n, int k, ScalarType dtype) -> Tensor")
@@ -131,6 +135,7 @@ for _device in ("CPU", "CUDA"):
     _library.impl("embedding", _implementation(_device, "embedding"), _device)
     _library.impl("dequantize", _implementation(_device, "dequantize"), _device)
 _library.impl("linear_codes", bounded(_implementation("CUDA", "linear_codes")), "CUDA")
+_library.impl("linear_low_rank", _implementation("CUDA", "linear_low_rank"), "CUDA")
 casts(_library, "linear", 0, 3)
 loops(_library, "linear_gelu", "linear_geglu", "qlinear", "embedding")
 torch.library.register_fake("halfbyte::linear", _linear_fake, lib=_library)
@@ -141,6 +146,11 @@ torch.library.register_fake(
 torch.library.register_fake(
     "halfbyte::linear_codes",
     lambda q, scale, weight, bias, residual, format, n, k, dtype, *_: q.new_empty((*q.shape[:-1], n), dtype=dtype),
+    lib=_library,
+)
+torch.library.register_fake(
+    "halfbyte::linear_low_rank",
+    lambda x, inner, outer, weight, bias, *sizes: _linear_fake(x, weight, bias, None, *sizes),
     lib=_library,
 )
 torch.library.register_fake("halfbyte::linear_geglu", _linear_geglu_fake, lib=_library)

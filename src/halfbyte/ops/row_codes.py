@@ -27,7 +27,7 @@ def takes_codes(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor
 
     Operands that do not fit are left to `halfbyte::linear`, which says so.
     """
-    if not fused_by_inductor(x) or torch.compiler.is_exporting():
+    if not fused_by_inductor(x):
         return False
     fmt, (n, k) = packed.format, packed.shape
     if x.dtype not in FLOATS or x.dim() == 0 or x.shape[-1] != k or packed.data.device != x.device:
@@ -40,9 +40,21 @@ def takes_codes(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor
     whole = fmt.bits == 8 and fmt.zero == "none" and not isinstance(fmt.block, int) and packed.layout == gpu_tiles.NAME
     if compute != "int8" or not one_scale or not whole or k % gpu_tiles.RECORD or not 0 < k < _LONGEST_SUM or n == 0:
         return False
-    derived = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, residual))
     rows = x.numel() // k
-    return not derived and not torch.is_autocast_enabled("cuda") and rows > 0 and rows % _TILE == 0
+    return _only_compiled(x, bias, residual) and rows > 0 and rows % _TILE == 0
+
+
+def adds_low_rank(x: Tensor, bias: Tensor | None, compute: str, *branch: Tensor) -> bool:
+    """Whether torch.compile traces, for a GPU, an int8 product to whose sums a branch of low rank is added (`cuda.linear_low_rank`)."""
+    same = all(part.dtype == x.dtype and part.device == x.device for part in branch)
+    return fused_by_inductor(x) and compute == "int8" and same and _only_compiled(x, bias, *branch)
+
+
+def _only_compiled(*tensors: Tensor | None) -> bool:
+    """Whether torch.compile neither exports nor differentiates, outside of autocast."""
+    derived = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    # torch 2.11 traces is_exporting() as True in every compiled call.
+    return not derived and not torch.is_autocast_enabled("cuda") and not torch.compiler._is_exporting_flag
 
 
 def fused_by_inductor(x: Tensor) -> bool:

@@ -60,6 +60,24 @@ def test_transformers(name: str, how: str, config: dict[str, Any], dtype: torch.
 
 
 @DTYPES
+@pytest.mark.parametrize(("format", "rank"), [("int4_channel", 32), ("int4_channel", 16), ("int4_g128", 32)])
+@pytest.mark.parametrize("m", [1, 33, 1200])
+@torch.no_grad()
+def test_compiled_low_rank_layers(m: int, format: str, rank: int, dtype: torch.dtype) -> None:
+    """Within the product's kernel and as its residual: the same sums, rounded once, but that the branch is rounded to 16 bits there."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(1024, 384) for name in ("to_q", "to_k", "to_v")}).to("cuda", dtype)
+    hb.optimize_(hb.quantize_(model, hb.Config(format, compute="int8", activation="row", low_rank=rank)))
+
+    def run(x: Tensor) -> Tensor:
+        return torch.cat([layer(x) for layer in model.values()], -1)
+
+    x = torch.randn(m, 1024, dtype=dtype, device="cuda")
+    torch.compiler.reset()
+    assert distance(torch.compile(run, fullgraph=True)(x), run(x)) < 2 * torch.finfo(dtype).eps
+
+
+@DTYPES
 @pytest.mark.parametrize("how", ["float", "int8"])
 @pytest.mark.parametrize("shape", [(1, 256, 96), (33, 320, 200), (300, 1024, 512)])
 @torch.no_grad()

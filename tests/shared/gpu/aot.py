@@ -24,7 +24,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +76,7 @@ class Binary:
 
 def linear_job(module: str | None, arch: str, *, configs: Sequence[int] | None = None, wanted: str = "assembly", **problem: Any) -> Job:
     """A linear kernel's file, or what dispatch takes where `module` is None, on one problem: m, n, k, format, and perhaps dtype
-    ("bfloat16"), compute, activation, bias, residual, sparse, paired."""
+    ("bfloat16"), compute, activation, bias, residual, sparse, paired, low_rank: how many branches."""
     return Job("aot:launch_linear", arch, {"module": module, "configs": configs, **problem}, wanted)
 
 
@@ -95,6 +95,7 @@ def launch_linear(
     residual: bool = False,
     sparse: bool = False,
     paired: bool = False,
+    low_rank: int = 0,
 ) -> None:
     from halfbyte.kernels.problem import Epilogue
 
@@ -113,6 +114,8 @@ def launch_linear(
     views = gpu_tiles.views(torch.empty(geo.nbytes, dtype=torch.uint8, device="meta"), geo)
     x, out = torch.empty(m, k, dtype=problem.dtype, device="meta"), torch.empty(m, n, dtype=problem.dtype, device="meta")
     epilogue = Epilogue(torch.empty(n, device="meta") if bias else None, torch.empty_like(out) if residual else None)
+    if low_rank:
+        epilogue = replace(epilogue, low_rank=(out.new_empty(m, 32 * low_rank), out.new_empty(n, 32)))
     for config in found if configs is None else (found[i] for i in configs if i < len(found)):
         file.launch(problem, config, x, views, out, epilogue)
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from halfbyte.errors import ArgumentError
 from halfbyte.nn.modules.quantized import QuantLinear
+from halfbyte.ops.row_codes import adds_low_rank
 from halfbyte.quantizers.low_rank import low_rank
 
 
@@ -92,7 +93,11 @@ class LowRankLinear(nn.Module):
         """x [..., K] -> [..., N] of the same dtype."""
         if self.input_scale is not None:
             x = x * self.input_scale.to(x.dtype)
-        branch = functional.linear(functional.linear(x, self.low_rank_in.to(x.dtype)), self.low_rank_out.to(x.dtype))
+        into, out = self.low_rank_in.to(x.dtype), self.low_rank_out.to(x.dtype)
+        residual = self.residual
+        if isinstance(residual, QuantLinear) and adds_low_rank(x, residual.bias, residual.compute, into, out):
+            return residual.with_low_rank(x, into, out)
+        branch = functional.linear(functional.linear(x, into), out)
         if type(self.residual) is QuantLinear:
             return self.residual(x, added=branch)  # type: ignore[no-any-return]
         return self.residual(x) + branch  # type: ignore[no-any-return]

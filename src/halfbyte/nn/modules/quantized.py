@@ -338,6 +338,10 @@ class QuantLinear(QuantModule):
         """x [..., in_features], float32, bfloat16 or float16 -> [..., out_features] of the same dtype; with `added`, of that shape."""
         return ops.linear(x, self.packed, self.bias, residual=added, compute=self.compute, activation=self.activation)
 
+    def with_low_rank(self, x: Tensor, into: Tensor, out: Tensor) -> Tensor:
+        """forward(x) + x intoᵀ outᵀ in one product, where `row_codes.adds_low_rank`."""
+        return ops.linear_low_rank(x, functional.linear(x, into), out, self.packed, self.bias, self.compute, self.activation)
+
     def extra_repr(self) -> str:
         fmt = self._packed.codes_format
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, format={fmt}"

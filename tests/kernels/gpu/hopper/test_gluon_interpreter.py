@@ -159,6 +159,29 @@ def test_gemm_int8_hopper_of_codes() -> None:
         activations.quantized(activations.plan(replace(problem, m=300)), rows.q, rows.scale)
 
 
+@pytest.mark.parametrize(("m", "block_m", "programs", "branches"), [(70, 64, 1, 2), (300, 256, 3, 1), (70, 128, 2, 2)])
+def test_gemm_int8_hopper_with_branches_of_low_rank(m: int, block_m: int, programs: int, branches: int) -> None:
+    """Branches of one and of several tiles, tiles of 256 rows of which the last is halved, more tiles than stages."""
+    n, k = 256, 600
+    codes, x = random_codes(as_format("int4_channel"), (n, k)), torch.randn(m, k).to(torch.bfloat16)
+    inner, outer = (torch.randn(*shape).to(torch.bfloat16) for shape in ((m, 32 * branches), (n, 32)))
+    problem = Problem("linear", m, n, k, codes.format, x.dtype, "int8", "row")
+    views = gpu_tiles.views(gpu_tiles.pack(codes).data, gpu_tiles.geometry(codes.format, codes.shape))
+    out, bias = torch.full((m, n), torch.nan, dtype=x.dtype), torch.randn(n)
+    with interpreted(gemm_int8_hopper):
+        config = gemm_int8_hopper.Config(block_m, 2, programs)
+        gemm_int8_hopper.launch(problem, config, x, views, out, Epilogue(bias, low_rank=(inner, outer)))
+    parts = zip(inner.double().chunk(branches, 1), outer.double().chunk(branches), strict=True)
+    branch, inner, outer = torch.cat([a @ b.T for a, b in parts], 1), inner.abs(), outer.abs()
+    # 32 products and their sum with the others are rounded to float32.
+    bound = reference.error_bound(x, codes, bias, "int8", "row", residual=branch)
+    terms = torch.cat([a @ b.T for a, b in zip(inner.double().chunk(branches, 1), outer.double().chunk(branches), strict=True)], 1)
+    expected = reference.linear(x, codes, bias, "int8", "row", residual=branch)
+    assert reference.agrees(out, expected, bound + 34 * 2**-24 * terms).all()
+    with pytest.raises(KernelError, match="low rank"), interpreted(gemm_int8_hopper):
+        gemm_int8_hopper.launch(problem, replace(config, programs=99), x, views, out, Epilogue(bias, low_rank=(inner, outer)))
+
+
 @pytest.mark.parametrize(
     ("name", "outputs", "rows", "pixels", "sweep"),
     [

@@ -167,16 +167,38 @@ def test_hopper_with_every_config(name: str, activation: Activation, gpu: Gpu, d
         assert torch.equal(y, case.run(gemm_int8_hopper, shared))
 
 
+@pytest.mark.parametrize("branches", [1, 3])
+def test_hopper_low_rank(branches: int, gpu: Gpu, device: torch.device) -> None:
+    """More tiles than programs, of 256 rows some halved; branches of low rank are added to the sums."""
+    n = 384
+    case = Case("int4_channel", 1100, n, 2176, torch.bfloat16, "row", device)
+    if device.type != "cuda" or gemm_int8_hopper.supports(case.problem, gpu):
+        pytest.skip("no Hopper GPU here")
+    inner, outer = torch.randn(1100, 32 * branches).bfloat16(), torch.randn(n, 32).bfloat16()
+    pairs = list(zip(inner.double().chunk(branches, 1), outer.double().chunk(branches), strict=True))
+    branch, terms = (torch.cat([a @ b.T for a, b in some], 1) for some in (pairs, [(a.abs(), b.abs()) for a, b in pairs]))
+    wanted = reference.linear(case.x, case.codes, case.bias, "int8", "row", residual=branch)
+    # 32 products and their sum with the others are rounded to float32.
+    bound = reference.error_bound(case.x, case.codes, case.bias, "int8", "row", residual=branch) + 34 * 2**-24 * terms
+    for config in gemm_int8_hopper.configs(case.problem, gpu):
+        for programs in (7, config.programs):
+            one = replace(config, programs=programs)
+            if gemm_int8_hopper.why_no_low_rank(case.problem, one, branches) is None:
+                ends = Epilogue(case.bias.to(device), low_rank=(inner.to(device), outer.to(device)))
+                assert reference.agrees(case.run(gemm_int8_hopper, one, ends), wanted, bound).all(), one
+
+
 def test_hopper_assembly() -> None:
     """wgmma on integers, no spills, room beside for what quantizes the next x; some run while weights go to registers, and while sums of
     blocks become floats without conversions."""
     shape = {"m": 1024, "n": 14336, "k": 4096, "dtype": "bfloat16", "compute": "int8", "wanted": "product"}
     home = "halfbyte.kernels.gpu.linear.gemm_int8_hopper"
-    ways = (("int4_channel", "row"), ("int4_g128", "row"), ("int8_g128", "block"))
-    jobs = [linear_job(home, "sm_90", format=name, activation=activation, configs=[0], **shape) for name, activation in ways]
-    for (name, _), [quantization, product] in zip(ways, compile_all(jobs), strict=True):
+    ways = (("int4_channel", "row", 0), ("int4_channel", "row", 4), ("int4_g128", "row", 0), ("int8_g128", "block", 0))
+    jobs = [linear_job(home, "sm_90", format=name, activation=way, low_rank=rank, configs=[0], **shape) for name, way, rank in ways]
+    for (name, _, rank), [quantization, product] in zip(ways, compile_all(jobs), strict=True):
         assert product.spills == 0
-        assert 384 * product.registers + 128 * quantization.registers <= 1 << 16
+        assert rank or 384 * product.registers + 128 * quantization.registers <= 1 << 16
         assert "IGMMA" in product.assembly
+        assert ("HGMMA" in product.assembly) == bool(rank)
         assert name == "int4_channel" or product.assembly.count("I2F") < 32
         assert re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x[12]", product.assembly), "wgmma wait for each other"

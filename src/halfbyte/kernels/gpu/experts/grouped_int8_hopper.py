@@ -161,7 +161,7 @@ def _grouped(
     xd, wd, ad, md, sd, x_params, w_params, strides, first_scale, schedule, out, bias, experts, shape, S: gl.constexpr
 ):  # fmt: skip
     gdc_launch_dependents()
-    operands = Operands(xd, wd, ad, md, sd)
+    operands = Operands(xd, wd, ad, md, sd, None, None, None)
     ring = allocate_ring(operands, S)
     published = gl.allocate_shared_memory(gl.int32, [S.stages * 4, 1], PUBLISHED)
     gdc_wait()

@@ -13,16 +13,28 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from halfbyte.formats.spec import Zero
 from halfbyte.kernels.gpu.epilogue import finish
-from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, async_store, thread_barrier
+from halfbyte.kernels.gpu.hopper.epilogue import sums_layout
+from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, async_store, reinterpret, thread_barrier
 from halfbyte.kernels.gpu.hopper.int8_sums import scale_sums, sum_blocks, sum_whole
 from halfbyte.kernels.gpu.hopper.reduction import pack_sums, unpack_sums
 from halfbyte.kernels.gpu.hopper.ring import barriers, next_stage
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
 from halfbyte.kernels.gpu.values import Value
+from halfbyte.kernels.problem import LOW_RANK
+
+RANK = gl.constexpr(LOW_RANK)  # B fits in the stage of a panel of 4 bits
+_INNER = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+_OUTER = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 
 
 class Operands(NamedTuple):
@@ -34,6 +46,9 @@ class Operands(NamedTuple):
         x_scale: Scales of the blocks of x.
         x_sums: Sums of the codes of the blocks of x.
         weight_scale: Scales of the blocks of the weight, in rows of 64.
+        inner: Bytes of x A^T of all branches of low rank, in the place of a K slab of x.
+        outer: B of all branches, one after the other.
+        branch_rows: Rows of the weight that a branch has, whole tiles.
     """
 
     x: Value
@@ -41,6 +56,9 @@ class Operands(NamedTuple):
     x_scale: Value
     x_sums: Value
     weight_scale: Value
+    inner: Value
+    outer: Value
+    branch_rows: Value
 
 
 class Ring(NamedTuple):
@@ -105,6 +123,7 @@ class Static(CompileTime):
         split: Programs that share a tile.
         halve_rest: Tiles of the last wave are halved.
         stage_rows: Rows of x that fit in a stage, if more than block_m.
+        low_rank: A branch of low rank is added to the sums: a stage after the K slabs has its operands.
     """
 
     bits: int
@@ -121,6 +140,7 @@ class Static(CompileTime):
     split: int = 1
     halve_rest: bool = False
     stage_rows: int = 0
+    low_rank: bool = False
 
     @property
     def narrower(self) -> Static:
@@ -156,7 +176,7 @@ class Static(CompileTime):
         """Average per thread: few enough that the kernel that quantizes the next x starts during this one; None where sums take all."""
         if self.zero != "none" and not self.whole:
             return None
-        return 168 if self.panels == 1 else 136 if self.whole else 144
+        return 168 if self.panels == 1 or self.low_rank else 136 if self.whole else 144
 
     @property
     def sums(self) -> gl.NVMMADistributedLayout:
@@ -206,7 +226,40 @@ def load_tile(operands, offset, ring, first_m, pn, first, end, stage, phase, sha
         load_weight(operands, ring, offset.lines, pn, r, stage, shape, S)
         load_x_and_scales(operands, ring, offset.scale_row, first_m, pn, r, stage, shape, S)
         stage, phase = next_stage(stage, phase, S.stages)
+    if S.low_rank:
+        mbarrier.wait(ring.empty.index(stage), phase)
+        _load_low_rank(operands, ring, first_m, pn, stage, S)
+        stage, phase = next_stage(stage, phase, S.stages)
     return stage, phase
+
+
+@gluon.jit
+def _load_low_rank(operands, ring, first_m, pn, stage, S: gl.constexpr):
+    """Load x A^T and B of a tile: as many bytes as a K slab of 4 bits has."""
+    PANELS: gl.constexpr = S.panels
+    BOX: gl.constexpr = operands.inner.block_shape[0]
+    bar = ring.full.index(stage)
+    mbarrier.expect(bar, S.stage_bytes)
+    column = pn * (64 * PANELS) // operands.branch_rows * (2 * RANK)
+    for i in gl.static_range(S.block_m // BOX):
+        async_load(operands.inner, [first_m + i * BOX, column], bar, ring.x.index(stage).slice(i * BOX, BOX, dim=0))
+    outer = reinterpret(ring.weight, operands.outer.dtype, [S.stages * PANELS, 64, RANK], _OUTER)
+    for p in gl.static_range(PANELS):
+        async_load(operands.outer, [(pn * PANELS + p) * 64, 0], bar, outer.index(stage * PANELS + p))
+
+
+@gluon.jit
+def _add_low_rank(total, ring, stage, PANEL: gl.constexpr, INDEX: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Return total + B (x A^T)^T of the INDEX-th rows of x of a tile."""
+    ROWS: gl.constexpr = S.epilogue_rows
+    SUMS: gl.constexpr = sums_layout(ROWS)
+    STAGE_ROWS: gl.constexpr = S.stage_rows if S.stage_rows > 0 else S.block_m
+    inner = reinterpret(ring.x, DTYPE, [S.stages, STAGE_ROWS, 64], _INNER).index(stage)
+    inner = inner.slice(INDEX * ROWS, ROWS, dim=0).slice(0, RANK, dim=1)
+    outer = reinterpret(ring.weight, DTYPE, [S.stages * S.panels, 64, RANK], _OUTER).index(stage * S.panels + PANEL)
+    total = gl.convert_layout(total, SUMS, assert_trivial=True)
+    total = warpgroup_mma(outer, inner.permute([1, 0]), total, is_async=True)
+    return gl.convert_layout(warpgroup_mma_wait(0, deps=[total]), S.sums, assert_trivial=True)
 
 
 @gluon.jit
@@ -281,12 +334,17 @@ def multiply_tile(
     finishes = True
     if S.split > 1:
         finishes = _leave_sums(sums, scratch, tile, PANEL, S)
+    if S.low_rank:
+        mbarrier.wait(ring.full.index(stage), phase)
     if finishes:
         for i in gl.static_range(S.block_m // ROWS):
             total = sums[i]
             if S.split > 1:
                 total = _add_up(scratch, tile, i, PANEL, S)
-            _write_sums(total, by_x[i], by_w, x_params, w_params, rn, target, n, m + i * ROWS, S)
+            _write_sums(total, by_x[i], by_w, x_params, w_params, rn, target, n, m + i * ROWS, ring, stage, PANEL, i, S)
+    if S.low_rank:
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        stage, phase = next_stage(stage, phase, S.stages)
     return stage, phase
 
 
@@ -340,7 +398,10 @@ def _row_scales(x_params, first, S: gl.constexpr):
 
 
 @gluon.jit
-def _write_sums(total, by_x, by_w, x_params, w_params, rn, target, first_n, first_m, S: gl.constexpr):
+def _write_sums(
+    total, by_x, by_w, x_params, w_params, rn, target, first_n, first_m, ring, stage,
+    PANEL: gl.constexpr, INDEX: gl.constexpr, S: gl.constexpr,
+):  # fmt: skip
     """Scale integers of all of K, or scaled sums of blocks, [64, epilogue_rows], and write y."""
     outputs, staging, order, shape = target
     ROWS: gl.constexpr = S.epilogue_rows
@@ -358,6 +419,8 @@ def _write_sums(total, by_x, by_w, x_params, w_params, rn, target, first_n, firs
         total *= gl.expand_dims(gl.convert_layout(by_x, gl.SliceLayout(0, MMA)), 0) * (0.0625 if S.bits == 4 else 1.0)
     elif S.bits == 4:
         total *= 0.0625
+    if S.low_rank:
+        total = _add_low_rank(total, ring, stage, PANEL, INDEX, DTYPE, S)
     if outputs.y_tma is not None:
         row = first_n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
         y = finish(total, (outputs.bias, None), row, None, shape.n, outputs.low, outputs.high, S.clamp, DTYPE, None)

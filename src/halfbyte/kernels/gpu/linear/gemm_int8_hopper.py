@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu.arithmetic import grouped_ordering
 from halfbyte.kernels.gpu.hopper.epilogue import Outputs
 from halfbyte.kernels.gpu.hopper.int8_tile import (
@@ -40,7 +41,7 @@ from halfbyte.kernels.gpu.quantize.activations import Quantized
 from halfbyte.kernels.gpu.runtime.launch import run
 from halfbyte.kernels.gpu.runtime.scratch import locks
 from halfbyte.kernels.gpu.weight_kinds import zero_of
-from halfbyte.kernels.problem import Epilogue, Problem
+from halfbyte.kernels.problem import LOW_RANK, Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
@@ -167,6 +168,7 @@ def multiply(
         compiled_for(problem, config, clamp=epilogue.clamps),
         split=_sharers(problem, config),
         halve_rest=config.block_m == 256 and _halves_rest(tiles, config.programs),
+        low_rank=epilogue.low_rank is not None,
     )
     rows = weight.codes.view(torch.int8).view(-1, 128) if static.bits == 4 else weight.codes
     scratch = None
@@ -184,6 +186,7 @@ def multiply(
         None if static.whole or x.sums is None else descriptor(x.sums, 1, config.block_m),
         None if static.whole else descriptor(weight.scale.view(-1, 64), 1, 64),
         descriptor(out, static.epilogue_rows, 64) if by_tma else None,
+        *_low_rank_operands(problem, config, epilogue.low_rank),
         (x.scale, x.sums),
         (weight.scale, weight.zero),
         out,
@@ -201,10 +204,33 @@ def multiply(
     )
 
 
+def why_no_low_rank(problem: Problem, config: Config, branches: int) -> str | None:
+    """Return the reason why this kernel does not add `branches` of low rank, each of an equal part of the weight's rows, or None."""
+    if problem.format.bits != 4 or not activations.plan(problem).whole or problem.dtype == torch.float32:
+        return "it adds them to 4 bits with a scale for each row of both operands, in 16 bits"
+    if _sharers(problem, config) > 1 or problem.n % (branches * 64 * config.panels):
+        return "programs share a tile, or branches do"
+    return None
+
+
+def _low_rank_operands(
+    problem: Problem, config: Config, low_rank: tuple[Tensor, Tensor] | None
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None, int | None]:
+    if low_rank is None:
+        return None, None, None
+    inner, outer = low_rank
+    if reason := why_no_low_rank(problem, config, branches := inner.shape[1] // LOW_RANK):
+        raise KernelError(f"gemm_int8_hopper adds no product of low rank here: {reason}")
+    rows = min(config.block_m, 128)
+    return descriptor(inner.view(torch.int8), rows, 128), descriptor(outer, 64, LOW_RANK), problem.n // branches
+
+
 def descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return a TMA descriptor of tiles of a matrix; rows of 128 bytes are swizzled as wgmma reads them, but not single ones of scales."""
-    swizzled = rows > 1 and columns * matrix.itemsize == 128
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128 if swizzled else 0, element_bitwidth=8 * matrix.itemsize, rank=2)
+    """Return a TMA descriptor of tiles of a matrix; rows of 64 and 128 bytes are swizzled as wgmma reads them, but not single ones of
+    scales."""
+    width = columns * matrix.itemsize
+    swizzle = width if rows > 1 and width in (64, 128) else 0
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * matrix.itemsize, rank=2)
     return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
@@ -300,12 +326,15 @@ def _consume(ring, staging, x_params, w_params, outputs, scratch, shape, PANEL: 
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _gemm(xd, wd, ad, md, sd, yd, x_params, w_params, out, added, scratch, M, N, n_padded, k_slabs, bounds, S: gl.constexpr):
+def _gemm(
+    xd, wd, ad, md, sd, yd, inner, outer, branch_rows, x_params, w_params, out, added, scratch, M, N, n_padded, k_slabs, bounds,
+    S: gl.constexpr,
+):  # fmt: skip
     gdc_launch_dependents()
     PANELS: gl.constexpr = S.panels
     ROWS: gl.constexpr = S.epilogue_rows
     REGISTERS: gl.constexpr = [consumer_registers(S.registers), 40]
-    operands = Operands(xd, wd, ad, md, sd)
+    operands = Operands(xd, wd, ad, md, sd, inner, outer, branch_rows)
     ring = allocate_ring(operands, S)
     staging = ring.x  # a placeholder that is never written
     if yd is not None:
