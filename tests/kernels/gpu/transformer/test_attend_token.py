@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 import triton
@@ -9,7 +11,6 @@ import triton.language as tl
 
 from halfbyte.kernels.gpu.transformer.attend import Static
 from halfbyte.kernels.gpu.transformer.attend_token import rotated_with
-from halfbyte.kernels.layer_kinds import RopeInterleaved
 
 
 @triton.jit
@@ -20,7 +21,7 @@ def _write(out, S: tl.constexpr):
 
 @pytest.mark.parametrize("rope_interleaved", ["", "half", "repeated"])
 @pytest.mark.parametrize("rotary_dim", [0, 2, 6, 10])
-def test_rotated_pairs(rotary_dim: int, rope_interleaved: RopeInterleaved, device: torch.device) -> None:
+def test_rotated_pairs(rotary_dim: int, rope_interleaved: Literal["", "half", "repeated"], device: torch.device) -> None:
     static = Static(10, 16, 1, 16, 16, 4, 1, False, rotary_dim, rope_interleaved=rope_interleaved)
     out = torch.empty(16, dtype=torch.int32, device=device)
     _write[1,](out, static)

@@ -50,7 +50,7 @@ def new_token(qkv, rotary, batch, head, kv_heads, strides, d, half, head_mask, n
     # Everything is on its way before anything is waited for.
     q = tl.load(at + d[None, :], mask=head_mask, other=0.0)
     q_half = tl.load(at + half[None, :], mask=head_mask, other=0.0)
-    k, v, codes = q, q, (q, q)  # placeholders, which are never read
+    k, v, codes = q, q, (q, q, q, q)  # placeholders, which are never read
     if S.others > 0:
         k = tl.load(new + d, mask=inside, other=0.0)
         k_half = tl.load(new + half, mask=inside, other=0.0)
