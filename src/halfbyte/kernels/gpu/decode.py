@@ -77,10 +77,8 @@ def fma(a, b, c, ASM: tl.constexpr):
     c = tl.broadcast_to(c, a.shape)
     if not ASM:
         return (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(a.dtype)
-    elif a.dtype == tl.float16:
-        return tl.inline_asm_elementwise(_FMA_F16, "=r,r,r,r", [a, b, c], dtype=tl.float16, is_pure=True, pack=2)
-    else:
-        return tl.inline_asm_elementwise(_FMA_BF16, "=r,r,r,r", [a, b, c], dtype=tl.bfloat16, is_pure=True, pack=2)
+    FMA: tl.constexpr = _FMA_F16 if a.dtype == tl.float16 else _FMA_BF16
+    return tl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, b, c], dtype=a.dtype, is_pure=True, pack=2)
 
 
 @triton.jit

@@ -10,7 +10,8 @@ from samples import random_codes
 from halfbyte.formats import as_format
 from halfbyte.kernels.gpu.linear import dequantized
 from halfbyte.kernels.gpu.quantize import dequantize
-from halfbyte.kernels.problem import Problem
+from halfbyte.kernels.gpu.runtime.launch import recording
+from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import GPUS
 
@@ -41,3 +42,14 @@ def test_what_it_refuses() -> None:
     assert dequantized.supports(Problem("linear", 256, 8192, 8192, fmt, B), gpu) is None
     assert "255 rows" in (dequantized.supports(Problem("linear", 255, 8192, 8192, fmt, B), gpu) or "")
     assert "memory" in (dequantized.supports(Problem("linear", 256, 262144, 65536, fmt, B), gpu) or "")
+
+
+def test_grids_of_many_rows() -> None:
+    """CUDA takes at most 65535 programs along the second dimension."""
+    problem = Problem("linear", 65536 * 64, 64, 64, as_format("int8_channel"), H)
+    geo = gpu_tiles.geometry(problem.format, (64, 64))
+    weight = gpu_tiles.views(torch.empty(geo.nbytes, dtype=torch.uint8, device="meta"), geo)
+    x, out = (torch.empty(problem.m, 64, dtype=H, device="meta") for _ in range(2))
+    with recording(dry=True) as recorded:
+        dequantized.launch(problem, dequantized.Config(), x, weight, out, Epilogue(torch.empty(64, device="meta")))
+    assert all(max(launch.grid[1:], default=1) < 1 << 16 for launch in recorded.launches)

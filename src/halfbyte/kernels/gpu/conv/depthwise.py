@@ -16,6 +16,7 @@ image lies 0, or in_zero: threads whose column is outside read a row of the tabl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +98,7 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, taps: Tensor, out: T
         0 if table is None else table.shape[2],
         KH=problem.sizes.kernel[0],
         KW=problem.sizes.kernel[1],
+        WIDE=max(math.prod(problem.image), ho * wo) * channels >= 1 << 31,
         CLAMP=epilogue.clamps,
         SLIDES=window.stride[0] == window.dilation[0] == 1,
         IN_REGISTERS=problem.sizes.taps <= _MOST_REGISTER_TAPS,
@@ -113,10 +115,10 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, taps: Tensor, out: T
 @triton.jit(do_not_specialize=["outside"])
 def _depthwise(
     x, taps, table, out, added, Q, grid, image, window, bounds, outside, row,
-    KH: tl.constexpr, KW: tl.constexpr, CLAMP: tl.constexpr, SLIDES: tl.constexpr, IN_REGISTERS: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, WIDE: tl.constexpr, CLAMP: tl.constexpr, SLIDES: tl.constexpr, IN_REGISTERS: tl.constexpr,
     VECTORS: tl.constexpr, WIDTH: tl.constexpr, FILL: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Q vectors are a pixel. `grid` is (blocks of vectors, strips, rows of a strip)."""
+    """Q vectors are a pixel. `grid` is (blocks of vectors, strips, rows of a strip). WIDE: an image has 2^31 elements or more."""
     height, width, ho, wo = image
     b = (tl.program_id(0) // (grid[0] * grid[1])).to(tl.int64)
     v = tl.program_id(0) % grid[0] * VECTORS + tl.arange(0, VECTORS)
@@ -140,7 +142,10 @@ def _depthwise(
             numbers += (tl.load(table + i * row + channel),)
     elif added[0] is not None:
         numbers += (tl.load(added[0] + channel).to(tl.float32),)
-    image_x = x + b * (height * width * Q * WIDTH)
+    if WIDE:
+        image_x = x + b * height * width * (Q * WIDTH)
+    else:
+        image_x = x + b * (height * width * Q * WIDTH)
     line = (b * ho * wo * (Q * WIDTH) + v * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
     pitch = wo * Q * WIDTH
     zero = tl.zeros([VECTORS, WIDTH], taps.dtype.element_ty)
@@ -154,7 +159,7 @@ def _depthwise(
             for j in tl.static_range(KH):
                 moved += (_added(sums[j], values, weights, KH - 1 - j, Q, KW, WIDTH, IN_REGISTERS, DOTS),)
             if oy >= first:
-                at = line + oy * pitch
+                at = line + (tl.cast(oy, tl.int64) if WIDE else oy) * pitch
                 _finish(moved[0], out, added, at, real, numbers, bounds, CLAMP, table is not None)
             sums = moved[1:] + (zero,)  # noqa: RUF005
     else:
@@ -164,7 +169,7 @@ def _depthwise(
                 iy = oy * window[0] + ky * window[4] - window[2]
                 values = _line(image_x, iy, x0, channel, image, window, outside, Q, KW, WIDTH, FILL, PTX, DOTS)
                 total = _added(total, values, weights, ky, Q, KW, WIDTH, IN_REGISTERS, DOTS)
-            at = line + oy * pitch
+            at = line + (tl.cast(oy, tl.int64) if WIDE else oy) * pitch
             _finish(total, out, added, at, real, numbers, bounds, CLAMP, table is not None)
 
 

@@ -36,7 +36,7 @@ _LEAST_SLABS = 8  # K slabs of a filter from which warps share it
 _RESIDENT_WARPS = 8  # per multiprocessor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Static(skinny_config.Static):
     """What the kernel is compiled for, in addition to `skinny_config.Static`.
 

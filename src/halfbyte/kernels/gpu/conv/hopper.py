@@ -1,25 +1,22 @@
 """y = x * W, a convolution of stride 1 or 2 on Hopper's tensor cores: TMA, warp specialization, a persistent grid.
 
-The sums of `implicit_gemm.py`: int8 to int8, or in float16 and bfloat16 with the weight dequantized to memory first. A program computes
-tiles
-of 64 to 256 outputs by a box of images x rows x columns of y, one after the other. For each tap and each 128 bytes of channels one warp
-loads
-the same box of x by TMA, moved by the tap: no patch is addressed pixel by pixel, and pixels outside of the image are zero-filled. Two
-warpgroups multiply, both operands from shared memory. With stride 2 a box has every second row and column: x is then
-[image, row / 2, row % 2, column / 2, column % 2 and channel].
+Computes the sums of `implicit_gemm.py`: int8 to int8, or in float16 and bfloat16 with the weight dequantized to memory first. This file is
+the host side; the kernel is in `hopper_tile.py`, its epilogue in `hopper_write.py`.
 
-Small tiles are limited by shared memory, not by wgmma. There a box is a row of y, with its images next to each other in shared memory and
-then its columns: a step to the right is a step of whole buffers, and all taps of a row of the kernel (`sweep`) read one copy of x.
+A program computes tiles of 64 to 256 outputs by a box of images x rows x columns of y, one after the other. A step of K is a tap and up to
+128 bytes of channels: the producer warp loads by TMA the box of x that the tap reads, 0 outside of the image, and the weight. Two
+warpgroups multiply both from shared memory. Four variants, which `Static` names:
 
-Where floats' tiles have 128 pixels, these are the rows of the product, and outputs its columns (`direct`). TMA then loads rows of the
-weight
-in an order in which 8 sums of a thread are adjacent in y, and are written 16 bytes at a time. A residual is loaded by TMA to shared memory
-before the products end, and y is written from there. Elsewhere warps exchange sums through shared memory. The epilogue of codes with a
-residual is long: two programs then share a multiprocessor, each with half of its registers.
+    stride     with stride 2 a box has every second row and column: x is [image, row / 2, row % 2, column / 2, column % 2 and channel]
+    sweep      a step has all taps of a row of the kernel, which read one copy of x: small tiles are limited by shared memory, not by wgmma.
+               A box is one row of y then, with its images next to each other in shared memory, so that one column is a whole buffer
+    direct     floats' tiles of 128 pixels: pixels are the rows of the product, outputs its columns, and TMA loads rows of the weight in an
+               order in which 8 sums of a thread are adjacent in y. Elsewhere warps exchange sums through shared memory
+    slots      TMA loads the residual to shared memory before the products end, and writes y from there. The epilogue of codes with a
+               residual is long: two programs share a multiprocessor then, each with half of its registers (`Config.paired`)
 
-Outside of the image x is in_zero, not 0, for integers: `table` holds in_zero * sum(q) of each tap, which is added to the sums of pixels
-whose
-tap is outside. All of it is exact.
+Outside of the image x is in_zero, not 0, for integers: the table holds in_zero * sum(q) of each tap, which is added to the sums of pixels
+whose tap is outside (`Static.bounded`). All of it is exact.
 """
 
 from __future__ import annotations

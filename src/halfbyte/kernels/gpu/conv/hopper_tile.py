@@ -22,6 +22,7 @@ from halfbyte.kernels.gpu.conv.hopper_write import (
     write,
     write_codes,
 )
+from halfbyte.kernels.gpu.hopper.epilogue import sums_layout
 from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, reinterpret
 from halfbyte.kernels.gpu.hopper.ring import barriers
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
@@ -246,12 +247,10 @@ def _consume(args, W: gl.constexpr, S: gl.constexpr):
     TAPS: gl.constexpr = S.taps if S.bounded else 0
     INTEGER: gl.constexpr = table is not None
     # Triton has no instruction of 256 columns for integers.
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128 if INTEGER and COLUMNS > 128 else COLUMNS, 32 if INTEGER else 16]
-    )
+    MMA: gl.constexpr = sums_layout(128 if INTEGER and COLUMNS > 128 else COLUMNS, 32 if INTEGER else 16)
     WIDTH: gl.constexpr = COLUMNS if COLUMNS < 64 else 64
     PIECE_WIDTH: gl.constexpr = GROUP if S.direct else WIDTH
-    PIECE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 32])
+    PIECE: gl.constexpr = sums_layout(WIDTH, 32)
     tiles = grid[0] * grid[1] * grid[2] * grid[3]
     if S.resident:
         mbarrier.wait(loaded, 0)
@@ -317,7 +316,8 @@ def _piece(tile, column, W: gl.constexpr, grid, S: gl.constexpr):
 
 @gluon.jit
 def convolve(xd, wd, table, yd, rd, out, added, units, grid, image, window, bounds, row, S: gl.constexpr):
-    """The kernel; arguments as in `hopper._start`."""
+    """The kernel; `hopper.launch` says what its arguments are. `units` * S.unit are the outputs, `grid` counts tiles along outputs, images,
+    rows and columns, `image` is batch, height and width of x, and of y, `row` the elements of a row of `table`."""
     N = units * S.unit  # what divides it decides how many numbers are written at once
     STAGES: gl.constexpr = S.stages
     if table is not None:

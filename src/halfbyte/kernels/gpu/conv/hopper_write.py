@@ -1,8 +1,8 @@
 """The epilogue of `hopper.py`: codes or floats, written where their pixels are.
 
 `S` is a `hopper_tile.Static`. `at`: the first output; the first of these pixels in their box; the box's first image, row and column.
-`image`:
-sizes of x and y. `requant`: the outputs; constant, multiplier and start of each, and the term of each tap outside of the image.
+`image`: batch, height and width of x, and of y. `requant`: the outputs; constant, multiplier and start of each, and the term of each tap
+outside of the image.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.epilogue import finish
+from halfbyte.kernels.gpu.hopper.epilogue import halves_of
 from halfbyte.kernels.gpu.hopper.gluon_compat import async_store, reinterpret
 
 GROUP = gl.constexpr(32)  # outputs that four threads write at once, if sums are not exchanged
@@ -37,17 +38,8 @@ def pieces_of(acc, WIDTH: gl.constexpr):
     if acc.shape[1] == WIDTH:
         return (acc,)
     else:
-        left, right = _halves(acc)
+        left, right = halves_of(acc)
         return pieces_of(left, WIDTH) + pieces_of(right, WIDTH)
-
-
-@gluon.jit
-def _halves(acc):
-    WIDTH: gl.constexpr = acc.shape[1] // 2
-    DEPTH: gl.constexpr = 32 if acc.dtype == gl.int32 else 16
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, DEPTH])
-    left, right = acc.reshape([64, 2, WIDTH]).permute([0, 2, 1]).split()
-    return gl.convert_layout(left, MMA, assert_trivial=True), gl.convert_layout(right, MMA, assert_trivial=True)
 
 
 @gluon.jit

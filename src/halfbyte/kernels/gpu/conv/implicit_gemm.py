@@ -57,8 +57,9 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     sizes = problem.sizes
     if not problem.m or not sizes.out or not sizes.k:
         return "there is nothing to multiply"
-    if problem.image[0] * problem.image[1] * sizes.channels * sizes.groups >= _MOST_ELEMENTS:
-        return f"an image of {problem.image[0]} x {problem.image[1]} x {sizes.channels * sizes.groups} has 2^31 elements or more"
+    pixel = problem.overlap or sizes.channels * sizes.groups
+    if problem.image[0] * problem.image[1] * pixel >= _MOST_ELEMENTS:
+        return f"an image of {problem.image[0]} x {problem.image[1]} x {pixel} has 2^31 elements or more"
     if problem.dtype == torch.int8 and (sizes.format.zero != "none" or isinstance(sizes.format.block, int)):
         return f"integers take symmetric weights with one scale per channel or tensor, not {sizes.format}"
     if problem.dtype == torch.int8 and sizes.k > LONGEST_INTEGER_SUM:

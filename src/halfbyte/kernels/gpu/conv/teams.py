@@ -1,19 +1,22 @@
-"""y = x * W, a convolution of few pixels in float16 or bfloat16 on Hopper, with as few waits as possible.
+"""y = x * W, a convolution of few pixels in float16 or bfloat16 on Hopper: one tile per program, whose K is shared by its warpgroups.
 
-The sums of `implicit_gemm.py`, with the weight dequantized in registers by `hopper/weights.py`. A program computes one tile of 64 outputs
-by a
-box of images x rows x columns of y. It loads its codes by TMA and dequantizes its first weights while the previous kernel is still running,
-then loads all patches, tap by tap and 64 channels at a time; elements outside of the image are zero-filled. What does not fit in shared
-memory follows as stages are reused. Teams of four warps multiply the K slabs in turn: while one dequantizes, others multiply, and they
-synchronize only when their sums are added up in shared memory. With one image the time from the first load to the last addition counts.
+Computes the sums of `implicit_gemm.py`, with weights dequantized in registers by `hopper/weights.py`, whose arithmetic it has. A tile is 64
+outputs by a box of images x rows x columns of y. A program has five roles:
 
-Fastest where all programs run at once: up to about 8000 pixels of 64 outputs. Arithmetic: that of `hopper/weights.py`.
+    producer warp   `_produce`: TMA loads the codes of the first K slabs while the preceding kernel is still running, then x, 64 channels of
+                    a tap at a time, 0 outside of the image. Where there are fewer stages than K slabs, stages are reused
+    four teams      `_consume`: team t, a warpgroup, dequantizes and multiplies K slabs t, t + 4, t + 8, …: one dequantizes while others
+                    multiply. They synchronize once, when team 0 adds up the sums of all in shared memory, and writes y
+
+With one image, what takes time is the latency from the first load to the last addition. Fastest where all programs run at once: up to about
+8000 pixels of 64 outputs. `dispatch/gpu_conv.py` asks `supports`, `configs` and `tiles`.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,15 +30,19 @@ from halfbyte.kernels.gpu.arithmetic import clamped
 from halfbyte.kernels.gpu.conv.hopper import boxes_of, count_boxes
 from halfbyte.kernels.gpu.conv.implicit_gemm import supports as supports_any
 from halfbyte.kernels.gpu.hopper import tile as hopper_tile
+from halfbyte.kernels.gpu.hopper.epilogue import sums_layout
 from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, reinterpret, thread_barrier
-from halfbyte.kernels.gpu.hopper.ring import barriers, why_not_hopper
+from halfbyte.kernels.gpu.hopper.ring import Shape, barriers, why_not_hopper
 from halfbyte.kernels.gpu.hopper.weights import dequantize_two_planes, high_bytes
 from halfbyte.kernels.gpu.runtime import launch as launcher
+from halfbyte.kernels.gpu.values import Value
 from halfbyte.kernels.problem import ConvProblem, Epilogue
 from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
 _TEAMS = 4  # consumer warpgroups, as many as there are registers for
+_RESERVED_BYTES = 8 << 10  # of shared memory outside of the stages and of the sums that teams exchange
+_READ_RATIO = 60  # how many times as fast as one program all of an H100 reads
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,15 @@ class Config:
 
 @dataclass(frozen=True)
 class _Static(hopper_tile.Static):
-    """What the kernel is compiled for, in addition to `tile.Static`. block_m: pixels; tap_pieces: pieces of 64 channels of a tap."""
+    """What the kernel is compiled for, in addition to `tile.Static`, whose `block_m` are the pixels of a tile.
+
+    Attributes:
+        images, height, columns: Of a tile's box of y.
+        kernel_w: Taps of a row of the filter.
+        taps: Of the filter.
+        tap_pieces: Pieces of 64 channels of a tap.
+        k_slabs: K slabs of the weight.
+    """
 
     images: int = 1
     height: int = 1
@@ -115,8 +130,8 @@ def configs(problem: ConvProblem, gpu: Gpu) -> tuple[Config, ...]:
 def _config(problem: ConvProblem, gpu: Gpu, box: tuple[int, int, int]) -> Config:
     """Return the config with as many stages as fit in shared memory."""
     pixels = math.prod(box)
-    left = gpu.shared - (8 << 10) - 4 * 64 * pixels * (_TEAMS - 1)
-    return Config(box, min(convolution.gpu_geometry(problem.sizes).records, left // _slab_bytes(problem, pixels)))
+    room = gpu.shared - _RESERVED_BYTES - 4 * 64 * pixels * (_TEAMS - 1)
+    return Config(box, min(convolution.gpu_geometry(problem.sizes).records, room // _slab_bytes(problem, pixels)))
 
 
 def _slab_bytes(problem: ConvProblem, pixels: int) -> int:
@@ -125,9 +140,9 @@ def _slab_bytes(problem: ConvProblem, pixels: int) -> int:
 
 
 def _cost(problem: ConvProblem, gpu: Gpu, config: Config) -> int:
-    """Estimate the time of reading, where all of an H100 reads 60 times as fast as one program."""
-    blocks = tiles(problem, config)
-    return _slab_bytes(problem, config.pixels) * (60 + blocks) * -(-blocks // gpu.sms)
+    """Estimate the time of reading, in no unit: that of one program and that of all."""
+    programs = tiles(problem, config)
+    return _slab_bytes(problem, config.pixels) * (_READ_RATIO + programs) * -(-programs // gpu.sms)
 
 
 def tiles(problem: ConvProblem, config: Config) -> int:
@@ -182,206 +197,241 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
     )
 
 
-# The kernel. `S` is a _Static; `at` is a tile's first output, image, row and column, `image` are the sizes of x and y as in `hopper.py`.
+# The kernel. `S` is a _Static, `shape` a Shape; `params` are pointers to scales and zeros, or to scales twice; `outputs` y, bias and
+# residual; `image` batch, height and width of x, and the last two of y; `window` padding above and on the left, and dilations.
+
+
+class Ring(NamedTuple):
+    """Shared memory of the stages, each a K slab, and their barriers.
+
+    Attributes:
+        x: [2 * stages, pixels, 64 channels]
+        weight: [stages * bits / 4, …] Codes.
+        x_full: [stages] x has arrived.
+        weight_full: [stages] Codes have arrived.
+        empty: [stages] The team that multiplied the stage arrives; a placeholder unless S.reuses_stages.
+    """
+
+    x: Value
+    weight: Value
+    x_full: Value
+    weight_full: Value
+    empty: Value
+
+
+class Tile(NamedTuple):
+    """A tile's first output, image, row and column of y."""
+
+    n: Value
+    image: Value
+    row: Value
+    column: Value
+
+
+class Partials(NamedTuple):
+    """The barrier at which all teams but the first arrive, and shared memory [teams - 1, 64, pixels] for their sums."""
+
+    ready: Value
+    sums: Value
 
 
 @gluon.jit
-def _fetch_weight(wd, ws, loaded, at, r, S: gl.constexpr):
+def _load_weight(wd, ring, tile, r, S: gl.constexpr):
     """Load the codes of K slab r."""
     stage = r % S.stages
-    bar = loaded.index(stage)
+    bar = ring.weight_full.index(stage)
     mbarrier.expect(bar, 1024 * S.bits)
     if S.bits == 4:
-        async_load(wd, [(at[0] // 64 * S.k_slabs + r) * 32, 0], bar, ws.index(stage))
+        async_load(wd, [(tile.n // 64 * S.k_slabs + r) * 32, 0], bar, ring.weight.index(stage))
     else:
         for i in gl.static_range(2):
-            async_load(wd, [at[0], r * 128 + 64 * i], bar, ws.index(2 * stage + i))
+            async_load(wd, [tile.n, r * 128 + 64 * i], bar, ring.weight.index(2 * stage + i))
 
 
 @gluon.jit
-def _fetch_x(xd, xs, full, at, r, window, S: gl.constexpr):
+def _load_x(xd, ring, tile, r, window, S: gl.constexpr):
     """Load two pieces of 64 channels of K slab r; zeros behind the last tap."""
     BOX: gl.constexpr = xd.block_shape
     stage = r % S.stages
-    bar = full.index(stage)
+    bar = ring.x_full.index(stage)
     mbarrier.expect(bar, 256 * S.block_m)
     for i in gl.static_range(2):
         tap = (2 * r + i) // S.tap_pieces
         channel = gl.where(tap < S.taps, (2 * r + i) % S.tap_pieces, S.tap_pieces) * 64
-        y = at[2] + tap // S.kernel_w * window[2] - window[0]
-        x = at[3] + tap % S.kernel_w * window[3] - window[1]
-        to = reinterpret(xs.index(stage * 2 + i), xd.dtype, BOX, xd.layout)
-        async_load(xd, [at[1], y, x, channel], bar, to)
+        y = tile.row + tap // S.kernel_w * window[2] - window[0]
+        x = tile.column + tap % S.kernel_w * window[3] - window[1]
+        to = reinterpret(ring.x.index(stage * 2 + i), xd.dtype, BOX, xd.layout)
+        async_load(xd, [tile.image, y, x, channel], bar, to)
 
 
 @gluon.jit
-def _produce(xd, wd, xs, ws, full, loaded, empty, at, window, S: gl.constexpr):
+def _produce(xd, wd, ring, tile, window, S: gl.constexpr):
     """The producer warp: load all K slabs."""
     for r in range(S.stages):
-        _fetch_weight(wd, ws, loaded, at, r, S)
+        _load_weight(wd, ring, tile, r, S)
     gdc_wait()
     for r in range(S.stages):
-        _fetch_x(xd, xs, full, at, r, window, S)
+        _load_x(xd, ring, tile, r, window, S)
     if S.reuses_stages:
         for r in range(S.stages, S.k_slabs):
-            mbarrier.wait(empty.index(r % S.stages), ((r // S.stages) & 1) ^ 1)
-            _fetch_weight(wd, ws, loaded, at, r, S)
-            _fetch_x(xd, xs, full, at, r, window, S)
+            mbarrier.wait(ring.empty.index(r % S.stages), ((r // S.stages) & 1) ^ 1)
+            _load_weight(wd, ring, tile, r, S)
+            _load_x(xd, ring, tile, r, window, S)
 
 
 @gluon.jit
-def _load_params(block_params, r, rn, sizes, S: gl.constexpr):
-    """Load the scales of the blocks of K slab r, then their zeros (or the scales again, which are never read)."""
+def _load_params(params, n_padded, r, rn, S: gl.constexpr):
+    """Load the scales of the blocks of K slab r for rows rn of the weight, then their zeros."""
     BLOCKS: gl.constexpr = S.blocks_per_slab
     loaded = ()
     for i in gl.static_range(2):
-        row = block_params[i if S.zero != "none" else 0] + (r // S.slabs_per_block * BLOCKS).to(gl.int64) * sizes[2]
+        row = params[i if S.zero != "none" else 0] + (r // S.slabs_per_block * BLOCKS).to(gl.int64) * n_padded
         for _ in gl.static_range(BLOCKS):
             loaded += (gl.load(row + rn),)  # type: ignore[assignment]
-            row += sizes[2]
+            row += n_padded
     return loaded
 
 
 @gluon.jit
-def _dequantize_slab(ws, loaded, r, high, block_params, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return the planes of a K slab in DTYPE."""
+def _dequantize_slab(ring, r, high, params, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Return the planes of K slab r in DTYPE; `params` as `_load_params` returned them, `high` as `weights.high_bytes` did."""
     LAST: gl.constexpr = S.bits // 4 - 1
     stage = r % S.stages
-    mbarrier.wait(loaded.index(stage), (r // S.stages) & 1)
+    mbarrier.wait(ring.weight_full.index(stage), (r // S.stages) & 1)
     stage *= LAST + 1
-    w0, w1 = dequantize_two_planes(ws.index(stage), high, block_params, 0, 0, OPERAND, DTYPE, S)
-    w2, w3 = dequantize_two_planes(ws.index(stage + LAST), high, block_params, 2, 0, OPERAND, DTYPE, S)
+    w0, w1 = dequantize_two_planes(ring.weight.index(stage), high, params, 0, 0, OPERAND, DTYPE, S)
+    w2, w3 = dequantize_two_planes(ring.weight.index(stage + LAST), high, params, 2, 0, OPERAND, DTYPE, S)
     return w0, w1, w2, w3
 
 
 @gluon.jit
-def _multiply_slab(w, xs, full, r, acc, S: gl.constexpr):
-    """Start acc + the products of a K slab with planes w."""
+def _multiply_slab(w, ring, r, acc, S: gl.constexpr):
+    """Start acc + the products of K slab r with its planes w."""
     stage = r % S.stages
-    mbarrier.wait(full.index(stage), (r // S.stages) & 1)
+    mbarrier.wait(ring.x_full.index(stage), (r // S.stages) & 1)
     for i in gl.static_range(4):
-        x = xs.index(stage * 2 + i // 2).slice(i % 2 * 32, 32, dim=1).permute([1, 0])
+        x = ring.x.index(stage * 2 + i // 2).slice(i % 2 * 32, 32, dim=1).permute([1, 0])
         acc = warpgroup_mma(w[i], x, acc, is_async=True)
     return acc
 
 
 @gluon.jit
-def _consume(
-    xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, TEAM: gl.constexpr, S: gl.constexpr
-):
+def _consume(ring, partials, params, outputs, shape, tile, image, bounds, TEAM: gl.constexpr, S: gl.constexpr):
     """A team, if it has a K slab."""
     if TEAM < S.teams:
-        _multiply(xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, TEAM, S)
+        _multiply(ring, partials, params, outputs, shape, tile, image, bounds, TEAM, S)
 
 
 @gluon.jit
-def _multiply(
-    xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, TEAM: gl.constexpr, S: gl.constexpr
-):
+def _multiply(ring, partials, params, outputs, shape, tile, image, bounds, TEAM: gl.constexpr, S: gl.constexpr):
     """Multiply every S.teams-th K slab; the first team adds up the sums of all, and writes y."""
     TEAMS: gl.constexpr = S.teams
     PIXELS: gl.constexpr = S.block_m
     LAST: gl.constexpr = TEAM + (S.k_slabs - 1 - TEAM) // TEAMS * TEAMS
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIXELS, 16])
+    MMA: gl.constexpr = sums_layout(PIXELS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    DTYPE: gl.constexpr = out.dtype.element_ty
+    DTYPE: gl.constexpr = outputs[0].dtype.element_ty
     high = high_bytes(DTYPE)
-    rn = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, OPERAND))
-    row = gl.minimum(at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), sizes[1] - 1)
+    rn = tile.n + gl.arange(0, 64, layout=gl.SliceLayout(1, OPERAND))
+    row = gl.minimum(tile.n + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA)), shape.n - 1)
     # Loads of the epilogue are issued before the products.
     factor = row
     if S.one_block:
-        factor = gl.load(block_params[0] + row)
+        factor = gl.load(params[0] + row)
     bias = row
-    if added[0] is not None:
-        bias = gl.load(added[0] + row).to(gl.float32)
+    if outputs[1] is not None:
+        bias = gl.load(outputs[1] + row).to(gl.float32)
     first = gl.to_tensor(TEAM)
-    w = _dequantize_slab(ws, loaded, first, high, _load_params(block_params, first, rn, sizes, S), OPERAND, DTYPE, S)
+    w = _dequantize_slab(ring, first, high, _load_params(params, shape.n_padded, first, rn, S), OPERAND, DTYPE, S)
     acc = gl.zeros([64, PIXELS], gl.float32, layout=MMA)
     for r in range(first, LAST, TEAMS):
-        next_params = _load_params(block_params, r + TEAMS, rn, sizes, S)
-        a = _multiply_slab(w, xs, full, r, acc, S)
-        next_w = _dequantize_slab(ws, loaded, r + TEAMS, high, next_params, OPERAND, DTYPE, S)
+        next_params = _load_params(params, shape.n_padded, r + TEAMS, rn, S)
+        a = _multiply_slab(w, ring, r, acc, S)
+        next_w = _dequantize_slab(ring, r + TEAMS, high, next_params, OPERAND, DTYPE, S)
         acc, _w0, _w1, _w2, _w3 = warpgroup_mma_wait(0, deps=[a, w[0], w[1], w[2], w[3]])
         if S.reuses_stages:
-            mbarrier.arrive(empty.index(r % S.stages), count=1)
+            mbarrier.arrive(ring.empty.index(r % S.stages), count=1)
         w = next_w
-    a = _multiply_slab(w, xs, full, gl.to_tensor(LAST), acc, S)
+    a = _multiply_slab(w, ring, gl.to_tensor(LAST), acc, S)
     acc, _w0, _w1, _w2, _w3 = warpgroup_mma_wait(0, deps=[a, w[0], w[1], w[2], w[3]])
     if TEAM > 0:
-        parts.index(TEAM - 1).store(acc)
+        partials.sums.index(TEAM - 1).store(acc)
         thread_barrier()  # orders this team's stores before its arrival
-        mbarrier.arrive(parts_ready, count=1)
+        mbarrier.arrive(partials.ready, count=1)
     else:
         if TEAMS > 1:
-            mbarrier.wait(parts_ready, 0)
+            mbarrier.wait(partials.ready, 0)
             for i in gl.static_range(TEAMS - 1):
-                acc += parts.index(i).load(MMA)
-        _finish(acc, factor, bias, out, added, sizes[1], at, image, bounds, S)
+                acc += partials.sums.index(i).load(MMA)
+        _write(acc, factor, bias, outputs, shape, tile, image, bounds, S)
 
 
 @gluon.jit
-def _finish(acc, factor, bias, out, added, N, at, image, bounds, S: gl.constexpr):
+def _write(acc, factor, bias, outputs, shape, tile, image, bounds, S: gl.constexpr):
     """Write y = clamp(acc * factor + bias + residual) of a tile."""
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     MMA: gl.constexpr = acc.type.layout
-    DTYPE: gl.constexpr = out.dtype.element_ty
+    DTYPE: gl.constexpr = outputs[0].dtype.element_ty
     i = gl.arange(0, S.block_m, layout=gl.SliceLayout(0, OUT))
-    b = at[1] + i // (S.columns * S.height)
-    y = at[2] + i // S.columns % S.height
-    x = at[3] + i % S.columns
-    rn = at[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
-    place = gl.expand_dims(((b.to(gl.int64) * image[3] + y) * image[4] + x) * N, 0) + gl.expand_dims(rn, 1)
-    mask = gl.expand_dims(rn < N, 1) & gl.expand_dims((b < image[0]) & (y < image[3]) & (x < image[4]), 0)
+    b = tile.image + i // (S.columns * S.height)
+    y = tile.row + i // S.columns % S.height
+    x = tile.column + i % S.columns
+    rn = tile.n + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
+    place = gl.expand_dims(((b.to(gl.int64) * image[3] + y) * image[4] + x) * shape.n, 0) + gl.expand_dims(rn, 1)
+    mask = gl.expand_dims(rn < shape.n, 1) & gl.expand_dims((b < image[0]) & (y < image[3]) & (x < image[4]), 0)
     if S.one_block:
         acc *= gl.expand_dims(factor.to(gl.float32), 1)
-    if added[0] is not None:
+    if outputs[1] is not None:
         acc += gl.expand_dims(bias, 1)
-    if added[1] is not None:
+    if outputs[2] is not None:
         gdc_wait()
-        acc += gl.convert_layout(gl.load(added[1] + place, mask=mask, other=0.0), MMA).to(gl.float32)
+        acc += gl.convert_layout(gl.load(outputs[2] + place, mask=mask, other=0.0), MMA).to(gl.float32)
     if S.clamp:
         acc = clamped(acc, bounds[0], bounds[1])
-    gl.store(out + place, gl.convert_layout(acc.to(DTYPE), OUT), mask=mask)
+    gl.store(outputs[0] + place, gl.convert_layout(acc.to(DTYPE), OUT), mask=mask)
 
 
 @gluon.jit
 def _conv(xd, wd, block_params, out, added, N, n_padded, boxes, image, window, bounds, S: gl.constexpr):
+    """Compute tile program_id(0). `boxes`: how many of them cover y along images, rows and columns."""
     STAGES: gl.constexpr = S.stages
     gdc_launch_dependents()
     LINES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     xs = gl.allocate_shared_memory(xd.dtype, [STAGES * 2, S.block_m, 64], LINES)
     ws = gl.allocate_shared_memory(wd.dtype, [STAGES * (S.bits // 4), wd.block_shape[0], 64], wd.layout)
-    parts = gl.allocate_shared_memory(gl.float32, [max(1, S.teams - 1), 64, S.block_m], PLAIN)
-    full = barriers(STAGES, 1)
-    loaded = barriers(STAGES, 1)
-    # Not barriers without a waiting thread: see `hopper_tile.py`.
-    empty = full
-    parts_ready = full
+    sums = gl.allocate_shared_memory(gl.float32, [max(1, S.teams - 1), 64, S.block_m], PLAIN)
+    x_full = barriers(STAGES, 1)
+    weight_full = barriers(STAGES, 1)
+    # Placeholders, not barriers without a waiting thread: the compiler would overlap their memory with y's.
+    empty = x_full
+    ready = x_full
     if S.reuses_stages:
         empty = barriers(STAGES, 1)
     if S.teams > 1:
-        parts_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(parts_ready, count=S.teams - 1)
+        ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(ready, count=S.teams - 1)
     fence_async_shared()
+    ring = Ring(xs, ws, x_full, weight_full, empty)
     tiles_n = gl.cdiv(N, 64)
     box = gl.program_id(0) // tiles_n
     rest = box // boxes[2]
-    at = (
+    tile = Tile(
         gl.program_id(0) % tiles_n * 64,
         rest // boxes[1] * S.images,
         rest % boxes[1] * S.height,
         box % boxes[2] * S.columns,
     )
-    sizes = (0, N, n_padded, S.k_slabs)
+    partials = Partials(ready, sums)
+    outputs = (out, added[0], added[1])
+    shape = Shape(0, N, n_padded, S.k_slabs)
     gl.warp_specialize(
         [
-            (_consume, (xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, 0, S)),
-            (_consume, (xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, 1, S)),
-            (_consume, (xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, 2, S)),
-            (_consume, (xs, ws, full, loaded, empty, parts_ready, parts, block_params, out, added, sizes, at, image, bounds, 3, S)),
-            (_produce, (xd, wd, xs, ws, full, loaded, empty, at, window, S)),
+            (_consume, (ring, partials, block_params, outputs, shape, tile, image, bounds, 0, S)),
+            (_consume, (ring, partials, block_params, outputs, shape, tile, image, bounds, 1, S)),
+            (_consume, (ring, partials, block_params, outputs, shape, tile, image, bounds, 2, S)),
+            (_consume, (ring, partials, block_params, outputs, shape, tile, image, bounds, 3, S)),
+            (_produce, (xd, wd, ring, tile, window, S)),
         ],
         [4, 4, 4, 1],
         [112, 112, 112, 32],

@@ -339,7 +339,7 @@ def _multiply_tile(ring, scale, outputs, order, rows, valid, pn, step, shape, HA
     acc, step = multiply_slabs(ring, 0, scale, first_n, shape.k_slabs, step, high, shape, HALF, DTYPE, S)
     quarters = ()
     for i in gl.static_range(len(S.sum_widths)):
-        quarters += quarters_of(acc[i], S)
+        quarters += quarters_of(acc[i])
     for i in gl.static_range(len(S.sum_widths) * QUARTERS):
         y = gl.where(valid, quarters[i], float("nan"))
         write_rows(y, outputs, first_n, 0, row_ids[i], shape, S)

@@ -37,23 +37,24 @@ class Outputs(NamedTuple):
 
 
 @gluon.constexpr_function
-def sums_layout(width):
-    """Return the layout of a warpgroup's float32 sums [rows, width]."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
+def sums_layout(width, depth=16):
+    """Return the layout of a warpgroup's sums [rows, width]; `depth`: elements along K of an instruction, 32 for integers."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, depth])
 
 
 @gluon.jit
-def quarters_of(total, S: gl.constexpr):
+def quarters_of(total):
     """Split the columns of sums in four: fewer sums at a time leave more registers for addresses."""
-    left, right = _halves_of(total, S)
-    return _halves_of(left, S) + _halves_of(right, S)
+    left, right = halves_of(total)
+    return halves_of(left) + halves_of(right)
 
 
 @gluon.jit
-def _halves_of(total, S: gl.constexpr):
+def halves_of(total):
+    """Split the columns of a warpgroup's sums in two."""
     WIDTH: gl.constexpr = total.shape[1] // 2
-    MMA: gl.constexpr = sums_layout(WIDTH)
-    left, right = total.reshape([S.rows, 2, WIDTH]).permute([0, 2, 1]).split()
+    MMA: gl.constexpr = sums_layout(WIDTH, 32 if total.dtype == gl.int32 else 16)
+    left, right = total.reshape([total.shape[0], 2, WIDTH]).permute([0, 2, 1]).split()
     return gl.convert_layout(left, MMA, assert_trivial=True), gl.convert_layout(right, MMA, assert_trivial=True)
 
 

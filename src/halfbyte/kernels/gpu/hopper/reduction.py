@@ -80,7 +80,7 @@ def reduce_tile(acc, outputs, first_n, first_m, tile, sharing, busy, scratch, sh
     slot += gl.expand_dims(gl.arange(0, ROWS * WIDTH // 512, layout=gl.SliceLayout(1, LANES)), 1) * 512
     slot += gl.expand_dims(gl.arange(0, 512, layout=gl.SliceLayout(0, LANES)), 0)
     rank_slot = slot + gl.where(rank == 0, 1, 2 * rank) * slot_stride
-    quarters = quarters_of(acc, S)
+    quarters = quarters_of(acc)
     for i in gl.static_range(QUARTERS):
         gl.store(rank_slot + i * (ROWS * WIDTH), pack_sums(quarters[i]), mask=busy | (i * reducers // QUARTERS != rank))
     thread_barrier()  # orders this warpgroup's stores before its arrival

@@ -59,10 +59,8 @@ SUBNORMAL_SCALE = gl.constexpr(2.0**24)
 @gluon.jit
 def fma(a, b, c):
     """Return a * b + c of float16 or bfloat16, two elements per instruction."""
-    if a.dtype == gl.float16:
-        return gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.float16, is_pure=True, pack=2)
-    else:
-        return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=gl.bfloat16, is_pure=True, pack=2)
+    FMA: gl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;" if a.dtype == gl.float16 else "fma.rn.bf16x2 $0, $1, $2, $3;"
+    return gl.inline_asm_elementwise(FMA, "=r,r,r,r", [a, b, c], dtype=a.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit

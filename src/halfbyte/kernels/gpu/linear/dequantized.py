@@ -63,7 +63,7 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: gpu_tiles.Views,
         return
     sums = memory[at : at + 4 * m * n].view(torch.float32).view(m, n)
     launcher.run(_LIBRARY, (1,), x, dense, sums)
-    grid = (-(-n // _TILE), -(-m // _TILE))
+    grid = (-(-n // _TILE) * -(-m // _TILE),)  # CUDA's grids have at most 65535 programs along their other dimensions
     added, bounds = (epilogue.bias, epilogue.residual), (epilogue.low, epilogue.high)
     launcher.run(_finish, grid, sums, out, added, m, n, bounds, CLAMP=epilogue.clamps, TILE=_TILE)
 
@@ -90,8 +90,9 @@ _LIBRARY = _Library()
 @triton.jit(do_not_specialize=["M"])
 def _finish(sums, out, added, M, N, bounds, CLAMP: tl.constexpr, TILE: tl.constexpr):
     """Write a tile of the epilogue of `sums`, float32 [M, N]; `added`: bias and residual, `bounds`: those of the clamp."""
-    rn = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    rm = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    tiles_n = tl.cdiv(N, TILE)
+    rn = tl.program_id(0) % tiles_n * TILE + tl.arange(0, TILE)
+    rm = tl.program_id(0) // tiles_n * TILE + tl.arange(0, TILE)
     mask = (rn < N)[:, None] & (rm < M)[None, :]
     total = tl.load(sums + rm[None, :].to(tl.int64) * N + rn[:, None], mask=mask, other=0.0)
     write(total, out, added, rn, rm, M, N, bounds[0], bounds[1], CLAMP)

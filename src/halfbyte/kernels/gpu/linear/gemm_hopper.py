@@ -297,7 +297,7 @@ def _consume(ring, scale, outputs, scratch, shape, HALF: gl.constexpr, S: gl.con
 
 @gluon.jit
 def _write(acc, outputs, first_n, first_m, shape, S: gl.constexpr):
-    quarters = quarters_of(acc, S)
+    quarters = quarters_of(acc)
     for i in gl.static_range(QUARTERS):
         write_rows(quarters[i], outputs, first_n, first_m + i * (S.block_m // QUARTERS), None, shape, S)
 

@@ -328,19 +328,11 @@ def _fetch(w, x, i, w_every, a_every, NP, MP, rn, rm, ZERO: tl.constexpr, WITH_O
 
 @triton.jit
 def _fetch_slab(w, x, t, w_every, a_every, NP, MP, rn, rm, PIECES: tl.constexpr, FLAGS: tl.constexpr):
-    """The same of all granules of record t."""
-    i = t * PIECES
-    f0 = _fetch(w, x, i, w_every, a_every, NP, MP, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
-    if PIECES == 1:
-        return (f0,)
-    else:
-        f1 = _fetch(w, x, i + 1, w_every, a_every, NP, MP, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
-        if PIECES == 2:
-            return f0, f1
-        else:
-            f2 = _fetch(w, x, i + 2, w_every, a_every, NP, MP, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
-            f3 = _fetch(w, x, i + 3, w_every, a_every, NP, MP, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2])
-            return f0, f1, f2, f3
+    """Return the same for each granule of record t."""
+    fetched = ()
+    for j in tl.static_range(PIECES):
+        fetched += (_fetch(w, x, t * PIECES + j, w_every, a_every, NP, MP, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2]),)  # type: ignore[assignment]
+    return fetched
 
 
 @triton.jit

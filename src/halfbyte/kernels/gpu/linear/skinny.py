@@ -145,7 +145,7 @@ def _skinny(x, weight, out, added, split_k, M, N, K, stride, part_slabs, bounds,
     rm = pm * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.minimum(pm * COLUMNS + tl.arange(0, S.width) % COLUMNS, M - 1)
     residual_tile = None  # is loaded together with x, unless sums are gated or reduced first
-    if residual is not None and not S.gated and not S.split:
+    if residual is not None and not S.gated and S.split == 1:
         residual_tile = (residual + rm[None, :].to(tl.int64) * N + rn[:, None], (rn < N)[:, None] & (rm < M)[None, :])
     total = tile_sums(x, rows, weight, N, K, stride, part_slabs, first_slab, pn, norm, residual_tile, S)
     if S.gated:
@@ -154,7 +154,7 @@ def _skinny(x, weight, out, added, split_k, M, N, K, stride, part_slabs, bounds,
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, COLUMNS)), (1, 2, 0)))
         y = with_gates(gate, up, factor, GATES)
         write(y, out, added, pn * HALF + tl.arange(0, HALF), rm, M, N // 2, low, high, S.clamp)
-    elif S.split:
+    elif S.split > 1:
         tiles = tl.num_programs(0)
         local = tl.arange(0, OUTPUTS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         partial = split_k[0] + tl.program_id(0).to(tl.int64) * (OUTPUTS * COLUMNS) + local

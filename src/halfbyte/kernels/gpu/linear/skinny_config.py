@@ -299,14 +299,13 @@ def takes_norm(config: Config) -> bool:
 Mode = Literal["sums", "weights", "exact"]
 
 
-@dataclass(frozen=True)
-class Static(CompileTime):
-    """What the kernel is compiled for; the first fields are those of Config.
+@dataclass(frozen=True, kw_only=True)
+class Static(CompileTime, Config):
+    """What the kernel is compiled for, in addition to Config.
 
     Attributes:
-        threads: 32 * warps.
+        split: 2: thread blocks share K; 1: they do not.
         ahead, scales_ahead: K slabs of each part whose codes, and whose scales, are prefetched before the kernel before has ended.
-        split: Whether thread blocks share K.
         mode: What happens to scales, as `skinny_tile.py` says.
         bits, zero: Of the weight.
         padded: Elements of a block, with padding.
@@ -325,19 +324,8 @@ class Static(CompileTime):
         taps: Of a convolution, whose patches are the rows of x; 0: x is a matrix.
     """
 
-    bands: int
-    columns: int
-    slices: int
-    batch: int
-    records: int
-    stages: int
-    threads: int
-    ahead: int
     scales_ahead: int
-    split: bool
     mode: Mode
-    ptx: bool
-    pdl: bool
     bits: int
     zero: Zero
     padded: int
@@ -354,6 +342,11 @@ class Static(CompileTime):
     table: bool = False
     paired: bool = False
     taps: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block."""
+        return 32 * self.warps
 
     @property
     def permuted_k(self) -> bool:
@@ -407,19 +400,9 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
     early = config.pdl and config.stages == 1 and (config.columns == 1 or (single_step and config.ahead > 0))
     ahead = min(config.ahead, part_slabs) if config.pdl and not early else 0
     return Static(
-        bands=config.bands,
-        columns=config.columns,
-        slices=config.slices,
-        batch=config.batch,
-        records=config.records,
-        stages=config.stages,
-        threads=32 * config.warps,
-        ahead=ahead,
+        **vars(replace(config, ahead=ahead, split=min(2, config.split))),
         scales_ahead=min(_PREFETCHED_SCALES, part_slabs) if ahead and config.stages > 1 else ahead,
-        split=config.split > 1,
         mode=mode(problem),
-        ptx=config.ptx,
-        pdl=config.pdl,
         bits=bits,
         zero=zero_of(geo.format),
         table=has_floats(geo.format),

@@ -39,7 +39,8 @@ from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
 from halfbyte.kernels.gpu.runtime.scratch import workspace
-from halfbyte.kernels.gpu.transformer.kv_codes import LEAST_WIDE, decoded, encoded, magic_bits, quarters, tiled, whole
+from halfbyte.kernels.gpu.transformer.attend_token import new_token, norm_factors, rotated_with, store_token
+from halfbyte.kernels.gpu.transformer.kv_codes import LEAST_WIDE, decoded, magic_bits, quarters, tiled, whole
 from halfbyte.kernels.gpu.transformer.norm import Norm
 from halfbyte.kernels.layer_kinds import RopeInterleaved, is_interleaved
 from halfbyte.layouts.records import BLOCK, scales_of
@@ -266,15 +267,24 @@ def launch(
     launcher.run(_add_up, (programs, s.heads), partials, length, out, sinks, *numbers, most, s, num_warps=warps, early=s.pdl)
 
 
+# The kernels. `S` is a Static; `d` are the elements of a head with padding, and `half` for each of them the one that rope rotates with it;
+# `first` is the number of a key head's first token in the cache, `t` are tokens of this key head.
+
+
 @triton.jit
 def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, scale, norms, S: tl.constexpr):
-    DIM: tl.constexpr = S.dim
+    """Block program_id(1) of key head program_id(0): its share of the tokens, and the new token if that is in it.
+
+    rotary   cosines and sines, or None; `strides` are those of batches of both, and of `mask`
+    scratch  where the block's sums go, then its largest scores and sums of weights
+    scale    of scores, times log2 of e
+    norms    weights of queries and of keys, and eps; or None
+    """
     HEADS: tl.constexpr = S.heads
     TOKENS: tl.constexpr = S.tokens
     ROWS: tl.constexpr = S.rows
     WIDE: tl.constexpr = S.wide
     STAGES: tl.constexpr = S.stages
-    ROTARY_DIM: tl.constexpr = S.rotary_dim
     if S.pdl:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -285,19 +295,11 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     splits = tl.num_programs(1)
     d = tl.arange(0, WIDE)
     g = tl.arange(0, ROWS)
-    inside = d < DIM
-    rotates = d < ROTARY_DIM
-    if S.neighbours:
-        half = tl.where(rotates, d ^ 1, d)
-    else:
-        half = tl.where(rotates, tl.where(d < ROTARY_DIM // 2, d + ROTARY_DIM // 2, d - ROTARY_DIM // 2), d)
+    inside = d < S.dim
+    half = rotated_with(d, S)
+    factors = None  # of queries, and of keys
     if norms is not None:
-        q_factor = tl.load(norms[0] + d, mask=inside, other=0.0).to(tl.float32)
-        q_factor_half = tl.load(norms[0] + half, mask=inside, other=0.0).to(tl.float32)
-        k_factor = tl.load(norms[1] + d, mask=inside, other=0.0).to(tl.float32)
-        k_factor_half = tl.load(norms[1] + half, mask=inside, other=0.0).to(tl.float32)
-        if S.unit_offset:
-            q_factor, q_factor_half, k_factor, k_factor_half = q_factor + 1, q_factor_half + 1, k_factor + 1, k_factor_half + 1
+        factors = norm_factors(norms[0], d, half, S) + norm_factors(norms[1], d, half, S)
     if S.pdl:
         if S.stages == 1:
             _prefetch(cache, first, start, size, S)
@@ -315,54 +317,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         keys, values = _tile(cache, first, start + tl.arange(0, TOKENS), size, S)
         visible = _visible(mask, row_mask, start + tl.arange(0, TOKENS), size, S)
     head_mask = (g < HEADS)[:, None] & inside[None, :]
-    row = qkv + batch.to(tl.int64) * ((HEADS + S.others) * kv_heads * DIM)
-    at = row + (head * HEADS + g[:, None]) * DIM
-    new = row + (HEADS * kv_heads + head) * DIM
-    # Everything is on its way before anything is waited for.
-    q = tl.load(at + d[None, :], mask=head_mask, other=0.0)
-    q_half = tl.load(at + half[None, :], mask=head_mask, other=0.0)
-    if S.others > 0:
-        k = tl.load(new + d, mask=inside, other=0.0)
-        k_half = tl.load(new + half, mask=inside, other=0.0)
-        v = tl.load(new + kv_heads * DIM + d, mask=inside, other=0.0) if S.others == 2 else k
-    if ROTARY_DIM > 0:
-        if S.rope_interleaved == "half":
-            entry = d // 2
-        elif S.short:
-            entry = tl.where(d < ROTARY_DIM // 2, d, d - ROTARY_DIM // 2)
-        else:
-            entry = d
-        cos = tl.load(rotary[0] + batch * strides[0] + entry, mask=rotates, other=1.0)
-        sin = tl.load(rotary[1] + batch * strides[1] + entry, mask=rotates, other=0.0)
-        first_of_two = d % 2 == 0 if S.neighbours else d < ROTARY_DIM // 2
-        cos, sin = cos.to(tl.float32), tl.where(first_of_two, -1.0, 1.0) * sin.to(tl.float32)
-    else:
-        cos, sin = tl.full((WIDE,), 1.0, tl.float32), tl.zeros((WIDE,), tl.float32)
-    q, q_half = q.to(tl.float32), q_half.to(tl.float32)
-    if norms is not None and not S.norm_after_rope:
-        q_root = tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None]
-        q, q_half = q * q_root * q_factor[None, :], q_half * q_root * q_factor_half[None, :]
-    q = q * cos[None, :] + q_half * sin[None, :]
-    if norms is not None and S.norm_after_rope:
-        q = q * tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None] * q_factor[None, :]
-    q *= scale
-    if S.others > 0:
-        k, k_half = k.to(tl.float32), k_half.to(tl.float32)
-        if S.v_norm:
-            wide = v.to(tl.float32)
-            v = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + norms[2])).to(FLOAT)
-        if norms is not None and not S.norm_after_rope:
-            k_root = tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2])
-            k, k_half = k * k_root * k_factor, k_half * k_root * k_factor_half
-        k = k * cos + k_half * sin
-        if norms is not None and S.norm_after_rope:
-            k = k * tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2]) * k_factor
-        # What is attended to is what the cache will hold.
-        k = k.to(FLOAT)
-        if S.codes:
-            k_codes, k_scales, k = encoded(k.to(tl.float32), d, S.groups)
-            v_codes, v_scales, v = encoded(v.to(tl.float32), d, S.groups)
-            k, v = k.to(FLOAT), v.to(FLOAT)
+    q, k, v, codes = new_token(qkv, rotary, batch, head, kv_heads, strides, d, half, head_mask, norms, factors, scale, S)
     q0, q1 = _pieces(q, FLOAT)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -417,17 +372,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
                 most, total, sums = larger, total * less + weight, sums * less[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
     if S.others > 0:
         if fits & has_new_token:
-            to = (first + now) * DIM + d
-            if S.codes:
-                tl.store(cache[0] + to, k_codes, mask=inside)
-                tl.store(cache[1] + to, v_codes, mask=inside)
-                group = tl.arange(0, S.groups)
-                of_scales = (first + now) * S.scales + group
-                tl.store(cache[2] + of_scales, k_scales.to(tl.bfloat16), mask=group < S.scales)
-                tl.store(cache[3] + of_scales, v_scales.to(tl.bfloat16), mask=group < S.scales)
-            else:
-                tl.store(cache[0] + to, k, mask=inside)
-                tl.store(cache[1] + to, v, mask=inside)
+            store_token(cache, first + now, d, k, v, codes, S)
     partial = (program * splits + tl.program_id(1)) * S.group
     tl.store(scratch[0] + (partial + g[:, None]) * WIDE + d[None, :], sums, mask=head_mask)
     tl.store(scratch[1] + 2 * partial + g, most, mask=g < S.group)

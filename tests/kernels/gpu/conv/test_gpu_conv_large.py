@@ -1,0 +1,68 @@
+"""Images so large that offsets in them do not fit an int32. Memory that no program touches costs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.formats import as_format
+from halfbyte.kernels.gpu.conv import depthwise, implicit_gemm
+from halfbyte.kernels.gpu.conv.stem import stem_of
+from halfbyte.kernels.problem import ConvProblem, Epilogue, Window
+from halfbyte.layouts.convolution import Filter
+from halfbyte.machine import GPUS, Gpu
+
+
+def only_last_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter run the last program of a grid of one dimension, and leave arguments where they are."""
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.interpreter_builder
+    run: Any = interpreter.GridExecutor.__call__
+
+    def run_last(self: Any, *args: object, **kwargs: object) -> None:
+        (programs,) = self.grid
+        self.grid = (1,)
+        monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (programs - 1, 0, 0)))
+        run(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", run_last)
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)  # it would copy all of the memory to itself
+
+
+@pytest.mark.parametrize("dilation", [1, 2])  # rows of y that share rows of x, and others
+def test_depthwise_images_of_2_31_elements(dilation: int, gpu: Gpu, interpreted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not interpreted:
+        pytest.skip("it takes 9 GB, of which the interpreter touches some MB")
+    batch, height, width, channels, rows, columns = 2, (1 << 14) + 8, 1 << 14, 8, 4, 64
+    sizes = Filter(as_format("int8_channel"), channels, 1, (3, 3), channels)
+    problem = ConvProblem(sizes, Window((1, 1), (dilation,) * 4, (dilation,) * 2), batch, (height, width), torch.int8)
+    assert height * width * channels > 1 << 31
+    image, out = (torch.empty(batch, height, width, channels, dtype=torch.int8) for _ in range(2))
+    corner = image[1, -rows - dilation :, -columns - dilation :]
+    corner.copy_(torch.randint(-3, 4, corner.shape))
+    taps = torch.randint(-2, 3, (9, channels), dtype=torch.int32)
+    table = torch.zeros(1, 4 + 9, 64)
+    table[:, 1] = 1.0  # sums are codes
+    config = replace(depthwise.configs(problem, gpu)[0], vectors=columns, rows=rows)
+    only_last_program(monkeypatch)
+    depthwise.launch(problem, config, image, taps, out.view(-1, channels), Epilogue.of_codes(table, 0, (-128, 127)))
+    padded = torch.nn.functional.pad(corner.permute(2, 0, 1).double(), (0, dilation, 0, dilation))
+    weight = taps.T.reshape(channels, 1, 3, 3).double()
+    expected = torch.nn.functional.conv2d(padded[None], weight, dilation=dilation, groups=channels)[0].permute(1, 2, 0)
+    assert torch.equal(out[1, -rows:, -columns:].double(), expected)
+
+
+def test_pixels_of_a_stem_overlap() -> None:
+    """An image of 8192 x 8192 is multiplied by pieces of 32 elements, of which each adds 4."""
+    sizes = Filter(as_format("int8_channel"), 64, 3, (3, 3))
+    problem = ConvProblem(sizes, Window((1, 1), (1, 1, 1, 1)), 1, (8192, 8192), torch.float16)
+    stem = stem_of(problem)
+    assert stem is not None
+    assert implicit_gemm.supports(stem, GPUS["sm_90"]) is None
+    large = stem_of(replace(problem, image=(20000, 30000)))
+    assert large is not None
+    assert "2^31" in (implicit_gemm.supports(large, GPUS["sm_90"]) or "")
