@@ -205,6 +205,10 @@ class PlannedConv:
         """Return the bias or tables as its code reads them; None if its code takes 0 for no bias."""
         return bias
 
+    def geometry(self, shape: Sequence[int], window: Window) -> ConvGeometry:
+        """Return the sizes of the convolution of images of this shape."""
+        return ConvGeometry.of(shape, self.sizes, window)
+
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
         """Plan the convolution of images of these sizes on at most so many threads; the other arguments are `prepare`'s."""
         raise NotImplementedError
@@ -219,7 +223,7 @@ class PlannedConv:
             weights: As the kernel reads them; their shape alone counts.
             has_residual: Whether calls have one, if the kernel `specializes_residual`.
         """
-        geo = ConvGeometry.of(x.shape, self.sizes, window)
+        geo = self.geometry(x.shape, window)
         threads = geo.threads(self.cost)
         plan = self.plan(geo, threads, outside, weights, has_residual=has_residual)
         threads = min(threads, plan.items)
