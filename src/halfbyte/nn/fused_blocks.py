@@ -5,7 +5,8 @@ embedding, quantizes where the convolution behind it has a scale for each image,
 second one adds the residual. Its result is channels_last, as the images of the blocks behind it then are, and that of `conv_in` is. On GPUs
 torch norms; torch.compile fuses that with the copy to channels_last. On CPUs a `Transformer2DModel` leaves its tokens as they lie, which is
 channels_last; its norm and first convolution are one native call, and a `BasicTransformerBlock` is one (`fused_transformers.py`).
-Attention processors call halfbyte's attention in place of torch's. The convolution of an `Upsample2D` reads the image before it is enlarged.
+Attention processors call halfbyte's attention in place of torch's. The convolution of an `Upsample2D` reads the image before it is
+enlarged.
 
 Modules keep their classes' names, parameters and places. What these forwards do not compute is computed by diffusers': in training, for
 gradients, on CPUs under torch.compile, with hooks within a block, or where one of its layers was replaced. The names of its classes and of

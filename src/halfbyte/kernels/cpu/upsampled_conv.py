@@ -1,6 +1,6 @@
 """Convolutions of int8 images that are enlarged twice by nearest neighbours, without the enlarged image: 3 x 3, stride 1, padding 1.
 
-    T[r, s, p]      = sum over ci of  w[co, r, s, ci] * x[p, ci]                          for each pixel p of the small image; 0 outside of it
+    T[r, s, p]            = sum over ci of  w[co, r, s, ci] * x[p, ci]                            for each pixel p; 0 outside of the image
     acc[2 i + a, 2 j + b] = sum over r, s of  T[r, s, (i + (a + r - 1) // 2, j + (b + s - 1) // 2)]
 
 An output's nine taps meet four pixels, each several times. Products of a tap with a pixel are made once instead of four times, and added
@@ -12,6 +12,7 @@ either end of a strip. Tiles are those of `direct.py`, whose lines of a kernel a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -128,25 +129,24 @@ class _Upsampled(Lines):
         taps = self.near + get("taps_at") + first * 4
         for y in f.loop(get("strip_lines")):
             for x in f.loop(width):
-                has_left, has_right = x > 0, (x + 1) < width
+                at, has_left, has_right = taps + (y * width + x) * _PIXEL, x > 0, (x + 1) < width
 
-                def halves(r: int, line: int, at: Value = (y * width + x) * _PIXEL) -> tuple[Value, Value]:
+                def pairs(r: int, line: int, at: Value = at, has_left: Value = has_left, has_right: Value = has_right) -> list[Value]:
                     """Sums over s for b = 0 and 1, of a tap's line r and a line of the image from the one above on."""
-                    left, middle, right = (taps + tap_bytes * (3 * r + s) + width * (line * _PIXEL) + at for s in range(3))
-                    outer = has_left.select(left + -_PIXEL, zeros), has_right.select(right + _PIXEL, zeros)
-                    (of_left, of_right), center = (side.load(isa.ints, 0, 4) for side in outer), middle.load(isa.ints, 0, 4)
-                    inner = left.load(isa.ints, 0, 4), right.load(isa.ints, 0, 4)
-                    return of_left + center + inner[1], inner[0] + center + of_right
+                    left, middle, right = (at + tap_bytes * (3 * r + s) + width * (line * _PIXEL) for s in range(3))
+                    center = middle.load(isa.ints, 0, 4)
+                    outer_left, outer_right = has_left.select(left + -_PIXEL, zeros), has_right.select(right + _PIXEL, zeros)
+                    return [
+                        outer_left.load(isa.ints, 0, 4) + center + right.load(isa.ints, 0, 4),
+                        left.load(isa.ints, 0, 4) + center + outer_right.load(isa.ints, 0, 4),
+                    ]
 
-                above, own, middle = halves(0, 0), halves(0, 1), halves(1, 1)
-                lower, below = halves(2, 1), halves(2, 2)
-                sums = [[up[b] + middle[b] + down[b] for b in range(2)] for up, down in ((above, lower), (own, below))]
+                upper, middle, lower = (pairs(0, 0), pairs(0, 1)), pairs(1, 1), (pairs(2, 1), pairs(2, 2))
                 to = out + (y * 2 * get("out_width") + x * 2) * stride + column * size
-                for a in range(2):
-                    for b in range(2):
-                        total = sums[a][b].to("float") * scale + bias
-                        value = isa.from_float(total.max_keeping_nan(low).min_keeping_nan(high), spec.out)
-                        (to + get("out_width") * (stride * a) + stride * b).store(value, 0, size)
+                for a, b in itertools.product(range(2), range(2)):
+                    total = (upper[a][b] + middle[b] + lower[a][b]).to("float") * scale + bias
+                    value = isa.from_float(total.max_keeping_nan(low).min_keeping_nan(high), spec.out)
+                    (to + get("out_width") * (stride * a) + stride * b).store(value, 0, size)
 
 
 @tile_function
@@ -225,12 +225,27 @@ class UpsampledConvKernel(PlannedConv):
         fields = {
             **group_fields(sizes, self.out_dtype, weight.panels, weight.panel_bytes, padded_bias=False),
             **near,
-            **{"strips": number, "strip_lines": lines, "parts": parts, "group": group, "items": geo.batch * number * parts},
-            **{"line_step": 0, "walk_runs": 1, "run_step": 0, "walk_steps": sizes.channels // step},
-            **{"pixels": pixels, "pixel_bytes": pixel, "pixel_step": pixel, "pixel_mask": mask.data_ptr()},
-            **{"sums_at": sums_at, "pixel_sums_at": sums_at, "taps_at": taps_at, "tap_bytes": pixels * _PIXEL},
-            **{"bands": bands.data_ptr(), "band_count": len(bands), "walk_places": places.data_ptr(), "thread_bytes": thread_bytes},
-            **{"width": width, "result_stride": sizes.out * self.out_dtype.itemsize, "zeros": zeros.data_ptr()},
+            "strips": number,
+            "strip_lines": lines,
+            "parts": parts,
+            "group": group,
+            "items": geo.batch * number * parts,
+            "walk_runs": 1,  # each tap is a line, at no distance from the one before
+            "walk_steps": sizes.channels // step,
+            "pixels": pixels,
+            "pixel_bytes": pixel,
+            "pixel_step": pixel,
+            "pixel_mask": mask.data_ptr(),
+            "sums_at": sums_at,
+            "taps_at": taps_at,
+            "tap_bytes": pixels * _PIXEL,
+            "thread_bytes": thread_bytes,
+            "bands": bands.data_ptr(),
+            "band_count": len(bands),
+            "walk_places": places.data_ptr(),
+            "width": width,
+            "result_stride": sizes.out * self.out_dtype.itemsize,
+            "zeros": zeros.data_ptr(),
             "scales_at": weight.panel_bytes - weight.tail_bytes,
         }
         tensors = places, mask, bands, zeros

@@ -19,7 +19,7 @@ from halfbyte.ops.conv.images import channels_last
 from halfbyte.ops.modes import plain
 
 if TYPE_CHECKING:
-    from halfbyte.kernels.cpu.upsampled_conv import UpsampledConvKernel
+    from halfbyte.kernels.cpu.conv.gathered import ImageConvKernel
 
 _PLANS = 64  # of a layer in each Python thread
 
@@ -33,7 +33,7 @@ class UpsampledConv:
     def __init__(self, packed: PackedConv, bias: Tensor | None, window_numbers: tuple[int, ...], compute: str, activation: str) -> None:
         self._packed, self._how = packed, (window_numbers, compute, activation)
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        self._kernels: PlanCache[tuple[UpsampledConvKernel, Tensor, Window] | str] = PlanCache(_PLANS)
+        self._kernels: PlanCache[tuple[ImageConvKernel, Tensor, Window] | str] = PlanCache(_PLANS)
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """Compute y [B, Co, 2 H, 2 W], channels_last, of x [B, C, H, W]; None where no native call does, as of tensors off the CPU."""
@@ -42,13 +42,10 @@ class UpsampledConv:
         found = self._kernels.get((x.shape, x.dtype), lambda: self._kernel(x))
         if isinstance(found, str):
             return None
-        from halfbyte.kernels.cpu.conv.gathered import quantize_images
-
         kernel, weights, window = found
-        codes, scales = quantize_images(channels_last(x))
-        return kernel(codes, window, weights, self._bias, float("-inf"), float("inf"), scales=scales)
+        return kernel(channels_last(x), window, weights, self._bias, float("-inf"), float("inf"))
 
-    def _kernel(self, x: Tensor) -> tuple[UpsampledConvKernel, Tensor, Window] | str:
+    def _kernel(self, x: Tensor) -> tuple[ImageConvKernel, Tensor, Window] | str:
         """The kernel for images like x, its weights and window, or why there is none."""
         from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel
         from halfbyte.kernels.cpu.upsampled_conv import UpsampledConvKernel, why_not
@@ -59,4 +56,4 @@ class UpsampledConv:
         if found is None or not isinstance(found[0], ImageConvKernel) or not isinstance(found[0].codes, ConvKernel):
             return "its images are not quantized with one scale each, or multiplied by a matrix unit"
         kernel, weights, window, _ = found
-        return why_not(kernel.codes, window) or (UpsampledConvKernel(kernel.codes), weights, window)
+        return why_not(kernel.codes, window) or (ImageConvKernel(UpsampledConvKernel(kernel.codes)), weights, window)
