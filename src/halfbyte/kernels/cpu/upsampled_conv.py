@@ -201,7 +201,7 @@ class UpsampledConvKernel(PlannedConv):
         group = -(-weight.panels // parts)
         parts = -(-weight.panels // group)
         pixels, pixel = (lines + 2) * width, sizes.channels * code
-        near = image_fields(geo, width, lines + 2, width * pixel) | {"left_codes": 0, "copied_codes": width * sizes.channels}
+        near = image_fields(replace(geo, window=Window()), width, lines + 2, width * pixel)  # nothing to the left of a line
         spec = UpsampledSpec(
             copied=power_of_two(near["copied_codes"], 4 * isa.lanes),
             patches=0,

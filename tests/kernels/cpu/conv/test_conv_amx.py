@@ -116,8 +116,8 @@ def test_the_op_takes_it_and_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) 
     PLANS.conv2d.clear()
     forget()
     taken = list[Tensor]()
-    planned = MatrixConvKernel.planned
-    monkeypatch.setattr(MatrixConvKernel, "planned", lambda *a, **k: taken.append(a[4]) or planned(*a, **k))
+    prepare = MatrixConvKernel.prepare
+    monkeypatch.setattr(MatrixConvKernel, "prepare", lambda *a, **k: taken.append(a[4]) or prepare(*a, **k))
     sizes = Filter(as_format("int8_channel"), 48, 64, (3, 3))
     codes, x = random_codes(sizes.format, sizes.codes_shape, 0), image((1, 64, 6, 5), torch.Generator().manual_seed(2))
     packed, around = ops.pack_conv(codes, 3), ((1, 1), (1, 1))
