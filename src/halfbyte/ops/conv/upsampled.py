@@ -52,7 +52,7 @@ class UpsampledConv:
 
         batch, channels, height, width = x.shape
         enlarged = torch.empty((batch, channels, 2 * height, 2 * width), dtype=x.dtype, device="meta")
-        found = cpu.kernel_for(enlarged, self._packed, *self._how)
+        found = cpu.kernel_for(enlarged, self._packed, *self._how, as_packed=True)
         if found is None or not isinstance(found[0], ImageConvKernel) or not isinstance(found[0].codes, ConvKernel):
             return "its images are not quantized with one scale each, or multiplied by a matrix unit"
         kernel, weights, window, _ = found

@@ -24,6 +24,7 @@ from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.direct import DIRECT, power_of_two
 from halfbyte.kernels.cpu.conv.patches import CONV, LEAST_UNIT, GatherSpec
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, parts_of
+from halfbyte.kernels.cpu.conv.winograd import WinogradScalingKernel
 from halfbyte.kernels.cpu.linear.linear import CALL, LinearKernel, pack_call
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.cpu.plan_cache import PLANS
@@ -145,10 +146,10 @@ class ImageConvKernel:
         return plan.run(x, weights, bias, low, high, residual)
 
 
-class ImageMatrixKernel(ImageConvKernel):
-    """The same on matrix units, where the kernel of their codes has weights in a form of its own."""
+class ImageRearrangedKernel(ImageConvKernel):
+    """The same where the kernel of their codes has weights in a form of its own."""
 
-    def __init__(self, codes: MatrixConvKernel) -> None:
+    def __init__(self, codes: MatrixConvKernel | WinogradScalingKernel) -> None:
         super().__init__(codes)
         self.form, self.weights_of = codes.form, codes.weights_of
 
