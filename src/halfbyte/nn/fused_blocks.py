@@ -202,8 +202,8 @@ class _Block(_Mixin):
 @by_object(lambda compiled: compiled[1].is_unchanged())
 def _compiled_upsample(block: nn.Module) -> tuple[UpsampledConv | None, Frozen]:
     """The native call of an Upsample2D's convolution, and the state of the layers that this follows from."""
-    conv, native = block._modules.get("conv"), None
-    if _is_exactly(cast(nn.Module, conv), QuantConv2d) and conv.padding_mode == "zeros" and conv.packed_data.is_cpu:
+    conv, native = cast(nn.Module, block._modules.get("conv")), None
+    if _is_exactly(conv, QuantConv2d) and conv.padding_mode == "zeros" and conv.packed_data.is_cpu:
         numbers = window_numbers(conv.packed.sizes.kernel, conv.stride, conv.padding, conv.dilation)
         native = UpsampledConv(conv.packed, conv.bias, numbers, conv.compute, conv.activation)
     return native, Frozen(block)

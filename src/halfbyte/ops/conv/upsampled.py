@@ -53,7 +53,9 @@ class UpsampledConv:
         batch, channels, height, width = x.shape
         enlarged = torch.empty((batch, channels, 2 * height, 2 * width), dtype=x.dtype, device="meta")
         found = cpu.kernel_for(enlarged, self._packed, *self._how, as_packed=True)
-        if found is None or not isinstance(found[0], ImageConvKernel) or not isinstance(found[0].codes, ConvKernel):
-            return "its images are not quantized with one scale each, or multiplied by a matrix unit"
+        if found is None:
+            return "an image is empty"
         kernel, weights, window, _ = found
+        if not isinstance(kernel, ImageConvKernel) or not isinstance(kernel.codes, ConvKernel):
+            return "its images are not quantized with one scale each"
         return why_not(kernel.codes, window) or (ImageConvKernel(UpsampledConvKernel(kernel.codes)), weights, window)
