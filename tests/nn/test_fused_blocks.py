@@ -13,12 +13,14 @@ pytest.importorskip("diffusers", reason="diffusers is not installed")
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.upsampling import Upsample2D
 
 import halfbyte as hb
 from halfbyte import versions
 from halfbyte.nn import fused_blocks
 from halfbyte.nn.fused_blocks import fuse_blocks_
 from halfbyte.ops.conv.group_norm import NormedConvs
+from halfbyte.ops.conv.upsampled import UpsampledConv
 from halfbyte.ops.transformer import attention
 
 OF_VAE = {"temb_channels": None, "time_embedding_norm": "group"}
@@ -281,3 +283,38 @@ def test_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(fused.bfloat16(), x.bfloat16(), **halves).float()  # by torch's attention
     assert float((found - wanted).norm() / wanted.norm()) < 2**-6  # some roundings of 2^-9, of weights too
     assert len(attended) == (kind != "masked")
+
+
+def test_the_convolution_behind_an_enlargement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits from the small image; diffusers' forward where the call, the layer or the compute is another."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Upsample2D(32, use_conv=True, out_channels=48)).eval()
+    x, calls = torch.randn(2, 32, 5, 3).to(memory_format=torch.channels_last), list[bool]()
+    call = UpsampledConv.__call__
+
+    def counted(convs: UpsampledConv, x: Tensor) -> Tensor | None:
+        y = call(convs, x)
+        calls.append(y is not None)
+        return y
+
+    monkeypatch.setattr(UpsampledConv, "__call__", counted)
+    small: Any = hb.quantize_(copy.deepcopy(model), hb.Config("int8_channel", activation="image"))
+    wanted = run(small, x)
+    fuse_blocks_(small)
+    for again in (small, copy.deepcopy(small), reloaded(small)):
+        assert torch.equal(run(again, x), wanted)
+    if not all(calls):
+        pytest.skip("this CPU has no native call of it")
+    assert len(calls) == 3
+    assert type(small[0]).__name__ == "Upsample2D"
+    with torch.no_grad():
+        small[0].conv.bias += 1
+    assert torch.allclose(run(small, x), wanted + 1, atol=1e-5)
+    assert run(small[0], x, (7, 5)).shape == (2, 48, 7, 5)
+    assert small(x.requires_grad_()).requires_grad
+    assert len(calls) == 4
+    floats: Any = hb.quantize_(model, FLOAT)
+    wanted = run(floats, x)
+    fuse_blocks_(floats)
+    assert torch.equal(run(floats, x), wanted)
+    assert calls[4:] == [False]

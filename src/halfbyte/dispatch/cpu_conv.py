@@ -21,11 +21,13 @@ from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel
 from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
-from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel, ImageMatrixKernel
+from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel, ImageRearrangedKernel
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
-from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
+from halfbyte.kernels.cpu.conv.winograd import WinogradKernel, WinogradScalingKernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.problem import ConvProblem, Problem, check_one_scale
+
+_MOST_WEIGHTS = 3  # times the bytes of the outputs, where weights in a second form are for networks that are quantized to be small
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,17 @@ def _against_amx(problem: ConvProblem, isa: ISA) -> str | None:
 
 
 def _against_winograd(problem: ConvProblem, isa: ISA) -> str | None:
-    if (reason := _against_numbers(problem)) is not None:
+    if (reason := _against_dense(problem)) is not None:
         return reason
+    if problem.dtype != torch.int8:
+        if not quantizes_images(problem):
+            return "it is for images of codes, or such that are quantized with one scale each (activation='image')"
+        if (reason := _against_format(problem)) is not None:
+            return reason
+        if problem.sizes.out % (2 * isa.lanes) or (problem.dtype == torch.float16 and not isa.half_conversions):
+            return f"it writes floating point of channels by {2 * isa.lanes}, and no halves without the CPU's conversions"
+        if winograd.weight_bytes(problem.sizes) > problem.m * problem.n * problem.dtype.itemsize * _MOST_WEIGHTS:
+            return "its second form of the weights is larger than what it computes"
     if isa.tuning.winograd is None:
         return f"it was not found faster with {isa.name}"
     if not winograd.supports(problem.sizes, problem.window, isa):
@@ -193,9 +204,15 @@ def _make_gathered(problem: ConvProblem, isa: ISA, inner: Inner) -> ConvKernel |
     return ImageConvKernel(kernel) if quantizes_images(problem) else kernel
 
 
-def _make_amx(problem: ConvProblem, isa: ISA, inner: Inner) -> MatrixConvKernel | ImageMatrixKernel:
+def _make_amx(problem: ConvProblem, isa: ISA, inner: Inner) -> MatrixConvKernel | ImageRearrangedKernel:
     matrix = MatrixConvKernel(problem.sizes, problem.window, isa.matrix, problem.dtype)  # type: ignore[arg-type]
-    return ImageMatrixKernel(matrix) if quantizes_images(problem) else matrix
+    return ImageRearrangedKernel(matrix) if quantizes_images(problem) else matrix
+
+
+def _make_winograd(problem: ConvProblem, isa: ISA, inner: Inner) -> WinogradKernel | ImageRearrangedKernel:
+    if problem.dtype == torch.int8:
+        return WinogradKernel(problem.sizes)
+    return ImageRearrangedKernel(WinogradScalingKernel(problem.sizes, problem.dtype))
 
 
 # The list, in the order of preference.
@@ -213,7 +230,7 @@ CPU_CONV = (
     ),
     CpuConvCandidate(
         "winograd", "minimal filtering of 3 x 3 kernels: fewer products, of transformed images and weights", "it needs fewer products",
-        against=_against_winograd, make=lambda p, isa, inner: WinogradKernel(p.sizes),
+        against=_against_winograd, make=_make_winograd,
     ),
     CpuConvCandidate(
         "arranged", "signed bytes in an order in which no pair of products overflows 16 bits", "it needs fewer instructions for a product",

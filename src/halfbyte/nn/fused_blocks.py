@@ -5,7 +5,8 @@ embedding, quantizes where the convolution behind it has a scale for each image,
 second one adds the residual. Its result is channels_last, as the images of the blocks behind it then are, and that of `conv_in` is. On GPUs
 torch norms; torch.compile fuses that with the copy to channels_last. On CPUs a `Transformer2DModel` leaves its tokens as they lie, which is
 channels_last; its norm and first convolution are one native call, and a `BasicTransformerBlock` is one (`fused_transformers.py`).
-Attention processors call halfbyte's attention in place of torch's.
+Attention processors call halfbyte's attention in place of torch's. The convolution of an `Upsample2D` reads the image before it is
+enlarged.
 
 Modules keep their classes' names, parameters and places. What these forwards do not compute is computed by diffusers': in training, for
 gradients, on CPUs under torch.compile, with hooks within a block, or where one of its layers was replaced. The names of its classes and of
@@ -32,11 +33,13 @@ from halfbyte.nn.modules.quantized import has_global_hooks, has_hooks
 from halfbyte.nn.report import REMARK
 from halfbyte.ops.conv.functions import window_numbers
 from halfbyte.ops.conv.group_norm import NormedConv, NormedConvs
+from halfbyte.ops.conv.upsampled import UpsampledConv
 from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer import attention
 from halfbyte.versions import why_untested
 
 _RESNET, _ATTENTION = "diffusers.models.resnet", "diffusers.models.attention_processor"
+_UPSAMPLING = "diffusers.models.upsampling"
 _TRANSFORMER, _BLOCKS = "diffusers.models.transformers.transformer_2d", "diffusers.models.attention"
 _LAYERS = "norm1", "conv1", "norm2", "conv2", "nonlinearity", "dropout"
 _Kind = TypeVar("_Kind", bound=nn.Module)
@@ -45,7 +48,7 @@ _Kind = TypeVar("_Kind", bound=nn.Module)
 def fuse_blocks_(model: nn.Module) -> None:
     """Replace the forwards of residual blocks and the processors of attention in `model`, in place."""
     homes = {type(module).__module__ for module in model.modules()}
-    if homes.isdisjoint((_RESNET, _ATTENTION, _TRANSFORMER, _BLOCKS)) or why_untested("diffusers") is not None:
+    if homes.isdisjoint((_RESNET, _ATTENTION, _TRANSFORMER, _BLOCKS, _UPSAMPLING)) or why_untested("diffusers") is not None:
         return
     for module in list(model.modules()):
         kind = type(module)
@@ -56,6 +59,8 @@ def fuse_blocks_(model: nn.Module) -> None:
             module.__class__ = _fused_class(_Transformer, kind)
         if kind.__module__ == _BLOCKS and kind.__name__ == "BasicTransformerBlock" and not isinstance(module, _TransformerBlock):
             module.__class__ = _fused_class(_TransformerBlock, kind)
+        if kind.__module__ == _UPSAMPLING and kind.__name__ == "Upsample2D" and not isinstance(module, _Upsample):
+            module.__class__ = _fused_class(_Upsample, kind)
         first = module._modules.get("conv_in")
         if type(first) is QuantConv2d and kind.__module__.startswith("diffusers."):
             first.leaves_channels_last = True
@@ -192,6 +197,36 @@ class _Block(_Mixin):
         if shortcut is None:
             return x
         return cast(Tensor, shortcut(x, channels_last=True) if type(shortcut) is QuantConv2d else shortcut(x))
+
+
+@by_object(lambda compiled: compiled[1].is_unchanged())
+def _compiled_upsample(block: nn.Module) -> tuple[UpsampledConv | None, Frozen]:
+    """The native call of an Upsample2D's convolution, and the state of the layers that this follows from."""
+    conv, native = cast(nn.Module, block._modules.get("conv")), None
+    if _is_exactly(conv, QuantConv2d) and conv.padding_mode == "zeros" and conv.packed_data.is_cpu:
+        numbers = window_numbers(conv.packed.sizes.kernel, conv.stride, conv.padding, conv.dilation)
+        native = UpsampledConv(conv.packed, conv.bias, numbers, conv.compute, conv.activation)
+    return native, Frozen(block)
+
+
+class _Upsample(_Mixin):
+    """Mixed in before diffusers' Upsample2D: the convolution reads the small image, if it quantizes images with one scale each."""
+
+    norm: nn.Module | None
+    name: str
+    use_conv: bool
+    use_conv_transpose: bool
+    interpolate: bool
+
+    def forward(self, hidden_states: Tensor, output_size: int | None = None, *args: object, **kwargs: object) -> Tensor:
+        """hidden_states [B, C, H, W] -> [B, Co, 2 H, 2 W], channels_last, or of `output_size`"""
+        x, usual = hidden_states, self.use_conv and not self.use_conv_transpose and self.interpolate and self.norm is None
+        if usual and self.name == "conv" and output_size is None and not (args or kwargs or has_global_hooks()) and plain(x):
+            differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *self.parameters()))
+            native = None if differentiable else _compiled_upsample(self)[0]
+            if native is not None and (y := native(x)) is not None:
+                return y
+        return cast(Tensor, super().forward(x, output_size, *args, **kwargs))
 
 
 class _Transformer(_Mixin):

@@ -170,10 +170,12 @@ def conv2d(
 
 
 def kernel_for(
-    x: Tensor, packed: PackedConv, window_numbers: Sequence[int], compute: str, activation: str
+    x: Tensor, packed: PackedConv, window_numbers: Sequence[int], compute: str, activation: str, *, as_packed: bool = False
 ) -> tuple[Callable[..., Tensor], Tensor, Window, Shape] | None:
-    """The kernel of `conv2d` of images like x, the weights as it reads them, its window and the result's shape; None: a size is 0."""
+    """The kernel of `conv2d` of images like x, the weights as it reads them, its window and the result's shape; None: a size is 0.
+    `as_packed`: the one that reads weights as they are packed, if another is faster, too."""
     plan = _plan(x, packed.name, packed.numbers, window_numbers, compute, activation)
+    plan = plan._replace(other=None) if as_packed else plan
     _check_weight(packed.data, plan)
     return None if plan.kernel is None else (*_kernel_of(packed.data, plan), plan.window, plan.out_shape)
 

@@ -18,7 +18,7 @@ from halfbyte.kernels.cpu.codegen.isa_amx import AMXTiles
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.conv import amx, direct, planned
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel, MatrixSpec
-from halfbyte.kernels.cpu.conv.gathered import ImageMatrixKernel
+from halfbyte.kernels.cpu.conv.gathered import ImageRearrangedKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -103,7 +103,7 @@ def test_images_with_one_scale_each_are_those_of_the_reference(dtype: torch.dtyp
             residual = torch.randn(wanted.shape, generator=torchs).to(dtype).contiguous(memory_format=torch.channels_last)
             wanted = wanted + residual.double()
             error = error + wanted.abs() * 2.0**-23
-        kernel = ImageMatrixKernel(MatrixConvKernel(sizes, window, UNIT, dtype))
+        kernel = ImageRearrangedKernel(MatrixConvKernel(sizes, window, UNIT, dtype))
         y = kernel(x, window, kernel.weights_of(codes), bias, -5.0, 40.0, residual=residual)
         assert y.dtype == dtype
         assert bool(reference.agrees(y, wanted.clamp(-5, 40), error).all()), (sizes, window, shape)
@@ -116,8 +116,8 @@ def test_the_op_takes_it_and_keeps_its_weights(monkeypatch: pytest.MonkeyPatch) 
     PLANS.conv2d.clear()
     forget()
     taken = list[Tensor]()
-    planned = MatrixConvKernel.planned
-    monkeypatch.setattr(MatrixConvKernel, "planned", lambda *a, **k: taken.append(a[4]) or planned(*a, **k))
+    prepare = MatrixConvKernel.prepare
+    monkeypatch.setattr(MatrixConvKernel, "prepare", lambda *a, **k: taken.append(a[4]) or prepare(*a, **k))
     sizes = Filter(as_format("int8_channel"), 48, 64, (3, 3))
     codes, x = random_codes(sizes.format, sizes.codes_shape, 0), image((1, 64, 6, 5), torch.Generator().manual_seed(2))
     packed, around = ops.pack_conv(codes, 3), ((1, 1), (1, 1))

@@ -9,14 +9,27 @@ from samples import random_codes
 from support import RUNNABLE, examples
 from torch import Tensor
 
+from halfbyte import ConvShape, explain
 from halfbyte.formats import as_format
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels import conv_reference
+from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.cpu.codegen import jit, runtime
 from halfbyte.kernels.cpu.codegen.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.codegen.isas import ISAS, current
 from halfbyte.kernels.cpu.conv import planned, winograd
-from halfbyte.kernels.cpu.conv.winograd import SIDES, Class, Side, Tiles, WinogradKernel, WinogradSpec, few_pixels, pixels, transformed
+from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel, ImageRearrangedKernel
+from halfbyte.kernels.cpu.conv.winograd import (
+    SIDES,
+    Class,
+    Side,
+    Tiles,
+    WinogradKernel,
+    WinogradScalingKernel,
+    WinogradSpec,
+    few_pixels,
+    pixels,
+    transformed,
+)
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -123,6 +136,46 @@ def test_runs_of_tiles(isa, monkeypatch) -> None:
         x = image((3, channels, height, width), torchs)
         wanted = conv_reference.qconv2d(x, codes, (3, 3), window, None, clamp=(-100, 120), **more)  # type: ignore[arg-type]
         assert bool(wanted.agrees(run(codes, sizes, x, window, None, (-100, 120), **more)).all())
+
+
+@isas
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_floating_point_outputs_are_those_of_the_other_kernel(isa, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images with one scale each, bit for bit: whole and short tiles, what reaches beyond the image, residuals, a bias or none, clamped."""
+    monkeypatch.setenv("HALFBYTE_ISA", isa.name)
+    monkeypatch.setattr(planned, "WORK_A_THREAD", 1)
+    window = Window((1, 1), (1,) * 4, (1, 1))
+    for n, (batch, height, width) in enumerate([(1, 4, 4), (2, 9, 14), (1, 7, 5), (1, 13, 13), (1, 1, 1), (1, 33, 40)]):
+        sizes = Filter(as_format(("int8_channel", "int8_tensor")[n % 2]), 4 * isa.lanes, 2 * isa.lanes, (3, 3))
+        codes, random = random_codes(sizes.format, sizes.codes_shape, n), torch.Generator().manual_seed(n)
+        x, residual = (
+            torch.randn(batch, height, width, c, generator=random).to(dtype).permute(0, 3, 1, 2) for c in (sizes.channels, sizes.out)
+        )
+        bias = torch.randn(sizes.out, generator=random) if n % 3 else None
+        added, packed = residual if n < 4 else None, ops.pack_conv(codes, 3).data
+        wanted = ImageConvKernel(ConvKernel(sizes, torch.int8, "int8", "block", out=dtype))(
+            x, window, packed, bias, -40.0, 50.0, residual=added
+        )
+        kernel = ImageRearrangedKernel(WinogradScalingKernel(sizes, dtype))
+        weights = kernel.weights_of(codes)
+        assert weights is not None
+        PLANS.scratch = torch.full((1 << 22,), 255, dtype=torch.uint8)
+        assert torch.equal(kernel(x, window, weights, bias, -40.0, 50.0, residual=added), wanted), (height, width)
+
+
+def test_floating_point_where_it_pays() -> None:
+    """Not where the second form of the weights would be far larger than the outputs."""
+    if not MINIMAL or current() not in MINIMAL:
+        pytest.skip("this CPU has no minimal filtering")
+    sizes = Filter(INT8, 64, 64, (3, 3))
+    codes, x = random_codes(INT8, sizes.codes_shape, 0), torch.randn(1, 64, 32, 32)
+    packed = ops.pack_conv(codes, 3)
+    for side, taken in ((32, True), (4, False)):
+        shape = ConvShape((1, 64, side, side), (64, 64, 3, 3), 1, 1)
+        assert (explain(shape, format="int8_channel", activation="image").kernel == "winograd") == taken
+    y = ops.conv2d(x, packed, None, 1, AROUND, activation="image")
+    wanted, error = conv_reference.conv2d_of_images(x, codes, (3, 3), Window((1, 1), (1,) * 4, (1, 1)), None, 1)
+    assert bool(reference.agrees(y, wanted, error).all())
 
 
 def of_one_code(channels: int, code: int) -> Codes:

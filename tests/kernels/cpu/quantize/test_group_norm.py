@@ -11,8 +11,8 @@ from torch.nn import functional
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.conv.gathered import quantize_images
 from halfbyte.kernels.cpu.quantize import group_norm as kernel
+from halfbyte.kernels.cpu.quantize.images import quantize_images
 
 isas = pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
 EPS = 1e-5

@@ -360,7 +360,7 @@ def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
 
     ahead   bytes from weights to the share of the next ones that is asked for; 0: of those that are there, which is faster than a branch
     """
-    tile = (RequantizingDirectTile if spec.out == "i8" else _DirectTile)(spec, isa, f)
+    tile = (RequantizingDirectTile if spec.out == "i8" else DirectTile)(spec, isa, f)
     passes = PANEL // (isa.lanes * spec.schedule.vectors)
     if passes == 1:
         tile.emit(f.value("i64", 0))
@@ -369,7 +369,7 @@ def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
             tile.emit(part * (isa.lanes * spec.schedule.vectors))
 
 
-class _DirectTile(Tile):
+class DirectTile(Tile):
     """R outputs of an image times a panel of weights."""
 
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
@@ -431,7 +431,7 @@ class _DirectTile(Tile):
             self._set_total(n, total.to("float") * scales[n % self.vectors])
 
 
-class RequantizingDirectTile(_DirectTile, RequantizingTile):
+class RequantizingDirectTile(DirectTile, RequantizingTile):
     def _column_start(self, first: Value, v: int) -> Value:
         return self._column(2, first, v, self.isa.ints)
 

@@ -27,7 +27,7 @@ from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, PANEL
 
-_TILE_COST = 0.4  # of beginning and ending a tile, in rows
+TILE_COST = 0.4  # of beginning and ending a tile, in rows
 _LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
 _MANY_BYTES = 1 << 19  # of weights, which are not in a core's second-level cache when they are due
 _EDGE = 64  # codes of an edge: a whole vector
@@ -276,7 +276,7 @@ def _bands(lines: Sequence[tuple[int, int]], width: int, most: int, function: Ca
     bands, y = [], 0
     for (first, stop), same_taps in itertools.groupby(lines):
         m = len(list(same_taps)) * width
-        rows = tile_rows(m, most, _TILE_COST)
+        rows = tile_rows(m, most, TILE_COST)
         bands.append(Band(y, y + m, first, max(first, stop), rows, function(rows)))
         y += m
     return torch.tensor(sorted(bands, key=lambda band: band.first - band.stop), dtype=torch.int64, device="cpu")

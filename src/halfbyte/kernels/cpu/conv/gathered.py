@@ -11,20 +11,28 @@ from __future__ import annotations
 
 import math
 import struct
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import compiled
-from halfbyte.kernels.cpu.conv import direct_call, elementwise, patches
+from halfbyte.kernels.cpu.conv import direct_call, patches
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.direct import DIRECT, power_of_two
 from halfbyte.kernels.cpu.conv.patches import CONV, LEAST_UNIT, GatherSpec
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, parts_of
-from halfbyte.kernels.cpu.linear.linear import LinearKernel
+from halfbyte.kernels.cpu.conv.winograd import WinogradScalingKernel
+from halfbyte.kernels.cpu.linear.linear import CALL, LinearKernel, pack_call
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
-from halfbyte.kernels.problem import Activation, Combination, Window
+from halfbyte.kernels.cpu.plan_cache import PLANS
+from halfbyte.kernels.cpu.quantize import images
+from halfbyte.kernels.cpu.step_sequence import StepSequence
+from halfbyte.kernels.cpu.steps import phases_of
+from halfbyte.kernels.problem import Activation, Window
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
 
 # Patches that are gathered at a time: so few that they stay near, so many that a panel's weights are worth loading for them.
@@ -32,8 +40,9 @@ _LEAST_BYTES, _LEAST_ROWS = 1 << 15, 48
 _CHUNK_BYTES = 1 << 18
 _ITEMS_A_THREAD = 3
 _ROWS_BYTES = 10 << 10  # of patches as rows, which are to stay in the first-level cache
-_OVERFLOWS = 2.0**128 - 2.0**103  # from here on a double becomes an infinite float32
-_PART = struct.unpack("f", struct.pack("f", 1 / 127))[0]
+_ALIGNED = 64  # bytes
+_NO_SCALES = torch.empty(0, dtype=torch.float32, device="cpu")  # for `PlannedConv.table`, which asks whether there are any
+_pack_address = struct.Struct("<q").pack_into
 
 
 class ConvKernel(PlannedConv):
@@ -122,48 +131,60 @@ class ConvKernel(PlannedConv):
 class ImageConvKernel:
     """The convolution of images that are quantized with one scale each: float -> codes -> float. `codes` is the one of their codes."""
 
-    def __init__(self, codes: ConvKernel | MatrixConvKernel) -> None:
+    def __init__(self, codes: PlannedConv) -> None:
         self.codes = codes
 
     def __call__(
         self, x: Tensor, window: Window, weights: Tensor, bias: Tensor | None, low: float, high: float, *, residual: Tensor | None = None
     ) -> Tensor:
         """x -> [B, Co, Ho, Wo] with channels_last strides and in x's dtype."""
-        q, scales = quantize_images(x)
-        return self.codes(q, window, weights, bias, low, high, residual=residual, scales=scales)
+        has_residual = residual is not None and self.codes.specializes_residual
+        key = self.codes.number, x.dtype, x.shape, window.numbers, weights.shape, runtime.threads(), has_residual
+        plan: _ImagePlan | None = PLANS.convolution.get(key)
+        if plan is None:
+            plan = PLANS.convolution[key] = _ImagePlan(self.codes, x, window, weights, has_residual=has_residual)
+        return plan.run(x, weights, bias, low, high, residual)
 
 
-class ImageMatrixKernel(ImageConvKernel):
-    """The same on matrix units, where the kernel of their codes has weights in a form of its own."""
+class ImageRearrangedKernel(ImageConvKernel):
+    """The same where the kernel of their codes has weights in a form of its own."""
 
-    def __init__(self, codes: MatrixConvKernel) -> None:
+    def __init__(self, codes: MatrixConvKernel | WinogradScalingKernel) -> None:
         super().__init__(codes)
         self.form, self.weights_of = codes.form, codes.weights_of
 
 
-def quantize_images(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of images [B, C, H, W] with channels_last strides and the scale of each, float32 [B].
+class _ImagePlan:
+    """The quantization of images of one size and the convolution of their codes, as one native call."""
 
-    scale = amax * (1/127), codes = round(fl(x * fl(127 / amax))) with the largest magnitude of the image. The scale of an image with a
-    NaN or infinity is NaN.
-    """
-    if len(x) == 1:
-        return _quantize_image(x)
-    flat = x.permute(0, 2, 3, 1).flatten(1)
-    largest = torch.maximum(flat.amax(1), -flat.amin(1)).float()  # many times as fast as a norm
-    inverse = torch.full_like(largest, 127) / largest  # rounded once, as 127 / largest is not
-    finite = largest < torch.inf  # not NaN either
-    inverse = torch.where(finite & (inverse < torch.inf), inverse, 0)
-    _, c, h, w = x.shape
-    q = torch.mul(flat, inverse.unsqueeze(1)).round_().to(torch.int8).view(-1, h, w, c).permute(0, 3, 1, 2)
-    return q, torch.where(finite, largest * torch.full_like(largest, 1 / 127), torch.nan)
+    def __init__(self, kernel: PlannedConv, x: Tensor, window: Window, weights: Tensor, *, has_residual: bool) -> None:
+        like = torch.empty(x.shape, dtype=torch.int8, device="meta")
+        self._kernel, conv = kernel, kernel.prepare(like, window, 0, weights, has_residual=has_residual)
+        quantize = images.prepare(len(x), x[0].numel(), x.dtype)
+        threads, (_, channels, height, width) = max(conv.threads, quantize.threads), conv.out_shape
+        self._shape, self._strides = conv.out_shape, (height * width * channels, 1, width * channels, channels)
+        sizes = x.numel(), 4 * len(x), threads * (conv.scratch_bytes // conv.threads)
+        self._codes, self._scales, self._scratch, self._bytes = accumulate((round_up(size, _ALIGNED) for size in sizes), initial=0)
+        self._quantizing, self._convolving = phases_of(quantize.buffer), phases_of(conv.buffer)
+        self._sequence = StepSequence([*self._quantizing, *self._convolving], threads)
+        self._alive = conv, quantize
 
-
-def _quantize_image(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_images` of a single one, whose numbers are Python's: tensors of one element cost more than they hold."""
-    low, high = torch.aminmax(x.permute(0, 2, 3, 1))  # as it lies in memory: 10 to 30 times as fast
-    largest = max(float(high), -float(low))
-    finite = largest < math.inf  # not NaN either
-    inverse = 127 / largest if finite and largest else 0.0  # a quotient of float32, rounded to double, is rounded to float32 as if at once
-    q = elementwise.combine(x, Combination(torch.int8, inverse if inverse < _OVERFLOWS else 0.0, low=-127, high=127))
-    return q, torch.tensor([largest * _PART if finite else math.nan], dtype=torch.float32, device="cpu")
+    def run(self, x: Tensor, weights: Tensor, bias: Tensor | None, low: float, high: float, residual: Tensor | None) -> Tensor:
+        """Compute y in x's dtype. The arguments are those of `ImageConvKernel`."""
+        kernel = self._kernel
+        out = torch.empty_strided(self._shape, self._strides, dtype=kernel.out_dtype, device="cpu")
+        _memory, start = PLANS.memory(self._bytes)
+        codes, scales = start + self._codes, start + self._scales
+        for block in self._quantizing:
+            images.pack_tensors(block, images.TENSORS, x.data_ptr(), codes, scales)
+        to_residual = 0
+        if residual is not None:
+            residual = residual.to(kernel.out_dtype)
+            to_residual = residual.data_ptr() - out.data_ptr()
+        table = kernel.table(bias, _NO_SCALES)
+        addresses = weights.data_ptr(), 0 if table is None else table.data_ptr(), out.data_ptr(), to_residual
+        for block in self._convolving:
+            pack_call(block, CALL, 0, codes, 0, start + self._scratch, *addresses, low, high)
+            _pack_address(block, kernel.scales_at, scales)
+        self._sequence.run()
+        return out if out.dtype == kernel.result else out.to(kernel.result)

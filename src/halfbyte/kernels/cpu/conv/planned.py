@@ -148,6 +148,7 @@ class PlannedConv:
     """A compiled convolution of images of any size. Each kind has a `plan`; all else is the same.
 
     Attributes:
+        number: Identifies the kernel in caches.
         sizes: The filter.
         cost: Time of a product, relative to one of a GEMM.
         dtype: Of the images that its code reads.
@@ -164,7 +165,7 @@ class PlannedConv:
     specializes_residual = False
 
     def __init__(self) -> None:
-        self._number = next(_numbers)
+        self.number = next(_numbers)
 
     def __call__(
         self,
@@ -205,6 +206,10 @@ class PlannedConv:
         """Return the bias or tables as its code reads them; None if its code takes 0 for no bias."""
         return bias
 
+    def geometry(self, shape: Sequence[int], window: Window) -> ConvGeometry:
+        """Return the sizes of the convolution of images of this shape."""
+        return ConvGeometry.of(shape, self.sizes, window)
+
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
         """Plan the convolution of images of these sizes on at most so many threads; the other arguments are `prepare`'s."""
         raise NotImplementedError
@@ -219,7 +224,7 @@ class PlannedConv:
             weights: As the kernel reads them; their shape alone counts.
             has_residual: Whether calls have one, if the kernel `specializes_residual`.
         """
-        geo = ConvGeometry.of(x.shape, self.sizes, window)
+        geo = self.geometry(x.shape, window)
         threads = geo.threads(self.cost)
         plan = self.plan(geo, threads, outside, weights, has_residual=has_residual)
         threads = min(threads, plan.items)
@@ -231,7 +236,7 @@ class PlannedConv:
 
     def planned(self, x: Tensor, window: Window, outside: int, weights: Tensor, *, has_residual: bool = False) -> ConvCall:
         """Return what `prepare` does, prepared once in each Python thread and shared by its calls."""
-        key = self._number, x.shape, window.numbers, outside, weights.shape, runtime.threads(), has_residual
+        key = self.number, x.shape, window.numbers, outside, weights.shape, runtime.threads(), has_residual
         call: ConvCall | None = PLANS.convolution.get(key)
         if call is None:
             call = PLANS.convolution[key] = self.prepare(x, window, outside, weights, has_residual=has_residual)

@@ -1,4 +1,5 @@
-"""3 x 3 convolutions of codes with stride 1 by minimal filtering: int8 -> int8, exactly, with a quarter of the multiplications.
+"""3 x 3 convolutions of codes with stride 1 by minimal filtering: int8 -> int8, or floating point of images that were quantized with one
+scale each. Sums are exact, with a quarter of the multiplications.
 
     576 * y = A^T [sum over ci of (G w G^T) * (B^T x B)] A       F(4x4, 3x3): 36 products for 16 outputs, where there are 144
 
@@ -12,7 +13,7 @@ transformed beforehand, and take 8 bytes for each code then.
 
 Arithmetic. |x| <= 128 and |w| <= 128, so |B^T x B| <= 12800 and |G w G^T| <= 6272 fit int16. Sums are exact modulo 2^32. What is left
 of them after a multiplication by the inverse of 9 modulo 2^32 and a shift by 6 is y, exactly, where |y| < 2^25, which `transformed`
-makes sure of. Then as `tile.RequantizingTile`.
+makes sure of. Then as `tile.RequantizingTile`, or, bit for bit, as `direct.py` has it for floating-point outputs.
 
 Threads draw items: a run of tiles times a part of the columns of outputs. An item's tiles of the image are transformed
 into the thread's own memory, unless the item before had the same; for each column all products, tile by tile, are made there, too, and
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
@@ -56,6 +58,7 @@ WINOGRAD = Block(
         *("height", "width", "out_height", "out_width", "tiles_high", "tiles_wide", "top", "left"),
         *(f"kind_{n}" for n in range(4)),  # where the tiles of each of `KINDS` begin among all
         *("image_bytes", "line_bytes", "pixel_bytes", "out_line_bytes", "outside"),
+        *("scales", "scales_at"),  # of each image, and bytes from the weights to those of the outputs, for floating-point outputs
     ),
     LINEAR.floats,
 )
@@ -187,20 +190,24 @@ class WinogradSpec:
 
     classes   as `CLASSES`; one of all positions where there are no short tiles
     down, across   whether there are tiles that are short so
+    out       elements of the outputs
+    residual  floating-point outputs have something added
     """
 
     classes: tuple[Class, ...]
     down: bool = False
     across: bool = False
+    out: Kind = "i8"
+    residual: bool = False
 
     @classmethod
-    def of(cls, tiles: Tiles, isa: ISA) -> WinogradSpec:
+    def of(cls, tiles: Tiles, isa: ISA, out: Kind = "i8", *, residual: bool = False) -> WinogradSpec:
         counts = [len(some) for some in CLASSES] if any(tiles.short) else [POSITIONS]
         classes = (
             Class(sum(counts[:n]), count, group_of(stop - start, isa))
             for n, (count, (start, stop)) in enumerate(zip(counts, tiles.classes, strict=False))
         )
-        return cls(tuple(classes), *tiles.short)
+        return cls(tuple(classes), *tiles.short, out, residual)
 
 
 @phase
@@ -220,6 +227,7 @@ class _Winograd(Emitter):
         self.image = self.pointer("scratch") + number * self.get("thread_bytes")
         self.products, self.image_tile, self.out_tile = (self.image + self.get(f"{at}_at") for at in ("products", "image_tile", "out_tile"))
         self.buffer = f.alloca(isa.ints, POSITIONS, 64)
+        self.element = 1 if spec.out == "i8" else element_of(spec.out).size
 
     def emit(self) -> None:
         f, get = self.f, self.get
@@ -354,46 +362,71 @@ class _Winograd(Emitter):
     # Outputs
 
     def _outputs(self, kind: int, tile: Value, products: Value, column: Value) -> None:
-        """Transforms a tile's sums, requantizes them, and writes what lies inside."""
-        f, get, width = self.f, self.get, self.width
+        """Transforms a tile's sums, makes outputs of them, and writes what lies inside."""
+        f, get, width, size = self.f, self.get, self.width, self.element
         b, y, x = self._place(kind, tile)
         down, across = (SIDES[short] for short in KINDS[kind])
         stride, line = get("out_stride"), get("out_line_bytes")
-        out = self.pointer("out") + (b * get("out_height") + y) * line + x * stride + column * width
+        out = self.pointer("out") + (b * get("out_height") + y) * line + x * stride + column * (width * size)
         high = f.umin(get("out_height") - y, f.value("i64", down.outputs))
         wide = f.umin(get("out_width") - x, f.value("i64", across.outputs))
         some = f.umin(get("n") - column * width, f.value("i64", width))
         whole = high.equals(down.outputs) & wide.equals(across.outputs) & some.equals(width)
         to = whole.select(out, self.out_tile)
-        steps = whole.select(line, f.value("i64", M * width)), whole.select(stride, f.value("i64", width))
-        table = self.pointer("bias") + column * (4 * width)
-        for v in f.loop(2):
-            lanes = v * (4 * self.isa.lanes)
-            self._requantize(down, across, products + lanes, table + lanes, to + v * self.isa.lanes, steps)
-        with f.when(whole.equals(0)):
+        steps = whole.select(line, f.value("i64", M * width * size)), whole.select(stride, f.value("i64", width * size))
+
+        def copy(from_image: Value | None) -> None:
+            """What lies inside, from the tile to the outputs, or from so many bytes behind these to the tile."""
+            kind = "i8" if self.spec.out == "i8" else element_of(self.spec.out).stored
             for i in f.loop(high):
                 for j in f.loop(wide):
                     for n in f.loop(some):
-                        (out + i * line + j * stride + n).store((self.out_tile + (i * M + j) * width + n).load("i8"))
+                        inside, of_tile = out + i * line + j * stride + n * size, self.out_tile + ((i * M + j) * width + n) * size
+                        if from_image is None:
+                            inside.store(of_tile.load(kind, 0, size), 0, size)
+                        else:
+                            of_tile.store((inside + from_image).load(kind, 0, size), 0, size)
 
-    def _requantize(self, down: Side, across: Side, sums: Value, table: Value, to: Value, steps: tuple[Value, Value]) -> None:
-        """One vector of outputs of a tile's pixels, whose lines and pixels lie so many bytes apart."""
+        residual = None
+        if self.spec.residual:
+            residual = whole.select(get("residual"), 0)
+            with f.when(whole.equals(0)):
+                copy(get("residual"))
+        table = self.pointer("bias") + column * (4 * width)
+        for v in f.loop(2):
+            lanes = v * (4 * self.isa.lanes)
+            at = to + v * (self.isa.lanes * size)
+            if self.spec.out == "i8":
+                self._requantize(down, across, products + lanes, table + lanes, at, steps)
+            else:
+                scales = self.pointer("weights") + get("scales_at") + column * (4 * width) + lanes
+                scale = (self.pointer("scales") + b * 4).load("float", 0, 4).splat(self.isa.lanes) * scales.load(self.isa.floats, 0, 4)
+                self._scale(down, across, products + lanes, scale, table + lanes, at, steps, residual)
+        with f.when(whole.equals(0)):
+            copy(None)
+
+    def _exact(self, down: Side, across: Side, sums: Value) -> Iterator[tuple[int, list[Value]]]:
+        """The sums y of a tile's pixels, a column of the tile at a time."""
         f, isa, size = self.f, self.isa, 4 * self.isa.lanes
         for i, position in enumerate(down.positions):
             line = [sums.load(isa.ints, ORDER[position, j] * (4 * self.width), size) for j in across.positions]
             for j, value in enumerate(across.of_products(line)):
                 self.buffer.store(value, (i * M + j) * size, size)
             f.fence()
+        for j in range(across.outputs):
+            column = [self.buffer.load(isa.ints, (i * M + j) * size, size) for i in range(len(down.positions))]
+            yield j, [(value * INVERSE).shift_signed(SHIFT) for value in down.of_products(column)]
+            f.fence()
+
+    def _requantize(self, down: Side, across: Side, sums: Value, table: Value, to: Value, steps: tuple[Value, Value]) -> None:
+        """One vector of outputs of a tile's pixels, whose lines and pixels lie so many bytes apart."""
+        f, isa = self.f, self.isa
         offset, multiplier, start = (
             (table + self.get("table_stride") * row).load(kind, 0, 4) for row, kind in enumerate((isa.floats, isa.floats, isa.ints))
         )
         low, high = (bound.splat(isa.lanes) for bound in WINOGRAD.load_floats(self.args, "clamp"))
-        for j in range(across.outputs):
-            column = [self.buffer.load(isa.ints, (i * M + j) * size, size) for i in range(len(down.positions))]
-            reals = []
-            for value in down.of_products(column):
-                exact = (value * INVERSE).shift_signed(SHIFT)
-                reals.append(f.fma((exact + start).to("float"), multiplier, offset).max_keeping_nan(low).min_keeping_nan(high))
+        for j, column in self._exact(down, across, sums):
+            reals = [f.fma((exact + start).to("float"), multiplier, offset).max_keeping_nan(low).min_keeping_nan(high) for exact in column]
             codes = isa.narrowed(f, [reals[i % len(reals)] for i in range(4)]) if isa.narrows else None
             for i, real in enumerate(reals):
                 here = to + steps[0] * i + steps[1] * j
@@ -401,7 +434,30 @@ class _Winograd(Emitter):
                     here.store((real + ROUND).bits(isa.ints).to("i8"))
                 else:
                     here.store(codes.shuffle(range(i * isa.lanes, (i + 1) * isa.lanes)))
-            f.fence()
+
+    def _scale(
+        self,
+        down: Side,
+        across: Side,
+        sums: Value,
+        scale: Value,
+        bias: Value,
+        to: Value,
+        steps: tuple[Value, Value],
+        residual: Value | None,
+    ) -> None:
+        """The same of floating-point outputs; `residual`: bytes from an output to what is added to it."""
+        isa, kind = self.isa, self.spec.out
+        biases = bias.load(isa.floats, 0, 4)
+        low, high = (bound.splat(isa.lanes) for bound in WINOGRAD.load_floats(self.args, "clamp"))
+        for j, column in self._exact(down, across, sums):
+            for i, exact in enumerate(column):
+                here = to + steps[0] * i + steps[1] * j
+                value = exact.to("float") * scale + biases
+                if residual is not None:
+                    raw = (here + residual).load(vector(element_of(kind).stored, isa.lanes), 0, self.element)
+                    value = value + isa.to_float(raw, kind)
+                here.store(isa.from_float(value.max_keeping_nan(low).min_keeping_nan(high), kind), 0, self.element)
 
 
 def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
@@ -409,6 +465,11 @@ def supports(sizes: Filter, window: Window, isa: ISA) -> bool:
     dense = window.stride == window.dilation == (1, 1)
     plain = sizes.format.bits == 8 and sizes.kernel == (3, 3) and sizes.groups == 1
     return isa.tuning.winograd is not None and plain and dense and sizes.channels % (2 * isa.lanes) == 0
+
+
+def weight_bytes(sizes: Filter) -> int:
+    """Bytes of the transformed weights."""
+    return 2 * POSITIONS * sizes.out * sizes.channels
 
 
 def pays(sizes: Filter, out: tuple[int, int, int], isa: ISA) -> bool:
@@ -441,10 +502,12 @@ class WinogradKernel(PlannedConv):
         """The weights as the kernel reads them; None where sums may be too large for it."""
         return transformed(codes, self.sizes)
 
+    out_kind: Kind = "i8"
+
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
         sizes, column, channels = self.sizes, 2 * self.isa.lanes, geo.channels
         of, columns = Tiles.of(geo.outputs), -(-sizes.out // column)
-        spec, tiles = WinogradSpec.of(of, self.isa), sum(of.kinds)
+        spec, tiles = WinogradSpec.of(of, self.isa, self.out_kind, residual=has_residual), sum(of.kinds)
         rows = spec.classes[0].rows
         groups = -(-tiles // rows)
         assert self.isa.tuning.winograd is not None
@@ -465,11 +528,12 @@ class WinogradKernel(PlannedConv):
         products_at = planes_at.pop()
         image_tile_at = products_at + (run + max(some.rows for some in spec.classes)) * POSITIONS * column * 4
         out_tile_at = image_tile_at + (POSITIONS * channels + 63 & ~63)
-        thread_bytes = out_tile_at + M * M * column
+        element = self.out_dtype.itemsize
+        thread_bytes = out_tile_at + M * M * column * element
         (height, width), items = geo.image, runs * parts
         fields = {
             "n": sizes.out,
-            "out_stride": sizes.out,
+            "out_stride": sizes.out * element,
             "table_stride": 4 * PANEL * -(-sizes.out // PANEL),
             "items": items,
             "parts": parts,
@@ -485,9 +549,38 @@ class WinogradKernel(PlannedConv):
             "image_bytes": height * width * channels,
             "line_bytes": width * channels,
             "pixel_bytes": channels,
-            "out_line_bytes": geo.out[1] * sizes.out,
+            "out_line_bytes": geo.out[1] * sizes.out * element,
+            "scales_at": 2 * POSITIONS * columns * column * channels,
         }
         for n, (plane, at, (start, stop)) in enumerate(zip(planes, planes_at, of.classes, strict=False)):
             fields |= {f"plane_bytes_{n}": plane, f"planes_at_{n}": at, f"class_start_{n}": start, f"class_stop_{n}": stop}
         fields |= {f"kind_{n}": start for n, start in enumerate(itertools.accumulate(of.kinds[:-1], initial=0))}
         return Plan(WINOGRAD, compiled(build, spec, self.isa), fields, items, channels, thread_bytes)
+
+
+class WinogradScalingKernel(WinogradKernel):
+    """The same of codes with one scale for each image, to floating-point outputs, of which there are whole columns; bias: float32 [Co]."""
+
+    form = "minimal filtering, with scales"
+    scales_at = WINOGRAD.offset("scales")
+    specializes_residual = True
+
+    def __init__(self, sizes: Filter, out: torch.dtype) -> None:
+        super().__init__(sizes)
+        self.out_dtype = self.result = out
+        self.out_kind = kind_of(out)
+        self._no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
+
+    def weights_of(self, codes: Codes) -> Tensor | None:
+        """`transformed`, and the scales of the outputs behind it, int16; None where sums may be too large."""
+        products = transformed(codes, self.sizes)
+        if products is None:
+            return None
+        scales = codes.scale.reshape(-1).float().expand(self.sizes.out).contiguous().view(torch.int16)
+        count = products.numel()
+        weights = allocate(2 * (count + len(scales))).view(torch.int16)
+        weights[:count], weights[count:] = products.flatten(), scales
+        return weights
+
+    def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor:
+        return self._no_bias if bias is None else bias

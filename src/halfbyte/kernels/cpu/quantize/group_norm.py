@@ -1,7 +1,7 @@
 """GroupNorm and SiLU of images in channels_last in one native call, and their quantization with one scale for each image.
 
     y = silu((x + a - mean) / sqrt(var + eps) * weight + bias)          x [B, C, H, W], mean and var over a group's channels and pixels
-    scale = max|y| * (1/127),  codes = round(y * (127 / max|y|))        as `conv/gathered.quantize_images`
+    scale = max|y| * (1/127),  codes = round(y * (127 / max|y|))        as `images.py`
 
 (Y. Wu, K. He, arXiv:1803.08494.) `a` [B, C], what a residual block of a diffusion model adds for its time step, is optional, as SiLU is.
 Images are read twice, for sums and for y. max|y| needs no pass of its own: it follows from the least and the largest x of each channel, as
