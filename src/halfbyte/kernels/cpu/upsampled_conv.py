@@ -151,7 +151,7 @@ class _Upsampled(Lines):
 
 @tile_function
 def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
-    """As `direct.build_tile`; writes int32 sums, PANEL of each row."""
+    """Emit the tile of `direct.build_tile`, but for its end: it writes int32 sums, PANEL of each row."""
     width = isa.lanes * spec.schedule.vectors
     for part in f.loop(PANEL // width):
         _TapTile(spec, isa, f).emit(part * width)

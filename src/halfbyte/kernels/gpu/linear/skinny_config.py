@@ -345,7 +345,7 @@ class Static(CompileTime, Config):
 
     @property
     def threads(self) -> int:
-        """Of a thread block."""
+        """Threads of a thread block."""
         return 32 * self.warps
 
     @property
