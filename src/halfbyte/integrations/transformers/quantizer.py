@@ -84,15 +84,17 @@ class _Method(StrEnum):
 class HalfbyteConfig(QuantizationConfigMixin):
     """The `quantization_config` of `from_pretrained`, in transformers and diffusers: the arguments of `Config`, or a Config.
 
-    Attributes:
+    Args:
         format: The format of all layers, or a Config. None: those of a GGUF file that diffusers' `from_single_file` reads.
         calibration: As for `quantize_`. With it the float model is loaded whole, and quantized then.
         settings: The other arguments of Config.
+
+    Attributes:
         device: Where weights are quantized and packed as they are read: a GPU to which the caller then moves the rest of the model. None:
-            where transformers reads them to. Not an argument.
-        has_format: Whether a format was given. Without one only GGUF files can be read, which have formats of their own. Not an argument.
-        config: How a float model is quantized; None for a model that was saved quantized. Not an argument.
-        modules: The quantized modules of a model, by name, as they are written to config.json. Not an argument.
+            where transformers reads them to.
+        has_format: Whether a format was given. Without one only GGUF files can be read, which have formats of their own.
+        config: How a float model is quantized; None for a model that was saved quantized.
+        modules: The quantized modules of a model, by name, as they are written to config.json.
 
     Example:
         >>> hb.HalfbyteConfig("q4_0", compute="float").to_dict()["quant_method"]
@@ -242,19 +244,19 @@ class HalfbyteQuantizer(HfQuantizer):
         if hasattr(model.config, "halfbyte"):  # `save` adds this section to config.json. It describes the files, not the model.
             del model.config.halfbyte
         keep_dtypes_(model, model.dtype)
-        experts = expand_(model)
+        replacements = expand_(model)  # stacked experts and the like have a module for each weight then
         expect_branches(model, self.quantization_config.modules)
         self.quantization_config.modules = wanted = self._find_modules(model)
         for name, settings in wanted.items():
             expect_codes(model, name, settings, _REMEDY)._is_hf_initialized = True
-        collapse_(model, experts, wanted.__contains__)
+        collapse_(model, replacements, wanted.__contains__)
         for target, source in list(model.all_tied_weights_keys.items()):
             name, owner = target.removesuffix(".weight"), source.removesuffix(".weight")
-            if owner in wanted and name not in wanted:
+            if owner in wanted and name not in wanted:  # `_insert` gives the head the owner's weight: no float weight is read
                 head: Any = model.get_submodule(name)
-                like = torch.empty(head.weight.shape, device="meta")
+                weight_without_data = torch.empty(head.weight.shape, device="meta")
                 del head.weight
-                head.weight = like  # modules that initialise their children or read sizes expect a weight
+                head.weight = weight_without_data  # modules that initialise their children or read sizes expect a weight
                 head.weight._is_hf_initialized = head._is_hf_initialized = True
             if owner in wanted or name in wanted:
                 del model.all_tied_weights_keys[target]
@@ -262,11 +264,11 @@ class HalfbyteQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected |= {rf"(^|\.){re.escape(name)}\.weight$" for name in wanted}
 
     def update_weight_conversions(self, weight_conversions: list[object], *model: nn.Module) -> list[object]:
-        """Leaves out conversions of the float weights that codes replace, such as a transposition of stacked experts.
+        """Leave out conversions of the float weights that codes replace, such as a transposition of stacked experts.
 
         Args:
-            weight_conversions: how transformers makes a model's tensors of those in the files.
-            model: the model, which older versions of transformers do not pass.
+            weight_conversions: How transformers makes a model's tensors of those in the files.
+            model: The model, which older versions of transformers do not pass.
         """
         conversions: list[object] = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
         if not self.pre_quantized:
@@ -324,11 +326,13 @@ class HalfbyteQuantizer(HfQuantizer):
         if self.pre_quantized:
             self._insert_stored(model)
         elif self.quantization_config.calibration is not None:
-            whole = self.quantization_config.float_config()
-            new = [name for name, module in model.named_modules() if isinstance(module, FLOAT_MODULES) and _is_uninitialized(module.weight)]
-            config = replace(whole, skip=(*whole.skip, *new))
+            given = self.quantization_config.float_config()
+            new_modules = [
+                name for name, module in model.named_modules() if isinstance(module, FLOAT_MODULES) and _is_uninitialized(module.weight)
+            ]
+            config = replace(given, skip=(*given.skip, *new_modules))
             quantize_(model, config, self.quantization_config.calibration)
-            add_notes(model, [NEW_WEIGHT.format(name) for name in new])
+            add_notes(model, [NEW_WEIGHT.format(name) for name in new_modules])
             model.hf_quantizer, model.config.quantization_config = self, self.quantization_config
         else:
             self._insert_quantized(model)
