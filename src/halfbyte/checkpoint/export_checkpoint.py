@@ -1,4 +1,9 @@
-"""Converts a model on disk from any kind of files to another, with the same codes and scales, one tensor at a time."""
+"""`export`, the work of `hb.export` and `halfbyte convert`: writes a model on disk in another format.
+
+Codes and scales are copied, not quantized anew. Each weight or tensor is an `ExportItem` (export_items.py), which is read, converted and
+written before the next. `Target` (foreign/targets.py) says what a folder of AWQ, GPTQ or compressed-tensors holds, gguf/export.py what a
+GGUF file holds.
+"""
 
 from __future__ import annotations
 
@@ -42,111 +47,138 @@ def export(
 ) -> Report:
     """Write a model to a new folder or a GGUF file, in the format of another project.
 
-    Codes and scales are those of `src`. Where the target kind cannot hold a format the weight is dequantized, and the report says so. No
-    more than one weight is held in memory.
+    Codes and scales are those of `src`. A weight whose format the kind cannot hold is dequantized, and the report says so. One weight is
+    held in memory at a time.
 
     Args:
         src: Whatever `load` reads, or a float Hugging Face folder.
         dst: The new folder or file.
         to: "halfbyte", "gguf", "awq", "gptq" or "compressed-tensors"; may be left out where `dst` ends in .gguf, as every GGUF file does.
-        progress: is called after each tensor with (bytes written, bytes in all, name).
+        progress: Called after each tensor with (bytes written, bytes in all, name).
         resume: Continue an export to the same place that was killed.
-        shard_bytes: The most bytes of a file.
+        shard_bytes: The most bytes of a file in a folder; a GGUF model is one file, of any size.
 
     Returns:
         The report of what was written.
 
     Raises:
         CheckpointError: The model cannot be read or written; `dst` is unchanged then.
-        ArgumentError: No weight at all could stay quantized.
+        ArgumentError: `dst` exists, the kind is unknown, or it cannot hold this model, such as one of which no weight could stay quantized.
+        UnsupportedError: The model has low-rank branches, and `to` is not "halfbyte".
 
     Example:
         >>> model = hb.quantize_(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4)), "q8_0")
         >>> hb.save(model, folder / "model")
         >>> report = hb.export(folder / "model", folder / "gptq", "halfbyte")
     """
-    source, target = model_path(src), model_path(dst)
-    to = kind_to_write(target, to)
+    source, destination = model_path(src), model_path(dst)
+    kind = kind_to_write(destination, to)
     model = open_model(source, floats=True)
-    if model.static is not None and to != "halfbyte":
-        raise ArgumentError(f"{source} holds a network on int8 codes, which {to} cannot hold: export the model that it was made from")
-    if to != "halfbyte" and (branch := next((name for name in model.plain if name.endswith(f".{LOW_RANK}")), None)):
-        raise UnsupportedError(f"{source} has products of low rank, such as {branch}, which {to} cannot hold: quantize without low_rank")
-    if lexists(target):
-        raise ArgumentError(f"{target} exists: choose another place, or remove it")
-    if to == "gguf" and has_adapter(source):
+    if kind != "halfbyte":
+        _check_holds(kind, model, source)
+    if lexists(destination):
+        raise ArgumentError(f"{destination} exists: choose another place, or remove it")
+    if kind != "gguf":
+        return _to_folder(model, source, destination, kind, progress, resume, shard_bytes)
+    return _to_gguf(model, destination, progress, resume)
+
+
+def kind_to_write(destination: Path, to: str | None) -> str:
+    """Return the kind of files to write, one of KINDS: `to`, or if that is None the one that the suffix of `destination` names.
+
+    Raises:
+        ArgumentError: There is no such kind, or a GGUF file would have another suffix than .gguf.
+    """
+    if to is None and destination.suffix not in (".gguf", ".onnx"):
+        raise ArgumentError(
+            f"the name {destination.name} does not tell what to write, as one that ends in .gguf does: say {', '.join(KINDS)} "
+            "by to=, on the command line by --to"
+        )
+    kind = destination.suffix[1:] if to is None else to
+    if kind not in KINDS:
+        remedy = ": halfbyte.export_onnx writes such files" if kind == "onnx" else ""
+        raise ArgumentError(f"models are converted to {', '.join(KINDS)}, got {kind!r}{remedy}")
+    if kind == "gguf" and destination.suffix != ".gguf":
+        raise ArgumentError(f"a GGUF file is known by its suffix, which {destination.name} lacks: write {destination.name}.gguf")
+    return kind
+
+
+def _check_holds(kind: str, model: StoredModel, source: Path) -> None:
+    """Raise ArgumentError or UnsupportedError if files of another project's kind cannot hold the model at `source`."""
+    if model.static is not None:
+        raise ArgumentError(f"{source} holds a network on int8 codes, which {kind} cannot hold: export the model that it was made from")
+    if branch := next((name for name in model.plain if name.endswith(f".{LOW_RANK}")), None):
+        raise UnsupportedError(f"{source} has products of low rank, such as {branch}, which {kind} cannot hold: quantize without low_rank")
+    if kind == "gguf" and has_adapter(source):
         raise ArgumentError(
             f"{source} holds a model and an adapter, which a GGUF file of the model cannot hold: move adapter_* to a folder of its own, "
             "merge it, peft.PeftModel.from_pretrained(model, folder).merge_and_unload(), and export what its save_pretrained writes"
         )
-    if to == "gguf":
-        return _to_gguf(model, target, progress, resume)
-    companion_files = companions(source, target)
+
+
+def _to_folder(
+    model: StoredModel, source: Path, destination: Path, kind: str, progress: Progress | None, resume: bool, shard_bytes: int
+) -> Report:
+    """Write a halfbyte checkpoint or a folder of another project."""
+    companion_files = companions(source, destination)
+    target = None if kind == "halfbyte" else TARGETS[kind](model)
+    items = _checkpoint_items(model) if target is None else _target_items(model, target)
     notes = companion_files.notes()
-    kind = None if to == "halfbyte" else TARGETS[to](model)
-    items = _items(model, kind)
-    with replacing(target, resume=resume) as staging:
-        specs = {name: spec for item in items for name, spec in item.specs.items()}
-        if kind is None:
-            specs = stored_specs(model.weights, model.plain)
-        writer = Writer(staging.path, staging.stem, specs, shard_bytes, journal=journal(model.path, to) if staging.fresh else None)
+    with replacing(destination, resume=resume) as staging:
+        if not staging.fresh:  # another process has created it since `export` has looked
+            raise ArgumentError(f"{destination} exists: choose another place, or remove it")
+        if target is None:
+            specs = stored_specs(model.weights, model.plain)  # with guards, which `publish` writes
+        else:
+            specs = {name: spec for item in items for name, spec in item.specs.items()}
+        writer = Writer(staging.path, staging.stem, specs, shard_bytes, journal=journal(model.path, kind))
         notes += write(items, writer, progress)
         companion_files.copy_to(staging.path)
         notes += gguf_tokenizer.save(source, staging.path)
-        if kind is None:
+        if target is None:
             publish(staging, writer, model.config, model.weights, model.tied, model.static)
         else:
             writer.finish()
             if len(writer.files) > 1:
                 write_index(staging.path, writer)
             config = with_separate_head(model.config, {*model.weights, *model.plain})
-            write_json(staging.path / CONFIG, {**config, "quantization_config": kind.settings()})
+            write_json(staging.path / CONFIG, {**config, "quantization_config": target.settings()})
             staging.commit_folder()
     return Report(tuple(item.row for item in items if item.row), (*model.report().notes, *notes))
 
 
-def kind_to_write(target: Path, to: str | None) -> str:
-    """One of KINDS: `to`, or if that is None the one that the target's suffix names. Raises ArgumentError where the suffix is not the
-    kind's."""
-    if to is None and target.suffix not in (".gguf", ".onnx"):
-        raise ArgumentError(
-            f"the name {target.name} does not tell what to write, as one that ends in .gguf does: say {', '.join(KINDS)} "
-            "by to=, on the command line by --to"
-        )
-    to = target.suffix[1:] if to is None else to
-    if to not in KINDS:
-        remedy = ": halfbyte.export_onnx writes such files" if to == "onnx" else ""
-        raise ArgumentError(f"models are converted to {', '.join(KINDS)}, got {to!r}{remedy}")
-    if to == "gguf" and target.suffix != ".gguf":
-        raise ArgumentError(f"a GGUF file is known by its suffix, which {target.name} lacks: write {target.name}.gguf")
-    return to
-
-
-def _items(model: StoredModel, kind: Target | None) -> list[ExportItem]:
-    """What is written to a folder; without a `kind`, a halfbyte checkpoint."""
-    items = []
-    for name, weight in model.weights.items():
-        if kind is None:
-            items.append(kept(model, name, weight.stored(name), partial(_as_stored, name)))
-        elif name in kind.kept:
-            items.append(kept(model, name, kind.specs(name), partial(kind.write, name)))
-        else:
-            items.append(dequantized(model, name, kind.reasons[name]))
-    orders = set() if kind is None else {order_name(name) for name in model.weights}
-    return items + [plain(model, name, as_float=kind is not None) for name in model.plain if name not in orders]
+def _checkpoint_items(model: StoredModel) -> list[ExportItem]:
+    """Return the items of a halfbyte checkpoint, which holds everything as it is."""
+    weights = [kept(model, name, weight.stored(name), partial(_as_stored, name)) for name, weight in model.weights.items()]
+    return weights + [plain(model, name, as_float=False) for name in model.plain]
 
 
 def _as_stored(name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
-    return codes_in_files(name, codes)  # a halfbyte checkpoint has the order in a tensor of its own
+    """Return a weight's tensors in a halfbyte checkpoint, where the order of its columns is a plain tensor, written as such."""
+    return codes_in_files(name, codes)
 
 
-def _to_gguf(model: StoredModel, target: Path, progress: Progress | None, resume: bool) -> Report:
+def _target_items(model: StoredModel, target: Target) -> list[ExportItem]:
+    """Return the items of another project's folder. `Target.write` takes the order of a weight's columns, so that is no item itself."""
+    weights = [
+        kept(model, name, target.specs(name), partial(target.write, name))
+        if name in target.kept
+        else dequantized(model, name, target.reasons[name])
+        for name in model.weights
+    ]
+    orders = {order_name(name) for name in model.weights}
+    return weights + [plain(model, name, as_float=True) for name in model.plain if name not in orders]
+
+
+def _to_gguf(model: StoredModel, destination: Path, progress: Progress | None, resume: bool) -> Report:
+    """Write a GGUF file."""
     if is_file(model.path):
         raise ArgumentError(f"{model.path} is not a folder: only models in folders are written as GGUF")
-    export, notes = gguf_export.plan(model)
-    metadata, more = gguf_vocabulary.to_metadata(model.path, model.config, export.vocabulary)
-    with replacing_file(target, resume=resume) as path:
-        writer = gguf.Writer(path, export.metadata | metadata, export.types, journal=journal(model.path, "gguf"))
-        resumed = write(export.items, writer, progress)
+    plan, plan_notes = gguf_export.plan(model)
+    metadata, vocabulary_notes = gguf_vocabulary.to_metadata(model.path, model.config, plan.vocabulary)
+    with replacing_file(destination, resume=resume) as path:
+        writer = gguf.Writer(path, plan.metadata | metadata, plan.types, journal=journal(model.path, "gguf"))
+        resume_notes = write(plan.items, writer, progress)
         writer.finish()
-    return Report(tuple(item.row for item in export.items if item.row), (*model.report().notes, *notes, *more, *resumed))
+    notes = (*model.report().notes, *plan_notes, *vocabulary_notes, *resume_notes)
+    return Report(tuple(item.row for item in plan.items if item.row), notes)

@@ -1,12 +1,13 @@
-"""What layers of language models differ in, by name: each kind's names, and its definition in torch, which is also its reference.
+"""The variants of layers in language models, as Literals: gate functions, logits functions, router scores, projections and rope.
 
-A kind that is added to a Literal here is an error of mypy, and an UnsupportedError where it is used, until each place below computes it:
+A function in torch defines each variant, and is the reference of kernels in tests. Whoever adds a variant to a Literal implements it in the
+places below: until then mypy reports an error there, and a model that has it raises UnsupportedError.
 
     GateFunction     `gate_in_torch`, `kernels/cpu/step_sequence.GATES`, `kernels/gpu/epilogue.activated`; `decoder/family.py`
     Gelu             `kernels/cpu/linear/epilogue.py`, torch's functional.gelu
     LogitsFunction   `logits_in_torch`, `kernels/cpu/step_sequence.EACH`
     RouterScores     `scores_in_torch`, `kernels/cpu/transformer/experts.py`, `kernels/gpu/experts/routing.py`
-    Projections      `key_value_heads`, `kernels/cpu/transformer/attend.py`
+    Projections      `num_kv_projections`, `kernels/cpu/transformer/attend.py`
     RopeInterleaved  `is_interleaved`, `kernels/cpu/transformer/attend.py`, `kernels/gpu/transformer/attend.py`,
                      `kernels/gpu/transformer/rope.py`
 """
@@ -21,22 +22,33 @@ from torch.nn import functional
 
 from halfbyte.errors import lookup, unreachable
 
-GateFunction = Literal["silu", "gelu_tanh", "relu2"]  # of gated linear units, f(gate) * up, and of feed-forward layers without gates
+# f of a gated MLP, f(gate) * up, and of an MLP without gates, f(up).
+GateFunction = Literal["silu", "gelu_tanh", "relu2"]
 GATES: tuple[GateFunction, ...] = get_args(GateFunction)
-Gelu = Literal["", "none", "tanh"]  # of a product's results, in torch's words: "": no GELU, exact, and by tanh
-LogitsFunction = Literal["over", "times", "cap"]  # of logits y and a constant c: y / c, y * c, c * tanh(y / c)
-RouterScores = Literal["", "sigmoid", "softmax"]  # by which a row chooses its experts; "": by logits
+
+# GELU of a linear layer's outputs. "" for no GELU; the other values are those of torch's `approximate`: "none" for erf, "tanh".
+Gelu = Literal["", "none", "tanh"]
+
+# A function of logits y with a constant c: "over" y / c, "times" y * c, "cap" c * tanh(y / c).
+LogitsFunction = Literal["over", "times", "cap"]
+
+# The scores of a router's logits, whose largest choose the experts of a token; "" for the logits themselves.
+RouterScores = Literal["", "sigmoid", "softmax"]
 SCORES: tuple[RouterScores, ...] = get_args(RouterScores)
-Projections = Literal["qkv", "qk", "q"]  # of a layer; "qk": values are keys before norm and rope; "q": another layer has keys and values
+
+# The projections of an attention layer: all; none of values, which are the keys before norm and rope; queries alone, as the layer reuses
+# the keys and values of an earlier one.
+Projections = Literal["qkv", "qk", "q"]
 PROJECTIONS: tuple[Projections, ...] = get_args(Projections)
-RopeInterleaved = Literal[
-    "", "half", "repeated"
-]  # "": elements i and i + R / 2 are a pair; else 2 i and 2 i + 1, by R / 2 cosines, or by R
+
+# Which elements of a head rope rotates together, of the first R = rotary_dim ones: "" for i and i + R / 2, else 2 i and 2 i + 1. Then the
+# tables of cosines and sines have R / 2 columns ("half"), or R, each of them twice in a row ("repeated").
+RopeInterleaved = Literal["", "half", "repeated"]
 ROPE_INTERLEAVED: tuple[RopeInterleaved, ...] = get_args(RopeInterleaved)
 
 
 def gate_in_torch(x: Tensor, function: GateFunction) -> Tensor:
-    """f(x) in x's dtype.
+    """Return f(x) in x's dtype, of any shape.
 
     silu       x * sigmoid(x)                                              (Elfwing and others, arXiv:1702.03118)
     gelu_tanh  x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x³)))      (Hendrycks and Gimpel, arXiv:1606.08415)
@@ -54,7 +66,7 @@ def gate_in_torch(x: Tensor, function: GateFunction) -> Tensor:
 
 
 def logits_in_torch(y: Tensor, logits: tuple[LogitsFunction, float] | None) -> Tensor:
-    """The function of logits y and its constant; None: y."""
+    """Return the function of logits y, of any shape, given by its name and its constant; y if there is none."""
     if logits is None:
         return y
     function, constant = logits
@@ -70,7 +82,7 @@ def logits_in_torch(y: Tensor, logits: tuple[LogitsFunction, float] | None) -> T
 
 
 def scores_in_torch(logits: Tensor, scores: Literal["sigmoid", "softmax"]) -> Tensor:
-    """Scores [M, E] of a router's logits."""
+    """Return the scores [M, E] of a router's logits [M, E], for M tokens and E experts."""
     match scores:
         case "sigmoid":
             return logits.sigmoid()
@@ -80,8 +92,8 @@ def scores_in_torch(logits: Tensor, scores: Literal["sigmoid", "softmax"]) -> Te
             raise unreachable(scores, "the scores of a router,")
 
 
-def key_value_heads(projections: Projections) -> int:
-    """Number of heads that a layer computes for each key-value head in addition to queries."""
+def num_kv_projections(projections: Projections) -> int:
+    """Return how many of keys and values a layer projects: 2, 1 or 0. Its fused product has so many blocks of num_kv_heads heads."""
     match projections:
         case "qkv":
             return 2
@@ -94,12 +106,12 @@ def key_value_heads(projections: Projections) -> int:
 
 
 def projections_of(count: int) -> Projections:
-    """The first `count` of queries, keys and values."""
+    """Return the projections of a layer that has the first `count` of q_proj, k_proj and v_proj."""
     return lookup({len(projections): projections for projections in PROJECTIONS}, count, "the number of projections")
 
 
 def is_interleaved(rope_interleaved: RopeInterleaved) -> bool:
-    """Whether rope rotates neighbours, not elements that lie half of the rotated ones apart."""
+    """Whether rope rotates adjacent pairs, 2 i and 2 i + 1, not the halves i and i + R / 2."""
     match rope_interleaved:
         case "":
             return False

@@ -466,3 +466,14 @@ def test_a_trained_model_says_the_same_in_every_form(fmt: str, tmp_path: Path) -
                 other = load(place(tmp_path, kind))
             assert torch.equal(other(ids).logits, expected), kind
             assert torch.equal(other.generate(ids[:, :16], max_new_tokens=12, do_sample=False, pad_token_id=0), said), kind
+
+
+@pytest.mark.parametrize("kind", ["halfbyte", "awq"])
+def test_a_folder_that_appears_meanwhile_is_not_replaced(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Another process creates the folder after `export` has looked: it stays as it is."""
+    export(folders / "q8_0", tmp_path / "m", "halfbyte")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+    monkeypatch.setattr("halfbyte.checkpoint.export_checkpoint.lexists", lambda path: False)
+    with pytest.raises(ArgumentError, match="exists: choose another place"):
+        export(folders / "int4_g32_zp", tmp_path / "m", kind)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir() if path.is_file()} == before

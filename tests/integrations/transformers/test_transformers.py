@@ -32,8 +32,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 import halfbyte
 from halfbyte.checkpoint.native.quantization_config import Module, describe, parse
-from halfbyte.errors import ArgumentError, CheckpointError
-from halfbyte.integrations.transformers.quantizer import HalfbyteConfig
+from halfbyte.errors import ArgumentError, CheckpointError, FormatError
+from halfbyte.integrations.transformers.quantizer import HalfbyteConfig, HalfbyteQuantizer
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.modules.permuted import PermutedLinear
@@ -189,6 +189,24 @@ def test_what_cannot_be_quantized_says_so(folder: Path) -> None:
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ArgumentError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0"))
+
+
+def test_an_empty_format_is_no_format() -> None:
+    """It is an error as for `Config`, not the format that stands in where none is given."""
+    with pytest.raises(FormatError, match="unknown format ''"):
+        HalfbyteConfig("")
+
+
+def test_several_values_of_one_weight_are_refused() -> None:
+    """The loader's operation takes one value of each parameter: another one would be dropped."""
+    model = llama(tied=False)
+    quantizer = HalfbyteQuantizer(HalfbyteConfig("q8_0"), pre_quantized=False)
+    quantizer._process_model_before_weight_loading(model)
+    name, weight = "model.layers.0.mlp.up_proj.weight", torch.ones(96, 64)
+    operation: Any = quantizer.get_quantize_ops()
+    assert operation.convert({name: [weight]}, model) == {}
+    with pytest.raises(ValueError, match="too many values"):
+        operation.convert({name: [weight, weight]}, model)
 
 
 def test_a_model_within_another_is_saved_too(tmp_path: Path) -> None:

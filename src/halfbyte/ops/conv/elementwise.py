@@ -69,7 +69,7 @@ def combine_step(a: Tensor, how: Combination, b: Tensor | None = None) -> Progra
     from halfbyte.kernels.cpu.conv import elementwise as cpu
 
     same_layout = b is None or (b.shape, b.stride()) == (a.shape, a.stride())
-    return cpu.step(a, how, b) if a.numel() and _is_dense(a) and same_layout else None
+    return cpu.program_step(a, how, b) if a.numel() and _is_dense(a) and same_layout else None
 
 
 def _is_dense(a: Tensor) -> bool:

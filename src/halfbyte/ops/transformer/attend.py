@@ -16,7 +16,7 @@ from torch import Tensor
 from halfbyte.dispatch.choose import choose
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.runtime.launch import output
-from halfbyte.kernels.layer_kinds import PROJECTIONS, ROPE_INTERLEAVED, Projections, RopeInterleaved, is_interleaved, key_value_heads
+from halfbyte.kernels.layer_kinds import PROJECTIONS, ROPE_INTERLEAVED, Projections, RopeInterleaved, is_interleaved, num_kv_projections
 from halfbyte.kernels.problem import AttentionProblem
 from halfbyte.layouts.records import from_codes, scales_of, to_codes
 from halfbyte.machine import gpu
@@ -130,7 +130,7 @@ class _Arguments(NamedTuple):
     @property
     def kv_projections(self) -> int:
         """How many of keys and values are in qkv: 2; 1, as values are the keys before norm and rope; 0, as nothing is written."""
-        return key_value_heads(self.projections)
+        return num_kv_projections(self.projections)
 
     @property
     def qk_norm_whole(self) -> bool:
@@ -354,7 +354,7 @@ def projected_in_torch(qkv: Tensor, rotary: tuple[Tensor, Tensor] | None, heads:
         Queries [B, t, H, D], keys and values [B, t, Hkv, D]. With projections "q" keys and values are placeholders.
     """
     x = qkv.float().unflatten(-1, (-1, heads.head_dim))
-    q, *rest = x.split((heads.num_heads, *(heads.num_kv_heads,) * key_value_heads(heads.projections)), -2)
+    q, *rest = x.split((heads.num_heads, *(heads.num_kv_heads,) * num_kv_projections(heads.projections)), -2)
     k, v = (rest[0], rest[-1]) if rest else (q[..., : heads.num_kv_heads, :],) * 2
     if heads.v_norm and heads.qk_norm is not None:
         v = wide_norm(v, Norm(torch.ones_like(v[0, 0, 0]), heads.qk_norm[0].eps))

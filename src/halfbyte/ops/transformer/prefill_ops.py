@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte.dispatch.choose import choose
 from halfbyte.errors import ArgumentError
 from halfbyte.kernels.gpu.runtime.launch import output
-from halfbyte.kernels.layer_kinds import PROJECTIONS, ROPE_INTERLEAVED, key_value_heads
+from halfbyte.kernels.layer_kinds import PROJECTIONS, ROPE_INTERLEAVED, num_kv_projections
 from halfbyte.kernels.problem import AttentionProblem
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
@@ -54,7 +54,7 @@ def apply_rope(
         return _apply_rope_in_torch(qkv, rotary, keys, values, length, heads)
     from halfbyte.kernels.gpu.transformer import rope as kernel
 
-    rows, written = qkv.contiguous().view(-1, qkv.shape[2]), key_value_heads(heads.projections)
+    rows, written = qkv.contiguous().view(-1, qkv.shape[2]), num_kv_projections(heads.projections)
     how = 0 if rotary is None else heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, written, heads.v_norm
 
     def launch() -> Tensor:

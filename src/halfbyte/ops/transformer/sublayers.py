@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import ArgumentError
-from halfbyte.kernels.layer_kinds import GATES, PROJECTIONS, GateFunction, Projections, RopeInterleaved, key_value_heads
+from halfbyte.kernels.layer_kinds import GATES, PROJECTIONS, GateFunction, Projections, RopeInterleaved, num_kv_projections
 from halfbyte.ops.checks import device_name
 from halfbyte.ops.transformer.weights import TensorAddresses, Weight, why_not_packed
 
@@ -83,7 +83,7 @@ class Heads(NamedTuple):
     @property
     def outputs(self) -> int:
         """Number of outputs of the projections for a token."""
-        return (self.num_heads + key_value_heads(self.projections) * self.num_kv_heads) * self.head_dim
+        return (self.num_heads + num_kv_projections(self.projections) * self.num_kv_heads) * self.head_dim
 
     @property
     def rotary_width(self) -> int:

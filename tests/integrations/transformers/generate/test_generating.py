@@ -79,8 +79,8 @@ class Imitated:
         assert step is not None
         inputs, owner = (next(c.cell_contents for c in step if isinstance(c.cell_contents, kind)) for kind in (Inputs, graphs.GraphStep))
         self.run, self.cache = run, owner._cache
-        tensors = [*_tensors(inputs.values), inputs._index, owner._tokens]
-        tensors += [t for layer in graphs.keeping(self.cache) for t in (layer.keys, layer.values, layer.cumulative_length)]
+        tensors = [*_tensors(inputs.values), inputs._index, owner._graph_tokens]
+        tensors += [t for layer in graphs.layers_with_states(self.cache) for t in (layer.keys, layer.values, layer.cumulative_length)]
         before = [t.clone() for t in tensors]
         random = torch.get_rng_state()
         with Captured():

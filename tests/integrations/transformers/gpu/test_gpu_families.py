@@ -163,7 +163,7 @@ def done(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[boo
 def calls(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called, whether it was in few kernels."""
     monkeypatch.setattr(gpu_run, "DEVICES", (device.type,))
-    return done(monkeypatch, gpu_run.GpuRun, "_token")
+    return done(monkeypatch, gpu_run.GpuRun, "_decode_layer")
 
 
 def logits(model: Any, cache: Any, widths: tuple[int, ...], mask: Tensor | None = None, batch: int = 1) -> Tensor:
@@ -257,7 +257,7 @@ def test_layers_that_read_the_keys_of_others(
 def prompts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each layer called with what `token` has left, whether it was in few kernels."""
     monkeypatch.setattr(gpu_run, "DEVICES", (device.type,))
-    return done(monkeypatch, gpu_run.GpuRun, "_tokens")
+    return done(monkeypatch, gpu_run.GpuRun, "_prefill_layer")
 
 
 @pytest.mark.parametrize(("kind", "widths"), of_each(PROMPTS))

@@ -57,8 +57,8 @@ class CpuRun(Run):
         self._lowered = layers
         self._later: dict[tuple[int, int, int], bool] = {}  # results of `_sees_later`
 
-    def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
-        """The hidden states after the layer `first`, or after more, and the index of the next one."""
+    def _next_layers(self, x: Tensor, first: int) -> tuple[Tensor, int]:
+        """`Run._next_layers`: as many layers as one native call computes."""
         call, layers, entries = self._call, list[DecoderLayer](), list[KVEntry]()
         for index in range(first, len(self._lowered)):
             layer = self._lowered[index]
@@ -71,7 +71,7 @@ class CpuRun(Run):
         if not layers:
             return self._by_transformers(x, first), first + 1
         per_layer_input = None if call.per_layer is None else call.per_layer[:, :, first]
-        y = run_layers(layers, x, call.rotary[first], entries, self._shown(call.masks[first]), per_layer_input)
+        y = run_layers(layers, x, call.rotary[first], entries, self._as_bool_mask(call.masks[first]), per_layer_input)
         for index, entry in enumerate(entries, first):
             self._enter(index, entry, x)
         return y, first + len(layers)
@@ -85,15 +85,15 @@ class CpuRun(Run):
             and call.rotary[index] is call.rotary[first]
             and call.per_layer is None
             and index > len(call.deepstack)
-            and all(self._shared[one].kind is None for one in (index, first))
+            and all(self._kv_sharing[one].kind is None for one in (index, first))
             and all(isinstance(layer, DecoderLayer) and layer.fits(rows) for layer in (self._lowered[index], self._lowered[first]))
         )
 
     def _entry(self, layer: DecoderLayer, index: int, x: Tensor) -> KVEntry | None:
         """Where the keys and values of tokens go, or lie; None where the layer is not to be computed natively."""
-        call, heads, shared = self._call, layer.heads, self._shared[index]
+        call, heads, shared = self._call, layer.heads, self._kv_sharing[index]
         mask, past, (cos, _) = call.masks[index], call.past, call.rotary[index]
-        seen = self._shown(mask)
+        seen = self._as_bool_mask(mask)
         if not 0 < x.shape[0] <= MOST_SEQUENCES or cos.dim() != 3 or not heads.accepts_rope_of(cos.shape[2]):
             return None
         if (layer.per_layer_width is None) != (call.per_layer is None) or not self._is_mask(heads, mask, seen):
@@ -111,7 +111,7 @@ class CpuRun(Run):
 
     def _enter(self, index: int, entry: KVEntry, x: Tensor) -> None:
         """Count the tokens x in the cache, and provide their keys and values to later layers that reuse them."""
-        call, shared, layer = self._call, self._shared[index], self._lowered[index]
+        call, shared, layer = self._call, self._kv_sharing[index], self._lowered[index]
         if shared.reuses:
             return
         cache: object = None if call.past is None else call.past.layers[index]

@@ -1,8 +1,13 @@
-"""The layers of a decoder stack of transformers on an NVIDIA GPU, by the kernels of `decoder/gpu_layer.py`.
+"""`GpuRun`: a call of a live decoder stack of transformers, layer by layer, by the kernels of `decoder/gpu_layer.py`.
 
-One new token of each sequence with a static cache without a window is a decode step of the layer. Others are a prefill, with any cache or
-none: other caches take keys and values by their `update`. Layers that read those of an earlier one (Gemma 4) take what that one has left in
-`shared_kv_states`, also for the last tokens alone. `generate` decodes by `GpuModel`.
+`stack.py` makes a `GpuRun` for each call of a compiled stack on a GPU. Each layer takes the first of these that supports it:
+
+    decode            one new token of each sequence, a `StaticCache` layer without a window
+    prefill           several tokens, any cache or none; also one token of a layer that reuses the keys and values of another (Gemma 4)
+    transformers      everything else
+
+A prefill writes to a `StaticCache` layer by kernels, and to other caches by their `update`. `generate` does not call this to decode models
+that `GpuModel` computes.
 """
 
 from __future__ import annotations
@@ -25,14 +30,13 @@ from halfbyte.ops.modes import in_mode, plain
 from halfbyte.ops.transformer.prefill_ops import why_not_many
 
 DEVICES = ("cuda",)
-_Entry = tuple[Tensor, Tensor, Tensor | None]  # keys, values, and how many of them there are before the new ones; None: none
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
 
 
 class GpuRun(Run):
-    """A call through the layers that kernels of a GPU compute."""
+    """A call through the layers of a stack, computed by kernels of a GPU where these support the layer and the call."""
 
     def __init__(
         self,
@@ -44,28 +48,28 @@ class GpuRun(Run):
         """Prepare a call.
 
         Args:
-            layers: What kernels read of each layer, or None where transformers computes it.
+            layers: The lowered layers; None where transformers computes a layer.
             stack: The module of transformers.
-            call: What all layers are called with.
-            changed: Function from the index of a layer to None if that layer is as it was when it was lowered, and otherwise to `layers`
-                as they are now. It is called just before the layer's launches, while the GPU computes the layer before it. None: no layer
-                has changed.
+            call: The arguments of all layers.
+            changed: Called with a layer's index before its launches, while the GPU computes the layer before it. Returns None if the live
+                layer has not changed since it was lowered, else all lowered layers anew. None: no layer can have changed.
         """
         super().__init__(stack, call)
         self._lowered, self._changed = layers, changed
-        self._scales_queries = query_scale_from(stack.layers[0]) is not None  # by their positions, which kernels do not do
+        self._scales_queries = query_scale_from(stack.layers[0]) is not None  # by position, which no kernel does
 
-    def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
+    def _next_layers(self, x: Tensor, first: int) -> tuple[Tensor, int]:
+        """`Run._next_layers`: one layer."""
         if self._changed is not None and (layers := self._changed(first)) is not None:
             self._lowered = layers
         lowered, y = self._lowered[first], None
         if lowered is not None and self._accepts(lowered, x, first):
-            y = self._token(lowered, x, first)
-            y = self._tokens(lowered, x, first) if y is None else y
+            y = self._decode_layer(lowered, x, first)
+            y = self._prefill_layer(lowered, x, first) if y is None else y
         return self._by_transformers(x, first) if y is None else y, first + 1
 
     def _accepts(self, lowered: LoweredLayer, x: Tensor, index: int) -> bool:
-        """Whether the call is one for kernels, whatever its number of tokens and its cache."""
+        """Whether kernels may compute this call of a layer, as far as that depends neither on the number of tokens nor on the cache."""
         cos = self._call.rotary[index][0]
         return (
             x.device.type in DEVICES
@@ -78,166 +82,179 @@ class GpuRun(Run):
         )
 
     def _per_layer_input(self, index: int) -> Tensor | None:
-        """A layer's own input [B, t, P] as kernels read it: its rows lie equally far apart."""
-        given = None if self._call.per_layer is None else self._call.per_layer[:, :, index]
-        if given is None or (given.stride(2) == 1 and given.stride(0) == given.stride(1) * given.shape[1]):
-            return given
-        return given.contiguous()
+        """Return the per-layer input [B, t, P] of a layer, copied if its B * t rows are not equally far apart, as kernels take them."""
+        if self._call.per_layer is None:
+            return None
+        rows = self._call.per_layer[:, :, index]
+        is_strided = rows.stride(2) == 1 and rows.stride(0) == rows.stride(1) * rows.shape[1]
+        return rows if is_strided else rows.contiguous()
 
-    def _token(self, lowered: LoweredLayer, x: Tensor, index: int) -> Tensor | None:
-        """A layer's output for one token of each sequence, x [B, 1, K], with a cache of fixed size; None if that is not supported."""
-        call, shared = self._call, self._shared[index]
-        layers: Sequence[Any] = () if call.past is None else call.past.layers
-        number: int | None = shared.source if shared.reuses else self._modules[index].self_attn.layer_idx
-        if number is None or (shared.reuses and shared.kind not in call.shared):
+    def _decode_layer(self, lowered: LoweredLayer, x: Tensor, index: int) -> Tensor | None:
+        """Compute a layer for one token of each sequence, x [B, 1, K], with a static cache; return None if that is not supported."""
+        call, sharing = self._call, self._kv_sharing[index]
+        cache_layers: Sequence[Any] = () if call.past is None else call.past.layers
+        cache_index: int | None = sharing.source if sharing.reuses else self._modules[index].self_attn.layer_idx
+        if cache_index is None or (sharing.reuses and sharing.kind not in call.shared):
             return None
-        mask = call.masks[index]
-        if not _is_decode(x, layers, number) or not lowered.decodes or not self._is_decode_mask(mask, layers[number].keys.shape[2]):
+        if not lowered.decodes or not _supports_decode(x, cache_layers, cache_index):
             return None
-        heads, (cos, sin) = lowered.layer.attention.heads, call.rotary[index]
-        kept = layers[number]
-        rope_cache = (cos[:, 0], sin[:, 0]) if heads.rotary_dim else None
-        seen, length = None if mask is None else mask[:, 0, 0], kept.cumulative_length
-        cache = KeyValues(kept.keys, kept.values, length)
-        advance = 0 if number == 0 or shared.reuses else 1
-        y = decode(lowered.layer, x, rope_cache, cache, seen, self._per_layer_input(index), advance=advance)
-        if shared.reuses:
+        cache_layer, mask = cache_layers[cache_index], call.masks[index]
+        if not self._is_decode_mask(mask, cache_layer.keys.shape[2]):
+            return None
+        cos, sin = call.rotary[index]
+        rope_cache = (cos[:, 0], sin[:, 0]) if lowered.layer.attention.heads.rotary_dim else None
+        row_mask = None if mask is None else mask[:, 0, 0]
+        length = cache_layer.cumulative_length
+        cache = KeyValues(cache_layer.keys, cache_layer.values, length)
+        # Masks and positions are computed from the length of the cache's first layer, which torch.compile may read at any time. It must see
+        # that this length changes, so torch increments it. The kernel increments the lengths of the other layers.
+        is_first = cache_index == 0
+        advance = 0 if is_first or sharing.reuses else 1
+        y = decode(lowered.layer, x, rope_cache, cache, row_mask, self._per_layer_input(index), advance=advance)
+        if sharing.reuses:
             return y
-        if number == 0:
-            # The first layer's length determines masks and positions, for which torch.compile reads it at any time, unless it knows of a
-            # change.
+        if is_first:
             length.add_(1)
-        if shared.provides:
-            call.shared[shared.kind] = kept.keys, kept.values
+        if sharing.provides:
+            call.shared[sharing.kind] = cache_layer.keys, cache_layer.values
         return y
 
-    def _tokens(self, lowered: LoweredLayer, x: Tensor, index: int) -> Tensor | None:
-        """A layer's output for x [B, T, K], T > 1, or 1 where keys are another layer's; None if that is not supported."""
-        call, layer, shared, heads = self._call, self._modules[index], self._shared[index], lowered.layer.attention.heads
-        is_prefill = (x.shape[1] > 1 or shared.reuses) and plain(x) and not getattr(call.past, "offloading", False) and not layer.training
+    def _prefill_layer(self, lowered: LoweredLayer, x: Tensor, index: int) -> Tensor | None:
+        """Compute a layer for x [B, t, K], t > 1, or t = 1 if it reuses keys and values; return None if that is not supported."""
+        call, module, sharing, heads = self._call, self._modules[index], self._kv_sharing[index], lowered.layer.attention.heads
+        is_prefill = (x.shape[1] > 1 or sharing.reuses) and plain(x) and not getattr(call.past, "offloading", False) and not module.training
         if not is_prefill or not lowered.prefills or (x.is_cuda and why_not_many(heads, x.dtype, gpu(x.get_device())) is not None):
             return None
-        seen = call.masks[index]
-        if not self._is_prefill_mask(seen, x.shape[1]):
+        given_mask = call.masks[index]
+        if not self._is_prefill_mask(given_mask, x.shape[1]):
             return None
-        seen = self._shown(seen) if self._eager else seen
-        x, mask, per_layer_input = x.contiguous(), None if seen is None else seen[:, 0], self._per_layer_input(index)
+        bool_mask = self._as_bool_mask(given_mask) if self._eager else given_mask
+        mask = None if bool_mask is None else bool_mask[:, 0]
+        x, per_layer_input = x.contiguous(), self._per_layer_input(index)
         cos, sin = call.rotary[index]
-        rope_cache = None if heads.rotary_dim == 0 else (_in_rows(cos), _in_rows(sin))
-        if shared.reuses:
-            entry = self._reused(layer, shared, x, call.masks[index])
-            if entry is None:
+        rope_cache = None if heads.rotary_dim == 0 else (_with_unit_stride(cos), _with_unit_stride(sin))
+        if sharing.reuses:
+            reused = self._reused(module, sharing, x, given_mask)
+            if reused is None:
                 return None
-            return prefill(lowered.layer, x, rope_cache, KeyValues(*entry), mask, per_layer_input, name="others")
-        number: int = layer.self_attn.layer_idx
-        cache: Any = None if call.past is None or number >= len(call.past.layers) else call.past.layers[number]
-        if isinstance(cache, StaticLayer) and not cache.is_initialized:
-            # A copy from the host would wait for the GPU.
-            cache.cumulative_length = torch.zeros_like(cache.cumulative_length, device=x.device)
-        if type(cache) is StaticLayer:
-            y, kept = _with_static(lowered.layer, x, mask, rope_cache, cache, per_layer_input)
+            return prefill(lowered.layer, x, rope_cache, reused, mask, per_layer_input, name="others")
+        cache_index: int = module.self_attn.layer_idx
+        cache_layer: Any = None if call.past is None or cache_index >= len(call.past.layers) else call.past.layers[cache_index]
+        if isinstance(cache_layer, StaticLayer) and not cache_layer.is_initialized:
+            # Create the length on the GPU: `lazy_initialization` would copy it from the host, and wait for the GPU.
+            cache_layer.cumulative_length = torch.zeros_like(cache_layer.cumulative_length, device=x.device)
+        if type(cache_layer) is StaticLayer:
+            y, states = _prefill_static(lowered.layer, x, mask, rope_cache, cache_layer, per_layer_input)
         else:
-            update = None if call.past is None else partial(call.past.update, layer_idx=number)
-            y, kept = prefill_with(lowered.layer, x, rope_cache, update, mask, per_layer_input)
-        if shared.provides:
-            call.shared[shared.kind] = kept
-        return y if lowered.layer.mlp is not None else _add_mlp(layer, lowered.spec, y)
+            update = None if call.past is None else partial(call.past.update, layer_idx=cache_index)
+            y, states = prefill_with(lowered.layer, x, rope_cache, update, mask, per_layer_input)
+        if sharing.provides:
+            call.shared[sharing.kind] = states
+        return y if lowered.layer.mlp is not None else _add_mlp(module, lowered.spec, y)
 
     def _is_decode_mask(self, mask: Tensor | None, size: int) -> bool:
-        """Whether `attend` does with it what the layer's attention does. Eager attention without one sees places where no token is."""
+        """Whether `attend` masks scores as the layer's attention does, with a cache of `size` places.
+
+        Attention by SDPA takes bool masks. Eager attention adds its mask, and without one attends to the empty places of the cache, too.
+        """
         if mask is None:
             return not self._eager
         return mask.shape[1:] == (1, 1, size) and (mask.is_floating_point() if self._eager else mask.dtype == torch.bool)
 
     def _is_prefill_mask(self, mask: Tensor | None, tokens: int) -> bool:
-        """Whether `attend_many` does with it what the layer's attention does. Eager attention without one is not causal."""
+        """Whether `attend_many`, which takes bool masks, masks scores as the layer's attention does.
+
+        Eager attention adds its mask, which needs an equivalent bool one. Without a mask it is not causal.
+        """
         if mask is None:
             return not self._eager
         if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != tokens:
             return False
-        if not self._eager or mask.dtype == torch.bool:  # eager attention would add it
-            return not self._eager and mask.dtype == torch.bool
-        if id(mask) not in self._visible and mask.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False  # to look at the mask waits for the GPU
-        shown = self._shown(mask)
-        return shown is not None and shown.dtype == torch.bool
+        if not self._eager:
+            return mask.dtype == torch.bool
+        if mask.dtype == torch.bool:  # eager attention adds True as 1, which masks nothing
+            return False
+        if id(mask) not in self._bool_masks and mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # reading the mask synchronizes, which a capture forbids
+        bool_mask = self._as_bool_mask(mask)
+        return bool_mask is not None and bool_mask.dtype == torch.bool
 
-    def _reused(self, layer: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None) -> _Entry | None:
-        """Keys and values that an earlier layer has left, and before which of them the tokens x are; None where that is not known."""
-        past, index, shared = self._call.past, sharing.source, self._call.shared
-        if index is None or sharing.kind not in shared or (past is not None and index >= len(past.layers)):
+    def _reused(self, module: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None) -> KeyValues | None:
+        """Return keys and values that an earlier layer provides to this one, those of the tokens x [B, t, K] included.
+
+        None if there are none, or if it is not known which of them are those of x.
+        """
+        past, source, provided = self._call.past, sharing.source, self._call.shared
+        if source is None or sharing.kind not in provided or (past is not None and source >= len(past.layers)):
             return None
-        keys, values = shared[sharing.kind]
-        cache: Any = None if past is None else past.layers[index]
+        keys, values = provided[sharing.kind]
+        cache_layer: Any = None if past is None else past.layers[source]
         tokens = x.shape[1]
         if keys.dtype != x.dtype or keys.device != x.device:
             return None
-        if type(cache) is StaticLayer:
-            return keys, values, cache.cumulative_length - tokens
-        if mask is not None:  # which tells of what is there, too
-            return (keys, values, None) if mask.shape[3] == keys.shape[2] else None
-        window, before = layer.self_attn.sliding_window, keys.shape[2] - tokens
-        if isinstance(cache, StaticLayer) or (window is not None and keys.shape[2] > window):
+        if type(cache_layer) is StaticLayer:
+            return KeyValues(keys, values, cache_layer.cumulative_length - tokens)
+        if mask is not None:  # it masks later tokens, so no length is needed
+            return KeyValues(keys, values, None) if mask.shape[3] == keys.shape[2] else None
+        window, before = module.self_attn.sliding_window, keys.shape[2] - tokens
+        if isinstance(cache_layer, StaticLayer) or (window is not None and keys.shape[2] > window):
             return None
-        return keys, values, torch.full((1,), before, dtype=torch.int64, device=x.device) if before else None
+        length = torch.full((1,), before, dtype=torch.int64, device=x.device) if before else None
+        return KeyValues(keys, values, length)
 
 
-# One token of each sequence
-
-
-def _is_decode(x: Tensor, layers: Sequence[Any], index: int) -> bool:
-    """Whether x is one token of each sequence, with a cache that `attend` supports."""
+def _supports_decode(x: Tensor, cache_layers: Sequence[Any], index: int) -> bool:
+    """Whether x is one token of each sequence, and `attend` can append its keys and values to a layer of the cache."""
     return (
         x.shape[1] == 1
-        and index < len(layers)
-        and type(layers[index]) is StaticLayer
-        and layers[index].is_initialized
-        and layers[index].keys.dtype == x.dtype
-        and layers[index].keys.device == x.device
+        and index < len(cache_layers)
+        and type(cache_layers[index]) is StaticLayer
+        and cache_layers[index].is_initialized
+        and cache_layers[index].keys.dtype == x.dtype
+        and cache_layers[index].keys.device == x.device
         and not in_mode()
     )
 
 
-# Many tokens of each sequence
-
-
-def _in_rows(table: Tensor) -> Tensor:
+def _with_unit_stride(table: Tensor) -> Tensor:
+    """Return cosines or sines [B or 1, t, R], contiguous along R."""
     return table if table.stride(-1) == 1 else table.contiguous()
 
 
-def _with_static(
-    layer: GpuLayer, x: Tensor, mask: Tensor | None, rope_cache: Rotary, cache: Any, per_layer_input: Tensor | None
+def _prefill_static(
+    layer: GpuLayer, x: Tensor, mask: Tensor | None, rope_cache: Rotary, cache_layer: Any, per_layer_input: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The output, and keys and values."""
+    """Prefill a layer into a `StaticLayer`. Return the output [B, t, K], and the cache's keys and values [B, Hkv, T, D]."""
     heads = layer.attention.heads
-    if not cache.is_initialized:
-        new = x.new_empty(len(x), heads.num_kv_heads, 0, heads.head_dim)
-        cache.lazy_initialization(new, new)
-    y = prefill(layer, x, rope_cache, KeyValues(cache.keys, cache.values, cache.cumulative_length), mask, per_layer_input)
-    cache.cumulative_length.add_(x.shape[1])
-    return y, (cache.keys, cache.values)
+    if not cache_layer.is_initialized:
+        no_tokens = x.new_empty(len(x), heads.num_kv_heads, 0, heads.head_dim)
+        cache_layer.lazy_initialization(no_tokens, no_tokens)
+    keys, values, length = cache_layer.keys, cache_layer.values, cache_layer.cumulative_length
+    y = prefill(layer, x, rope_cache, KeyValues(keys, values, length), mask, per_layer_input)
+    length.add_(x.shape[1])
+    return y, (keys, values)
 
 
-def _add_mlp(layer: Part, spec: LayerSpec, h: Tensor) -> Tensor:
-    """Compute a live layer's output from h, that of its attention sublayer, by the modules of transformers."""
-    family = family_of(layer)
+def _add_mlp(module: Part, spec: LayerSpec, h: Tensor) -> Tensor:
+    """Compute a layer's output h + multiplier * mlp(norm(h)) by the modules of transformers, from h after the attention sublayer."""
+    family = family_of(module)
     assert family is not None
     assert family.norms[2] is not None
-    found = getattr(layer, family.mlp)(getattr(layer, family.norms[2])(h))
-    y: Tensor = found[0] if isinstance(found, tuple) else found  # gpt-oss's returns its router's weights, too
-    factor = spec.attention.residual_multiplier
-    return h + (y if factor == 1 else y * factor)
+    output = getattr(module, family.mlp)(getattr(module, family.norms[2])(h))
+    y: Tensor = output[0] if isinstance(output, tuple) else output  # gpt-oss returns (y, router weights)
+    multiplier = spec.attention.residual_multiplier
+    return h + (y if multiplier == 1 else y * multiplier)
 
 
 def why_not_prefilled(layer: Part, spec: LayerSpec, here: Gpu) -> str | None:
-    """Why kernels do not prefill a layer that they decode; None if they do."""
+    """Return the reason why kernels do not prefill a layer, whether or not they decode it; None if they do."""
     if is_distributed(layer):
         return "its weights are distributed over processes"
     return why_not_many(spec.attention.heads, dtype_of(spec), here)
 
 
 def dtype_of(spec: LayerSpec) -> torch.dtype:
-    """The dtype of a layer's activations, which its norms have."""
+    """Return the dtype of a layer's activations, which is that of its norms' weights."""
     norms = [
         norm for norm in (spec.attention.pre_norm, spec.attention.post_norm, *(spec.attention.heads.qk_norm or ())) if norm is not None
     ]

@@ -22,7 +22,7 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Understood, any_value, is_true, unset, why_unknown
 from halfbyte.integrations.transformers.optimize.hooked import why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers, original, products_of, why_not_fused
-from halfbyte.kernels.layer_kinds import GateFunction, Projections, key_value_heads, projections_of
+from halfbyte.kernels.layer_kinds import GateFunction, Projections, num_kv_projections, projections_of
 from halfbyte.nn.modules.experts import MixtureOfExperts
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.parallel.parallelize import part_of
@@ -146,7 +146,7 @@ class LiveLayer:
         if projections == "q":
             key = query // attention.num_key_value_groups
         else:
-            key = (sum([weight.packed.shape[0] for weight in qkv]) // dim - query) // key_value_heads(projections)
+            key = (sum([weight.packed.shape[0] for weight in qkv]) // dim - query) // num_kv_projections(projections)
         softcap = None if family.softcap is None else getattr(attention, family.softcap)
         return Heads(
             query, key, dim, attention.scaling, rotary_dim=self._rotary_dim, softcap=softcap, rope_interleaved=family.rope_interleaved

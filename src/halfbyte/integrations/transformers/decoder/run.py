@@ -165,9 +165,9 @@ class Run:
         """Prepare a call of a stack."""
         self._modules, self._call = stack.layers, call
         self._eager: bool = stack.config._attn_implementation == "eager"  # whose masks are added to scores
-        self._shared = [shared_kv(layer) for layer in stack.layers]
-        self._shares = any(shared.kind is not None for shared in self._shared)
-        self._visible: dict[int, Tensor | None] = {}  # by the ids of masks, which several layers have in common
+        self._kv_sharing = [shared_kv(layer) for layer in stack.layers]
+        self._has_kv_sharing = any(shared.kind is not None for shared in self._kv_sharing)
+        self._bool_masks: dict[int, Tensor | None] = {}  # memoized `visible`, by id(mask): layers share masks
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the hidden states [B, t, K] after the last layer. Between layers they may be float32, whatever x's dtype."""
@@ -175,15 +175,15 @@ class Run:
         self._dtype = x.dtype
         while index < count:
             keep = self._call.keep
-            if self._shares and type(keep) is int and self._may_cut(index, x, keep):
+            if self._has_kv_sharing and type(keep) is int and self._may_cut(index, x, keep):
                 x, self._call = x[:, -keep:], self._call.cut(keep)
-            x, index = self._some(x, index)
+            x, index = self._next_layers(x, index)
             if index <= len(self._call.deepstack):
                 x = self._with_visual(x, self._call.deepstack[index - 1])
         return x.to(self._dtype)
 
-    def _some(self, x: Tensor, first: int) -> tuple[Tensor, int]:
-        """The hidden states after the layer `first`, or after more, and the index of the next one."""
+    def _next_layers(self, x: Tensor, first: int) -> tuple[Tensor, int]:
+        """Compute the layer `first`, or several from it on. Return their hidden states [B, t, K] and the index of the layer after them."""
         return self._by_transformers(x, first), first + 1
 
     def _by_transformers(self, x: Tensor, index: int) -> Tensor:
@@ -191,23 +191,23 @@ class Run:
         more: dict[str, object] = {"use_cache": call.past is not None, KV_CACHE: call.past}
         if call.per_layer is not None:
             more["per_layer_input"] = call.per_layer[:, :, index]
-        if self._shares:
+        if self._has_kv_sharing:
             more["shared_kv_states"] = call.shared
         positions = {"position_ids": call.positions, "position_embeddings": call.rotary[index]}
         y: Tensor = module(x.to(self._dtype), attention_mask=call.masks[index], **positions, **more)
         return y
 
-    def _shown(self, mask: Tensor | None) -> Tensor | None:
-        """`visible` of a mask of the call."""
+    def _as_bool_mask(self, mask: Tensor | None) -> Tensor | None:
+        """Return the equivalent bool mask of a mask of the call, or that mask if there is none (`visible`). Synchronizes with a GPU."""
         if mask is None:
             return None
-        if id(mask) not in self._visible:
-            self._visible[id(mask)] = visible(mask)
-        return self._visible[id(mask)]
+        if id(mask) not in self._bool_masks:
+            self._bool_masks[id(mask)] = visible(mask)
+        return self._bool_masks[id(mask)]
 
     def _may_cut(self, first: int, x: Tensor, keep: int) -> bool:
         """Whether the layers from one on need the last tokens alone, as they add no keys and values (Gemma 4)."""
-        if not 0 < keep < x.shape[1] or not all(shared.reuses for shared in self._shared[first:]):
+        if not 0 < keep < x.shape[1] or not all(shared.reuses for shared in self._kv_sharing[first:]):
             return False
         # Without a mask torch's attention takes tokens for the first ones of a text, not for the last.
         known_places = all(mask is not None for mask in self._call.masks)

@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations.transformers.generate.gpu_text import GpuText, lowered, read_prompts
-from halfbyte.integrations.transformers.generate.graphs import GraphStep, Window, capturable, keeping, static_cache
+from halfbyte.integrations.transformers.generate.graphs import GraphStep, Window, capturable, layers_with_states, static_cache
 from halfbyte.integrations.transformers.generate.steps import Choice, Step, Text, lengths
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, Arguments, cache_name, parameters_of
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, replace_class
@@ -185,7 +185,7 @@ def _why_not_captured(model: Part, device: torch.device) -> str | None:
         return "its weights are distributed over processes"
     if any(parameter.device != device for parameter in model.parameters()):
         return "it is on several devices"
-    other = next((type(layer).__name__ for layer in keeping(static_cache(model, 1)) if type(layer) not in _LAYERS), None)
+    other = next((type(layer).__name__ for layer in layers_with_states(static_cache(model, 1)) if type(layer) not in _LAYERS), None)
     return None if other is None else f"its cache has a {other}"
 
 

@@ -1,9 +1,14 @@
-"""A decoding step of any model of transformers as a CUDA graph: its call, and where it depends on scores alone the choice of the token.
+"""Decode steps of a model of transformers as CUDA graphs, for models that `GpuModel` (gpu_text.py) does not compute.
 
-This is for models that `GpuModel` does not compute (gpu_text.py), with a static cache that the caller does not see. The first step is an
-ordinary one, the second is captured, which runs nothing, and then replayed, as are all later ones. What a step changes lies in tensors: the
-token, positions, masks, the entries of the cache and their number. A cache layer with a window also counts in Python, and its mask changes
-in another way once it is full: there the graph ends, and the next two steps make another (`ops/graph_capture.py`).
+`generating.py` makes a `GraphStep` for each call of `generate` on a GPU. Its steps are computed as follows:
+
+    first steps    as in `Step`, until the arguments of two steps have shown how they change (`Inputs` in steps.py)
+    capture        one step is captured, which runs nothing: the model's call and, if it depends on logits alone, the choice of the token
+    replays        that step, and all later ones
+
+A replay reads and writes the same tensors each time: tokens, positions, masks, and the static cache with its length. A cache layer with a
+sliding window also counts its tokens in Python, and its mask changes in another way once the window is full. So a graph captured before
+that is replaced then: two ordinary steps, and a new capture.
 """
 
 from __future__ import annotations
@@ -27,137 +32,151 @@ if TYPE_CHECKING:
 
     from halfbyte.integrations.transformers.modules import Part
 
-_CACHE_STEP = 64  # tokens
-_NO_END = 1 << 62  # replays
+_CACHE_MULTIPLE = 64  # static caches have room for a multiple of this number of tokens
+_UNLIMITED = 1 << 62  # replays of a graph that stays valid
 
 
 class GraphStep(Step):
-    """A step on a GPU with a static cache. `refused` tells why it is not captured, where it is not."""
+    """The decode steps of one call of `generate` on a GPU, with a static cache.
+
+    Attributes:
+        refused: Reason why steps are not captured; None where they are, or no capture was tried.
+    """
 
     refused: str | None = None
 
     def __init__(
         self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, ids: Tensor, more: int, cache: StaticCache
     ) -> None:
+        """Begin after the prompt.
+
+        Args:
+            model, arguments, outputs, choice, ids, more: As for `Step`; ids [B, t] on the GPU.
+            cache: The cache in `arguments`, a `static_cache` or `capturable`.
+        """
         super().__init__(model, arguments, outputs, choice, ids, more)
-        self._cache, self._prepared = cache, False
+        self._cache, self._prepare_each = cache, False  # `_capture` decides by `Inputs.same_shapes`, and replaces graphs
         self._graph: CapturedGraph | None = None
-        self._tokens: Tensor | None = None  # that the graph reads, [B]
-        self._result: Tensor | None = None  # of the graph: the next tokens, in the same place, or logits
-        self._replays = 0
-        self._left = 0  # replays for which the graph is right
-        self._seen, self._reader = Text(ids), HostReader()
-        self._last = self.first
-        self._following: Tensor | None = self.first  # the next tokens, where they are on their way already
+        self._graph_tokens: Tensor | None = None  # [B], the tokens that the graph decodes
+        self._graph_result: Tensor | None = None  # `_graph_tokens` if `choice.alone`, which the graph overwrites; else logits [B, N]
+        self._replays = 0  # of this graph
+        self._replays_left = 0  # until the graph is no longer valid
+        self._text, self._reader = Text(ids), HostReader()
+        self._newest = self.first  # the tokens [B] that `next` returned last
+        self._launched: Tensor | None = self.first  # the tokens [B] that `next` returns next, if their step was launched already
 
     def next(self, ids: Tensor, *, launch_ahead: bool) -> Tensor:
-        """`Step.next`. The step after these tokens is started before the host has read them, where it is a graph."""
-        tokens = self._after(self._seen.ids, self._last) if self._following is None else self._following
-        self._last = tokens
+        """Return the next tokens [B], on the host, as `Step.next` does. `launch_ahead` launches a graph only."""
+        tokens = self._next_tokens(self._text.ids, self._newest) if self._launched is None else self._launched
+        self._newest = tokens
         self._reader.ask(tokens)
-        self._seen.append(tokens)
-        is_ahead = launch_ahead and self._graph is not None and self._left > 0
-        self._following = self._after(self._seen.ids, tokens) if is_ahead else None
+        self._text.append(tokens)
+        can_launch = launch_ahead and self._graph is not None and self._replays_left > 0
+        self._launched = self._next_tokens(self._text.ids, tokens) if can_launch else None
         return self._reader.answer()
 
-    def _after(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        if self._graph is not None and not self._left:
+    def _next_tokens(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        if self._graph is not None and not self._replays_left:
             self.close()
-            self._inputs = None
+            self._inputs = None  # `Step` compares two steps again
         if self._graph is None:
-            return super()._after(ids, tokens)
-        self._skipped += 1
-        return self._replayed(ids, tokens)
+            return super()._next_tokens(ids, tokens)
+        self._unprepared += 1
+        return self._replay(ids, tokens)
 
-    def _run(self, ids: Tensor, tokens: Tensor) -> Tensor:
+    def _decode(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        """Capture the step and replay it; where it cannot be captured, let transformers prepare it."""
         self._capture(tokens)
         if self._graph is not None:
-            return self._replayed(ids, tokens)
-        self._skipped -= 1
-        return super()._after(ids, tokens)
+            return self._replay(ids, tokens)
+        self._unprepared -= 1  # `Step` has counted this step as one without transformers' preparation
+        return super()._next_tokens(ids, tokens)
 
-    def _replayed(self, ids: Tensor, tokens: Tensor) -> Tensor:
+    def _replay(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        """Return the tokens [B] that follow all tokens so far, ids [B, t], of which the last column is `tokens`."""
         assert self._graph is not None
-        if tokens is not self._tokens:
-            assert self._tokens is not None
-            self._tokens.copy_(tokens)
+        assert self._graph_tokens is not None
+        assert self._graph_result is not None
+        if tokens is not self._graph_tokens:
+            self._graph_tokens.copy_(tokens)
         self._graph.replay()
         self._replays += 1
-        self._left -= 1
-        assert self._result is not None
-        return self._result if self.choice.alone else self.choice(ids, self._result)
+        self._replays_left -= 1
+        return self._graph_result if self.choice.alone else self.choice(ids, self._graph_result)
 
     def refuse(self, reason: str) -> None:
+        """Let transformers prepare and run each step from now on."""
         super().refuse(reason)
         self.refused = reason
 
     def _capture(self, tokens: Tensor) -> None:
+        """Capture the step that decodes tokens [B] and the later ones; `refuse` where that fails."""
         inputs = self._inputs
         assert inputs is not None
         if not inputs.same_shapes:
             self.refuse("its attention takes a mask that becomes longer from token to token")
             return
-        counts = [(layer, layer.cumulative_length_int) for layer in _windows(self._cache)]
-        # Until a window is full. What is full stays so.
-        left = [layer.max_cache_len - n for layer, n in counts if n < layer.max_cache_len]
-
-        captured_tokens = self._tokens = tokens.clone()
+        window_lengths = [(layer, layer.cumulative_length_int) for layer in _windows(self._cache)]
+        until_full = [layer.max_cache_len - length for layer, length in window_lengths if length < layer.max_cache_len]
+        graph_tokens = tokens.clone()
+        self._graph_tokens = graph_tokens
 
         def step() -> Tensor:
-            scores = self._scores(captured_tokens)
-            return captured_tokens.copy_(self.choice(inputs.values[TOKEN], scores)) if self.choice.alone else scores
+            logits = self._compute_logits(graph_tokens)
+            return graph_tokens.copy_(self.choice(inputs.values[TOKEN], logits)) if self.choice.alone else logits
 
         try:
-            self._graph = CapturedGraph(tokens.device)
-            self._result = self._graph.capture(step)
+            graph = CapturedGraph(tokens.device)
+            self._graph_result = graph.capture(step)
         except RuntimeError as error:
-            self._graph = None
-            for layer, n in counts:
-                layer.cumulative_length_int = n
+            for layer, length in window_lengths:
+                layer.cumulative_length_int = length
             self.refuse(f"torch cannot capture its step ({' '.join(str(error).split())[:200]})")
         else:
-            self._left, self._replays = min(left, default=_NO_END), 0
+            self._graph, self._replays, self._replays_left = graph, 0, min(until_full, default=_UNLIMITED)
 
     def close(self) -> None:
+        """Free the graph, and count its replays in the cache layers that count in Python."""
         if self._graph is None:
             return
         self._graph.close()
-        self._graph = self._result = self._tokens = None
+        self._graph = self._graph_result = self._graph_tokens = None
         for layer in _windows(self._cache):
-            layer.cumulative_length_int += self._replays - 1  # one was counted by the capture
+            layer.cumulative_length_int += self._replays - 1  # the capture ran Python's part once: it has counted one
 
 
 class Window(StaticSlidingWindowLayer):  # type: ignore[no-untyped-call]
-    """A window whose tokens move by operations that can be captured, once it is full."""
+    """A cache layer with a sliding window that a CUDA graph can update. Once it is full, each new token shifts all others by one place, by
+    operations that can be captured."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """keys, values [B, Hkv, T, D], after new ones."""
+        """Append new keys and values [B, Hkv, t, D]; return those of the window, [B, Hkv, T, D]."""
         if self.cumulative_length_int < self.max_cache_len or key_states.shape[2] > 1:
-            found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
-            return found
+            states: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+            return states
         self.cumulative_length_int += 1
         assert self.keys is not None
         assert self.values is not None
-        for states, new in ((self.keys, key_states), (self.values, value_states)):
-            states.copy_(torch.cat((states[:, :, 1:], new), 2))
+        for window, new in ((self.keys, key_states), (self.values, value_states)):
+            window.copy_(torch.cat((window[:, :, 1:], new), 2))
         return self.keys, self.values
 
 
 def static_cache(model: Part, tokens: int) -> StaticCache:
-    """An empty cache for a model, with room for so many tokens."""
-    return capturable(StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=round_up(tokens, _CACHE_STEP)))
+    """Return an empty cache for a model, `capturable`, with room for at least this number of tokens."""
+    return capturable(StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=round_up(tokens, _CACHE_MULTIPLE)))
 
 
 def capturable(cache: StaticCache) -> StaticCache:
-    """Make `Window`s of a cache's windows, in place."""
+    """Return the same cache, whose sliding-window layers have become `Window`s in place."""
     for layer in cache.layers:
         if type(layer) is StaticSlidingWindowLayer:
             layer.__class__ = Window
     return cache
 
 
-def keeping(cache: Cache) -> list[Any]:
-    """Layers of a cache but for those that keep nothing, of layers that read keys and values of others."""
+def layers_with_states(cache: Cache) -> list[Any]:
+    """Return the layers of a cache that hold keys and values: all but the placeholders of decoder layers that reuse those of another."""
     placeholder = getattr(cache_utils, "DummyLayer", None)  # transformers >= 5.18
     return [layer for layer in cache.layers if type(layer) is not placeholder]
 

@@ -125,11 +125,11 @@ class Step:
         self.first, self._has_begun = choice(ids, outputs["logits"][:, -1]), False
         self._arguments: Arguments = model._update_model_kwargs_for_generation(outputs, arguments)
         self._native = native_step(model) if model.device.type == "cpu" else None
-        self._skipped = 0  # steps that `_arguments` do not count yet, as transformers did not prepare them
+        self._unprepared = 0  # steps that `_arguments` do not count yet, as transformers has not prepared them
         self._before: Arguments | None = None  # the arguments of the last step that transformers has prepared
         self._inputs: Inputs | None = None  # once it is known how arguments change
         # Whether transformers prepares each step: of caches of fixed size, masks change in another way once a window is full.
-        self._prepared: bool = getattr(self._arguments[cache_name(self._arguments)], "is_compileable", False)
+        self._prepare_each: bool = getattr(self._arguments[cache_name(self._arguments)], "is_compileable", False)
 
     def prepared(self, ids: Tensor) -> Arguments:
         """Return the arguments of the first step, as transformers prepares them. ids: The prompt, [B, t]."""
@@ -145,17 +145,17 @@ class Step:
             launch_ahead: Whether the step after the next tokens may be launched before the host has read these.
         """
         if self._has_begun:
-            return self._after(ids, ids[:, -1])
+            return self._next_tokens(ids, ids[:, -1])
         self._has_begun = True
         return self.first
 
-    def _after(self, ids: Tensor, tokens: Tensor) -> Tensor:
+    def _next_tokens(self, ids: Tensor, tokens: Tensor) -> Tensor:
         """Return the tokens [B] that follow all tokens so far, ids [B, t], of which the last column is `tokens`."""
         if self._inputs is None:
             self._prepare(ids)
         if self._inputs is not None:
-            self._skipped += 1
-            return self._run(ids, tokens)
+            self._unprepared += 1
+            return self._decode(ids, tokens)
         assert self._before is not None
         outputs = self._model(**self._before, return_dict=True)
         self._arguments = self._model._update_model_kwargs_for_generation(outputs, self._arguments)
@@ -170,12 +170,12 @@ class Step:
 
     def _prepare(self, ids: Tensor) -> None:
         """Prepare a step as transformers does; the second time in a row, compare with the first to make `_inputs`."""
-        if self._skipped:
-            self._arguments = self._model._update_model_kwargs_for_generation({}, self._arguments, num_new_tokens=self._skipped)
-            self._skipped = 0
+        if self._unprepared:
+            self._arguments = self._model._update_model_kwargs_for_generation({}, self._arguments, num_new_tokens=self._unprepared)
+            self._unprepared = 0
         before = self._before
         self._before = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **self._arguments)
-        if before is None or self._prepared:
+        if before is None or self._prepare_each:
             return
         try:
             self._inputs = Inputs(before, self._before, self._length(ids))
@@ -186,12 +186,12 @@ class Step:
 
     def refuse(self, reason: str) -> None:
         """Let transformers prepare each step from now on."""
-        self._prepared, self._inputs = True, None
+        self._prepare_each, self._inputs = True, None
 
-    def _run(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        return self.choice(ids, self._scores(tokens))
+    def _decode(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        return self.choice(ids, self._compute_logits(tokens))
 
-    def _scores(self, tokens: Tensor) -> Tensor:
+    def _compute_logits(self, tokens: Tensor) -> Tensor:
         """Compute the model's logits [B, N] after tokens [B], which enter the cache, from arguments that are advanced in place."""
         assert self._inputs is not None
         self._inputs.advance(tokens)

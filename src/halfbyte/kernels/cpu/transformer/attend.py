@@ -38,7 +38,7 @@ from halfbyte.kernels.cpu.codegen.elements import KINDS, Kind, element_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, phase
-from halfbyte.kernels.layer_kinds import Projections, RopeInterleaved, is_interleaved, key_value_heads
+from halfbyte.kernels.layer_kinds import Projections, RopeInterleaved, is_interleaved, num_kv_projections
 from halfbyte.layouts.records import BLOCK, LEAST_SCALE, MOST, record_bytes
 
 ATTEND = Block(
@@ -163,11 +163,11 @@ class _Attend(Emitter):
             keys = self.pointer("keys") + b * self.get("key_batch") + h * self.get("key_head")
             values = self.pointer("values") + b * self.get("value_batch") + h * self.get("value_head")
             # Keys and values of all new tokens enter the cache, before a query reads them there.
-            for j in f.loop(tokens) if key_value_heads(spec.projections) else ():
+            for j in f.loop(tokens) if num_kv_projections(spec.projections) else ():
                 row = self.pointer("qkv") + (b * tokens + j) * self.get("qkv_stride")
                 key = row + (kv_heads * spec.group + h) * head_bytes
                 store_head(self.isa, spec.kind, keys + (length + j) * self.get("key_token"), self._load_normed_rotated(key, "k_norm", b, j))
-                value = self._load(key if key_value_heads(spec.projections) == 1 else key + kv_heads * head_bytes)
+                value = self._load(key if num_kv_projections(spec.projections) == 1 else key + kv_heads * head_bytes)
                 value = self._normed(value, None) if spec.v_norm else value
                 store_head(self.isa, spec.kind, values + (length + j) * self.get("value_token"), value)
             # Queries of one token after the other: norm, rope and scale, then attention to the tokens up to it.
