@@ -320,6 +320,22 @@ def test_what_is_wrong_is_said(server: Server, settings: dict[str, Any], said: s
 
 
 @pytest.mark.parametrize(
+    ("chats", "settings"),
+    [
+        (True, {"stream": True, "stream_options": {"include_usage": None}}),
+        (True, {"logprobs": False, "top_logprobs": 0}),
+        (True, {"ignore_eos": None}),
+        (True, {"modalities": ["text"]}),
+        (True, {"guided_json": None, "min_tokens": 0, "stop_token_ids": [], "use_beam_search": False, "response_format": {"type": "text"}}),
+        (False, {"echo": None, "logprobs": None, "best_of": None, "suffix": ""}),
+    ],
+)
+def test_what_changes_nothing_is_taken(server: Server, chats: bool, settings: dict[str, Any]) -> None:
+    found = server.chat(**settings) if chats else server.complete(**settings)
+    assert found.status_code == 200, found.text
+
+
+@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"prompt": ""}, "no tokens"),
