@@ -401,6 +401,7 @@ def test_an_engine_that_ends(model: LanguageModel, monkeypatch: pytest.MonkeyPat
         engine = server.serving._engine
         assert engine is not None
         monkeypatch.setattr(engine._thread, "is_alive", lambda: True)  # as for a moment after its last sequence
+        assert server.client.get("/health").status_code == 503
         assert refusal(server.complete(), 503)
         server.wait_until_idle(1.0)
 

@@ -218,7 +218,7 @@ class Engine:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken."""
-        return self._thread.is_alive() and not self._closing
+        return self._thread.is_alive() and not self._has_ended and not self._closing
 
     @property
     def unfinished(self) -> int:
