@@ -255,8 +255,19 @@ def test_a_tool_that_has_to_be_called(client: Any, choice: Any) -> None:
 
 def test_calls_in_parallel_can_be_excluded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     most: list[int | None] = []
-    monkeypatch.setattr(completions, "Answer", lambda names, most_calls: most.append(most_calls) or Answer(names, most_calls))
-    for settings in ({}, {"parallel_tool_calls": True}, {"parallel_tool_calls": False}, {"parallel_tool_calls": False, "stream": True}):
+
+    def answer(names: list[str], most_calls: int | None) -> Answer:
+        most.append(most_calls)
+        return Answer(names, most_calls)
+
+    monkeypatch.setattr(completions, "Answer", answer)
+    tried: list[dict[str, Any]] = [
+        {},
+        {"parallel_tool_calls": True},
+        {"parallel_tool_calls": False},
+        {"parallel_tool_calls": False, "stream": True},
+    ]
+    for settings in tried:
         assert server.chat(tools=[WEATHER], **settings).status_code == 200
     assert most == [None, None, 1, 1]
 
@@ -317,6 +328,22 @@ def test_what_is_wrong_is_said(server: Server, settings: dict[str, Any], said: s
     assert error["type"] == "invalid_request_error"
     assert said in f"{error['message']} {error['param']}"
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("chats", "settings"),
+    [
+        (True, {"stream": True, "stream_options": {"include_usage": None}}),
+        (True, {"logprobs": False, "top_logprobs": 0}),
+        (True, {"ignore_eos": None}),
+        (True, {"modalities": ["text"]}),
+        (True, {"guided_json": None, "min_tokens": 0, "stop_token_ids": [], "use_beam_search": False, "response_format": {"type": "text"}}),
+        (False, {"echo": None, "logprobs": None, "best_of": None, "suffix": ""}),
+    ],
+)
+def test_what_changes_nothing_is_taken(server: Server, chats: bool, settings: dict[str, Any]) -> None:
+    found = server.chat(**settings) if chats else server.complete(**settings)
+    assert found.status_code == 200, found.text
 
 
 @pytest.mark.parametrize(
@@ -381,4 +408,5 @@ def test_unknown_fields_are_named(server: Server) -> None:
     found = server.complete(mirostat=2, user="me")
     assert (found.status_code, found.headers["halfbyte-ignored"]) == (200, "mirostat")
     assert server.complete(min_tokens=0, prompt_logprobs=None, stop_token_ids=[]).status_code == 200, "what other servers take for none"
-    assert server.complete(**{"x\r\nSet-Cookie: a": 1}).headers["halfbyte-ignored"] == "x??Set-Cookie: a"
+    split: dict[str, Any] = {"x\r\nSet-Cookie: a": 1}
+    assert server.complete(**split).headers["halfbyte-ignored"] == "x??Set-Cookie: a"

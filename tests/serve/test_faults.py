@@ -24,6 +24,7 @@ from halfbyte.language.generate import Batch
 from halfbyte.language.model import LanguageModel
 from halfbyte.serve import engine as serve_engine
 from halfbyte.serve.completions import TextService
+from halfbyte.serve.server import _TEXT_THREADS
 
 PROMPT = "the quick brown fox"
 LONG = {"max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -400,6 +401,7 @@ def test_an_engine_that_ends(model: LanguageModel, monkeypatch: pytest.MonkeyPat
         engine = server.serving._engine
         assert engine is not None
         monkeypatch.setattr(engine._thread, "is_alive", lambda: True)  # as for a moment after its last sequence
+        assert server.client.get("/health").status_code == 503
         assert refusal(server.complete(), 503)
         server.wait_until_idle(1.0)
 
@@ -429,6 +431,37 @@ def test_the_end_of_a_server(model: LanguageModel, monkeypatch: pytest.MonkeyPat
         thread.join(20)
     assert ended[20].endswith("data: [DONE]"), "what can finish in time does"
     assert "shutting down" in ended[3000], "a second signal ends the others"
+
+
+def test_what_is_prepared_at_the_end_of_a_server(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, prepare, found = threading.Event(), TextService._prepare, list[int]()
+
+    def wait(*args: Any) -> Any:
+        assert go.wait(20)
+        return prepare(*args)
+
+    monkeypatch.setattr(TextService, "_prepare", wait)
+    count = _TEXT_THREADS + 2  # the last ones wait for a thread
+    with httpx2.Client(timeout=60) as client, serve(model, grace=0) as closing:
+        engine = closing.serving._engine
+        assert engine is not None
+
+        def ask() -> None:
+            found.append(client.post(f"{closing.url}/v1/completions", json={"prompt": PROMPT}).status_code)
+
+        def prepare_late() -> None:
+            engine._thread.join()
+            time.sleep(0.1)  # `Serving.close` has ended
+            go.set()
+
+        threads = [threading.Thread(target=ask) for _ in range(count)]
+        for thread in [*threads, threading.Thread(target=prepare_late)]:
+            thread.start()
+        while engine.unfinished < count:
+            time.sleep(0.005)
+    for thread in threads:
+        thread.join(20)
+    assert found == [503] * count
 
 
 # Malformed bodies

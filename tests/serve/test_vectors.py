@@ -14,6 +14,7 @@ from serving import Server, serve
 
 from halfbyte.serve import vectors
 from halfbyte.serve.encoder import Encoder
+from halfbyte.serve.replies import ApiError
 from halfbyte.serve.server import Sentences
 
 openai = pytest.importorskip("openai")
@@ -71,12 +72,31 @@ def test_large_requests_do_not_hold_up_others(server: Server, monkeypatch: pytes
     assert [name.partition("_")[0] for name in threads] == ["halfbyte-text"] * 4
 
 
+def test_counting_leaves_the_tokenizer_alone_that_encodes(server: Server) -> None:
+    encoder: Any = server.serving._encoder
+    encoder.encode(TEXTS).result()
+    backend = encoder._model.tokenizer.backend_tokenizer
+    before = backend.padding, backend.truncation
+    assert before[0] is not None
+    assert encoder.count(TEXTS) == [9, 3, 6]
+    assert (backend.padding, backend.truncation) == before, "the encoder's thread may be between setting and using these"
+
+
+def test_an_encoder_that_has_closed_refuses() -> None:
+    encoder = Encoder.open(FOLDER)
+    encoder.start()
+    encoder.close()
+    with pytest.raises(ApiError, match="shutting down"):
+        encoder.encode(TEXTS)
+
+
 def test_reranking(server: Server, rows: Any) -> None:
     found = server.post("/v1/rerank", query=TEXTS[0], documents=[TEXTS[2], {"text": TEXTS[1]}], top_n=5).json()
     assert [result["index"] for result in found["results"]] == [1, 0]
     expected = [rows[1] @ rows[0], rows[2] @ rows[0]]
     assert [result["relevance_score"] for result in found["results"]] == pytest.approx(expected, abs=1e-5)
     assert found["results"][0]["document"] == {"text": "quit"}
+    assert "document" in server.post("/v1/rerank", query=TEXTS[0], documents=TEXTS, return_documents=None).json()["results"][0]
     found = server.post("/v1/rerank", query=TEXTS[0], documents=TEXTS, top_n=1, return_documents=False).json()
     assert [list(result) for result in found["results"]] == [["index", "relevance_score"]]
 

@@ -105,7 +105,7 @@ class TextService:
 
     async def chat(self, request: ChatRequest, receive: Receive) -> Response:
         """Answer POST /v1/chat/completions; arguments and errors are those of `complete`."""
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs")
         return await self._answer(request, ChatFormat(self.name, self._tokens), receive)
 
@@ -241,7 +241,7 @@ class TextService:
             try:
                 await engine_request.started()
                 if request.stream:
-                    with_usage = request.stream_options is not None and request.stream_options.include_usage
+                    with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
                     events = self._events(prepared, format, request, with_usage)
                     # It notices a disconnection itself, as it is sent after this block. When the request's time is over, the engine
                     # fails it, which is the stream's last event; a client that has not read this within a second is cut off.

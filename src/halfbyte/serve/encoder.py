@@ -5,6 +5,7 @@ Texts of requests that arrive while others are encoded are encoded together, as 
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from halfbyte.errors import CheckpointError, UnsupportedError
-from halfbyte.serve.replies import ApiError
+from halfbyte.serve.replies import ApiError, shutting_down
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -46,12 +47,14 @@ class Encoder:
             most_waiting: Texts that wait, at most; more are refused. A single request may have more while none waits.
         """
         self._model, self._most_waiting = model, most_waiting
+        # `encode` sets padding and truncation of its tokenizer, which threads that count tokens must not change before it has used them.
+        self._counting = copy.deepcopy(model.tokenizer)
         self.most_tokens: int | None = model.max_seq_length
         # Renamed in sentence-transformers 6.
         dimensions = getattr(model, "get_embedding_dimension", None) or model.get_sentence_embedding_dimension
         self.dimensions = cast(int, dimensions())
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._waiting = 0
+        self._waiting, self._closing = 0, False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="halfbyte-encoder", daemon=True)
 
@@ -96,13 +99,15 @@ class Encoder:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread after the texts that wait."""
-        self._queue.put(None)
+        """Stop the thread after the texts that wait; more are refused."""
+        with self._lock:
+            self._closing = True
+            self._queue.put(None)
         self._thread.join(30.0)
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens of each text."""
-        return [len(ids) for ids in self._model.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"]]
+        return [len(ids) for ids in self._counting(list(texts), truncation=False, verbose=False)["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids.
@@ -129,9 +134,12 @@ class Encoder:
             A future of their embeddings, float32 [texts, dimensions], of length 1.
 
         Raises:
-            ApiError: Too many texts wait.
+            ApiError: Too many texts wait, or the server is shutting down.
         """
+        task = _Task(list(texts), Future())
         with self._lock:
+            if self._closing:
+                raise shutting_down()
             if self._waiting and self._waiting + len(texts) > self._most_waiting:
                 raise ApiError(
                     429,
@@ -140,8 +148,7 @@ class Encoder:
                     headers={"Retry-After": "1"},
                 )
             self._waiting += len(texts)
-        task = _Task(list(texts), Future())
-        self._queue.put(task)
+            self._queue.put(task)
         return task.result
 
     def _run(self) -> None:

@@ -26,7 +26,7 @@ from halfbyte.language.generate import Batch, Generation
 from halfbyte.language.sampling.sampler import Choice, LogitsProcessor, Sampling
 from halfbyte.memory import return_freed_memory
 from halfbyte.serve.metrics import Metrics
-from halfbyte.serve.replies import ApiError
+from halfbyte.serve.replies import ApiError, shutting_down
 
 _log = logging.getLogger("halfbyte.serve")
 _INTERVAL = 1 / 60  # seconds between the texts that are sent of a sequence, at least: those of a display's frames
@@ -218,7 +218,7 @@ class Engine:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken."""
-        return self._thread.is_alive() and not self._closing
+        return self._thread.is_alive() and not self._has_ended and not self._closing
 
     @property
     def unfinished(self) -> int:
@@ -239,7 +239,7 @@ class Engine:
             ApiError: There is no room for them in the queue, or the server is shutting down.
         """
         if not self.is_ready:
-            raise self._shutting_down()
+            raise shutting_down()
         if self._unfinished + count > self._most_unfinished:
             raise ApiError(
                 429,
@@ -252,7 +252,7 @@ class Engine:
         try:
             yield
             if self._has_ended:
-                raise self._shutting_down()
+                raise shutting_down()
         except BaseException:
             self._leave(count)
             raise
@@ -268,10 +268,6 @@ class Engine:
         self._unfinished -= count
         if not self._unfinished:
             self._idle.set()
-
-    @staticmethod
-    def _shutting_down() -> ApiError:
-        return ApiError(503, "the server is shutting down: ask another one, or later", "shutting_down", headers={"Retry-After": "5"})
 
     def hurry(self) -> None:
         """Let `close` wait no longer; called in a signal's handler, too."""
@@ -315,7 +311,7 @@ class Engine:
             while True:
                 job = self._inbox.get(block=False)
                 left += [] if job is None else [job]
-        self._deliver([self._change(job, "cancelled", self._shutting_down()) for job in left])
+        self._deliver([self._change(job, "cancelled", shutting_down()) for job in left])
 
     # The thread's side
 

@@ -38,7 +38,7 @@ class ApiRequest(BaseModel):
 class StreamOptions(BaseModel):
     """Whether the last chunk of a stream has the usage."""
 
-    include_usage: StrictBool = False
+    include_usage: StrictBool | None = None
 
 
 class JsonSchema(BaseModel):
@@ -73,7 +73,7 @@ class GenerationRequest(ApiRequest):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    ignore_eos: StrictBool = False
+    ignore_eos: StrictBool | None = None
 
     @property
     def most_new_tokens(self) -> int | None:
@@ -109,7 +109,7 @@ class GenerationRequest(ApiRequest):
             max_new_tokens=new_tokens,
             stop=(self.stop,) if isinstance(self.stop, str) else self.stop or (),
             logprobs=self.most_likely,
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
         )
 
 
@@ -118,7 +118,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: StrictStr | TokenIds | Annotated[list[StrictStr], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
     logprobs: Annotated[StrictInt, Field(ge=0, le=20)] | None = None
-    echo: StrictBool = False
+    echo: StrictBool | None = None
     best_of: StrictInt | None = None
 
     @property
@@ -254,7 +254,7 @@ class EmbeddingRequest(ApiRequest):
     """POST /v1/embeddings"""
 
     input: StrictStr | TokenIds | Annotated[list[StrictStr], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
-    encoding_format: Literal["float", "base64"] = "float"
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: StrictInt | None = None
 
 
@@ -270,7 +270,7 @@ class RerankRequest(ApiRequest):
     query: StrictStr
     documents: Annotated[list[StrictStr | Document], Field(min_length=1)]
     top_n: Annotated[StrictInt, Field(ge=1)] | None = None
-    return_documents: StrictBool = True
+    return_documents: StrictBool | None = None
 
 
 R = TypeVar("R", bound=ApiRequest)
@@ -291,7 +291,7 @@ def parse(kind: type[R], body: bytes) -> R:
     except ValidationError as e:
         raise _invalid(e) from e
     for name, value in (request.model_extra or {}).items():
-        if name in _REFUSED and value:
+        if name in _REFUSED and value and (name, value) != ("modalities", ["text"]):
             raise ApiError(400, f"{name} is not supported here: leave it out", "unsupported_parameter", name)
     return request
 

@@ -46,6 +46,11 @@ class ApiError(Exception):
         return json_reply(self.document(), self.status, self.headers)
 
 
+def shutting_down() -> ApiError:
+    """Return the error of requests for which the server has no more time."""
+    return ApiError(503, "the server is shutting down: ask another one, or later", "shutting_down", headers={"Retry-After": "5"})
+
+
 def dumps(document: object) -> bytes:
     """Return compact JSON in ASCII: text with any characters is valid in it."""
     return _ENCODER.encode(document).encode("ascii")

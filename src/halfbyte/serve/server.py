@@ -135,11 +135,14 @@ class Serving:
             self._engine.hurry()
 
     async def close(self) -> None:
-        """Finish or end all requests, and stop the threads."""
+        """Finish or end all requests, and stop the threads of the models."""
         if self._engine is not None:
             await self._engine.close(self._settings.grace)
         if self._encoder is not None:
             await asyncio.to_thread(self._encoder.close)
+
+    def end(self) -> None:
+        """Stop the threads that prepare requests and write responses, after `close` and the last response."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -172,6 +175,7 @@ class _Server(uvicorn.Server):
         closing = asyncio.create_task(self._serving.close())
         await super().shutdown(sockets)
         await closing
+        self._serving.end()
 
 
 def make_server(serving: Serving, settings: Settings) -> uvicorn.Server:

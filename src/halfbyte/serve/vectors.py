@@ -69,7 +69,7 @@ class VectorService:
             {
                 "index": index,
                 "relevance_score": scores[index],
-                **({"document": {"text": documents[index]}} if request.return_documents else {}),
+                **({"document": {"text": documents[index]}} if request.return_documents is not False else {}),
             }
             for index in order
         ]
