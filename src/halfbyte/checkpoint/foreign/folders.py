@@ -47,8 +47,9 @@ _GPTQ_FORMS = ("gptq", "gptq_v2")
 _LONGEST_PATTERN = 1 << 16  # characters
 _PATTERN_CHARACTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)  # an escaped one, or a set of them
 _PATTERN_FLAGS = re.compile(r"\A\(\?[aimsu]+\)")
-_PATTERN_GROUP = re.compile(r"\(\?(?:[:=!>]|<[=!]|P<\w+>|[aimsu-]+:)")  # the beginning of one that is not a plain "("
-_PATTERN_TOKEN = re.compile(r"\(|\||[^(|](?:[*+?{][?+]?)?", re.DOTALL)
+_PATTERN_GROUP = re.compile(r"\(\?(?:[:>]|P<\w+>|[aimsu-]+:)")  # the beginning of one that is not a plain "("
+_PATTERN_LOOK = re.compile(r"\(\?<?[=!]")  # the beginning of a condition on what follows or precedes
+_PATTERN_TOKEN = re.compile(r"[(\0|]|[^(\0|](?:[*+?{][?+]?)?", re.DOTALL)
 _MOST_STEPS = 1 << 24  # in which a pattern is matched: a fraction of a second
 _MOST_POINTS = 1 << 22  # zero points that are read to determine a version
 # The remedy for folders whose tensors only their project's own classes can interpret.
@@ -315,26 +316,29 @@ def _matches(pattern: str, name: str) -> bool:
 def _ways(pattern: str) -> tuple[int, int]:
     """Bound the ways through a regular expression, and the repetitions of each: Python's `re` tries all ways, and for each of them all ways
     to share the text among its repetitions. More than _MOST_STEPS where that is not known."""
-    plain = _PATTERN_GROUP.sub("(", _PATTERN_CHARACTER.sub("x", _PATTERN_FLAGS.sub("", pattern)))
-    if len(pattern) > _LONGEST_PATTERN or "(?" in plain:
+    plain = _PATTERN_LOOK.sub("\0", _PATTERN_GROUP.sub("(", _PATTERN_CHARACTER.sub("x", _PATTERN_FLAGS.sub("", pattern))))
+    if len(pattern) > _LONGEST_PATTERN or "\0" in pattern or "(?" in plain:
         return _MOST_STEPS + 1, 0
-    groups = [(0, 0, 1, 0)]  # the open ones: ways and repetitions of their finished alternatives, and of the one that is being read
+    # The open groups: ways and repetitions of their finished alternatives, and of the one that is being read; whether it is a condition.
+    groups = [(0, 0, 1, 0, False)]
     for token in [*_PATTERN_TOKEN.findall(plain), "|"]:
-        done, most, ways, repetitions = groups.pop()
-        if token == "(":
-            groups += [(done, most, ways, repetitions), (0, 0, 1, 0)]
+        done, most, ways, repetitions, look = groups.pop()
+        if token in "(\0":
+            groups += [(done, most, ways, repetitions, look), (0, 0, 1, 0, token == "\0")]
         elif token == "|":
-            groups.append((done + ways, max(most, repetitions), 1, 0))
+            groups.append((done + ways, max(most, repetitions), 1, 0, look))
         else:
-            inner = 1, 0
+            inner, ended = (1, 0), False
             if token[0] == ")":
-                inner = done + ways, max(most, repetitions)
-                done, most, ways, repetitions = groups.pop()
-            if token[1:2] == "?":
+                inner, ended = (done + ways, max(most, repetitions)), look
+                done, most, ways, repetitions, look = groups.pop()
+            if token == ")" and ended and inner != (1, 0):  # what follows does not try a condition's ways again
+                done, most, inner = done + ways * inner[0], max(most, repetitions + inner[1]), (1, 0)
+            elif token[1:2] == "?":
                 inner = inner[0] + 1, inner[1]
             elif token[1:]:
                 inner = (1, 1) if inner == (1, 0) else (_MOST_STEPS + 1, 0)
-            groups.append((done, most, min(ways * inner[0], _MOST_STEPS + 1), repetitions + inner[1]))
+            groups.append((min(done, _MOST_STEPS + 1), most, min(ways * inner[0], _MOST_STEPS + 1), repetitions + inner[1], look))
     return groups[0][:2]
 
 
