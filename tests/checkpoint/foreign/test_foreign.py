@@ -261,7 +261,12 @@ def test_what_a_config_says_is_checked(kind: str, settings: dict[str, Any], mess
         load(copied(folders / kind, tmp_path / "m", **settings))
 
 
-@pytest.mark.parametrize("pattern", ["(a|a)*c", "(a?){40}a{40}", "a?" * 30 + "a" * 30, "(?:a|a)" * 60, "a*" * 20 + "b", ".*" * 4000])
+FOR_EVER = ["(a|a)*c", "(a?){40}a{40}", "a?" * 30 + "a" * 30, "(?:a|a)" * 60, "a*" * 20 + "b", ".*" * 4000]
+FOR_EVER += ["(?x)(a|a#)\n|a#(\n)*c", "(?:(a*)|b)*c", "(a|a[)])*c", "((a|(a)))*c"]
+FOR_EVER += ["(?=" + "a*" * 20 + "b)", "(?:a(?!b)|a)*c", "(?:a(?=b|a)|a)*c", "(?:a(?=a)?|a)*c"]
+
+
+@pytest.mark.parametrize("pattern", FOR_EVER)
 def test_patterns_that_would_take_for_ever(pattern: str) -> None:
     """Python's `re` tries 2^30 ways or more to match such a name."""
     with pytest.raises(CheckpointError, match=r"^config\.json has the pattern .* may take for ever: write it"):
@@ -276,6 +281,13 @@ def test_patterns_that_would_take_for_ever(pattern: str) -> None:
         (r"model\.layers\.([0-9]|[1-2][0-9])\..*up_.*$", True),
         (r"(?i)MODEL\.layers\.\d+\.mlp.*", True),
         (r"(.*\.)?up_proj", True),
+        (r"^(?!.*(?:self_attn\.(?:q_proj|k_proj|v_proj|b_proj)|vision_tower\..*|mm_projector\..*)$).*$", True),
+        ("|".join(rf"model\.layers\.{i}\.mlp\.(gate|up|down)_proj" for i in range(200)), True),
+        (r"(?!.*(?:mtp|stages)\.\d+\.)(?!.*visual.*).*(?:mlp|ffn)\.\d*(?:gate_proj|up_proj|down_proj|w[123]).*$", True),
+        (r"model\.layers\.(\d)+\..*", True),
+        (r"(?:(?!up_proj).)*$", False),
+        (r"(?i:MODEL).*", True),
+        (r"model[\])*]?\..*", True),
         (r"[(*]", False),
         ("(x", False),
     ],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, cast
@@ -44,9 +44,12 @@ _SPARSE = (".compressed", ".bitmask", ".row_offsets", ".scale_packed", ".meta")
 # Tensors of a compressed-tensors module besides its weight: scales of activations and caches.
 _ACTIVATION_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_observer", "input_global_scale")
 _GPTQ_FORMS = ("gptq", "gptq_v2")
-_LONGEST_PATTERN = 4096  # characters
-_PATTERN_CHARACTER = re.compile(r"\\.|\[\^?\]?[^\]]*\]")  # an escaped one, or a set of them
-_PATTERN_GROUP = re.compile(r"\(\?(?:[:=!]|<[=!]|P<\w+>|[aimsx]+\))")  # the beginning of one that is not a plain "("
+_LONGEST_PATTERN = 1 << 16  # characters
+_PATTERN_CHARACTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)  # an escaped one, or a set of them
+_PATTERN_FLAGS = re.compile(r"\A\(\?[aimsu]+\)")
+_PATTERN_GROUP = re.compile(r"\(\?(?:[:>]|P<\w+>|[aimsu-]+:)")  # the beginning of one that is not a plain "("
+_PATTERN_LOOK = re.compile(r"\(\?<?[=!]")  # the beginning of a condition on what follows or precedes
+_PATTERN_TOKEN = re.compile(r"[(\0|]|[^(\0|](?:[*+?{][?+]?)?", re.DOTALL)
 _MOST_STEPS = 1 << 24  # in which a pattern is matched: a fraction of a second
 _MOST_POINTS = 1 << 22  # zero points that are read to determine a version
 # The remedy for folders whose tensors only their project's own classes can interpret.
@@ -298,24 +301,45 @@ def _matches(pattern: str, name: str) -> bool:
     Raises:
         CheckpointError: The match may take seconds or years.
     """
-    if _most_steps(pattern, len(name)) > _MOST_STEPS:
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    ways, repetitions = _ways(pattern)
+    if math.comb(len(name) + repetitions, repetitions) * ways > _MOST_STEPS:
         what = f"config.json has the pattern {short(pattern)}, whose match with {short(name)} may take for ever"
         raise CheckpointError(f"{what}: write it without repeated groups and with fewer repetitions and alternatives")
-    try:
-        return re.match(pattern, name) is not None
-    except (re.error, RecursionError):
-        return False
+    return compiled.match(name) is not None
 
 
-def _most_steps(pattern: str, length: int) -> float:
-    """Bound the steps in which Python's `re` matches a text of this length: it tries all ways to share the text among the repetitions, and
-    all alternatives, for each of these."""
-    plain = _PATTERN_GROUP.sub("(", _PATTERN_CHARACTER.sub("x", pattern))
-    if len(pattern) > _LONGEST_PATTERN or re.search(r"\)[*+{]|\(\?", plain):
-        return math.inf
-    repetitions = len(re.findall(r"[*+{]|(?<![*+?}])\?", plain))
-    alternatives = math.prod(group.count("|") + 1 for group in re.split(r"[()]", plain))
-    return math.comb(length + repetitions, repetitions) * alternatives
+@lru_cache(maxsize=256)
+def _ways(pattern: str) -> tuple[int, int]:
+    """Bound the ways through a regular expression, and the repetitions of each: Python's `re` tries all ways, and for each of them all ways
+    to share the text among its repetitions. More than _MOST_STEPS where that is not known."""
+    plain = _PATTERN_LOOK.sub("\0", _PATTERN_GROUP.sub("(", _PATTERN_CHARACTER.sub("x", _PATTERN_FLAGS.sub("", pattern))))
+    if len(pattern) > _LONGEST_PATTERN or "\0" in pattern or "(?" in plain:
+        return _MOST_STEPS + 1, 0
+    # The open groups: ways and repetitions of their finished alternatives, and of the one that is being read; whether it is a condition.
+    groups = [(0, 0, 1, 0, False)]
+    for token in [*_PATTERN_TOKEN.findall(plain), "|"]:
+        done, most, ways, repetitions, look = groups.pop()
+        if token in "(\0":
+            groups += [(done, most, ways, repetitions, look), (0, 0, 1, 0, token == "\0")]
+        elif token == "|":
+            groups.append((done + ways, max(most, repetitions), 1, 0, look))
+        else:
+            inner, ended = (1, 0), False
+            if token[0] == ")":
+                inner, ended = (done + ways, max(most, repetitions)), look
+                done, most, ways, repetitions, look = groups.pop()
+            if token == ")" and ended and inner != (1, 0):  # what follows does not try a condition's ways again
+                done, most, inner = done + ways * inner[0], max(most, repetitions + inner[1]), (1, 0)
+            elif token[1:2] == "?":
+                inner = inner[0] + 1, inner[1]
+            elif token[1:]:
+                inner = (1, 1) if inner == (1, 0) else (_MOST_STEPS + 1, 0)
+            groups.append((min(done, _MOST_STEPS + 1), most, min(ways * inner[0], _MOST_STEPS + 1), repetitions + inner[1], look))
+    return groups[0][:2]
 
 
 def _activation(group: Mapping[str, object]) -> tuple[str, str]:
