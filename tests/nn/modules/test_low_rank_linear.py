@@ -298,8 +298,8 @@ def added_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("added_on_gpus")
 def test_a_branch_is_added_to_what_the_residual_gives() -> None:
     """Also where that has its inputs in another order, or a hook."""
-    layer: Any = hb.quantize_(network(), config(compute="float"))[0]
-    x = torch.randn(3, K)
+    small: Any = hb.quantize_(network(), config(compute="float"))
+    layer, x = small[0], torch.randn(3, K)
     branch = x @ layer.low_rank_in.T @ layer.low_rank_out.T
     torch.testing.assert_close(layer(x), layer.residual(x) + branch)
     handle = layer.residual.register_forward_hook(lambda module, args, y: 2 * y)

@@ -95,12 +95,13 @@ class LowRankLinear(nn.Module):
             x = x * self.input_scale.to(x.dtype)
         into, out = self.low_rank_in.to(x.dtype), self.low_rank_out.to(x.dtype)
         residual = self.residual
-        adds = isinstance(residual, QuantLinear) and not has_hooks(residual)  # hooks take the residual's own output
-        if adds and adds_low_rank(x, residual.bias, residual.compute, into, out):
-            return residual.with_low_rank(x, into, out)
+        # Hooks take the residual's own output: with some, the branch is added after them.
+        adding = residual if isinstance(residual, QuantLinear) and not has_hooks(residual) else None
+        if adding is not None and adds_low_rank(x, adding.bias, adding.compute, into, out):
+            return adding.with_low_rank(x, into, out)
         branch = functional.linear(functional.linear(x, into), out)
-        if adds and type(residual) is QuantLinear:
-            return residual(x, added=branch)  # type: ignore[no-any-return]
+        if type(adding) is QuantLinear:
+            return adding(x, added=branch)  # type: ignore[no-any-return]
         return residual(x) + branch  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
