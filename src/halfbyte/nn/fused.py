@@ -182,7 +182,7 @@ def _kind(linear: QuantLinear) -> tuple[object, ...]:
 class _Outputs(NamedTuple):
     """The outputs of fused layers for one input.
 
-    state      what they depend on besides the input's identity, as `_state_of` gives it
+    state      what they depend on besides the input's identity: `_state_of` it, and whether branches of low rank were added
     by_layer   those that are left, by the index of their layer: each is returned once, as its reader may write to it
     """
 
@@ -285,7 +285,7 @@ class _Group:
 
     def part(self, x: Tensor, of: FusedLinear, *, low_rank: bool = False) -> Tensor:
         """The outputs for x of one of the layers; the first one that is asked says how all are computed."""
-        cached, state = self.cached_outputs, _state_of(x)
+        cached, state = self.cached_outputs, (*_state_of(x), low_rank)
         is_current = cached is not None and cached.x is x and cached.state == state
         output = cached.by_layer.pop(of.index, None) if cached is not None and is_current else None
         if output is None:
@@ -411,7 +411,7 @@ class FusedLinear(DerivedLinear):
         whole = self.packed_for is None and self._whole is group.packed and self._parameters["bias"] is group.biases[self._index]
         if whole and group.branches:
             return group.part(x, self, low_rank=True)
-        return self(x) + functional.linear(functional.linear(x, into), out)  # type: ignore[no-any-return]
+        return super().with_low_rank(x, into, out)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)

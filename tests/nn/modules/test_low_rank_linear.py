@@ -11,10 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import halfbyte as hb
+from halfbyte import ops
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, UnsupportedError
 from halfbyte.kernels import reference
 from halfbyte.nn.dequantized import dequantize_
+from halfbyte.nn.modules import low_rank as low_rank_module
 from halfbyte.nn.modules.low_rank import LowRankLinear
+from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.parallel.plan import holders
 
 K, OUTLIERS = 256, [7, 100, 140, 250]  # one in each block of 64 inputs
@@ -276,3 +279,44 @@ def test_who_cannot_take_it_says_so(tmp_path: Path) -> None:
         get_peft_model(small, LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(UnsupportedError, match="has a product of low rank, which processes cannot share"):
         holders(small)
+
+
+@pytest.fixture
+def added_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches are added within the product, as where torch.compile traces for a GPU; torch computes it."""
+
+    def low_rank(x: Tensor, inner: Tensor, outer: Tensor, packed: Any, bias: Tensor | None, compute: str, activation: str) -> Tensor:
+        rank = outer.shape[1]
+        branches = [a @ b.T for a, b in zip(inner.split(rank, -1), outer.chunk(inner.shape[-1] // rank), strict=True)]
+        return ops.linear(x, packed, bias, compute=compute, activation=activation) + torch.cat(branches, -1)
+
+    monkeypatch.setattr(low_rank_module, "adds_low_rank", lambda *_: True)
+    monkeypatch.setattr(ops, "linear_low_rank", low_rank)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("added_on_gpus")
+def test_a_branch_is_added_to_what_the_residual_gives() -> None:
+    """Also where that has its inputs in another order, or a hook."""
+    small: Any = hb.quantize_(network(), config(compute="float"))
+    layer, x = small[0], torch.randn(3, K)
+    branch = x @ layer.low_rank_in.T @ layer.low_rank_out.T
+    torch.testing.assert_close(layer(x), layer.residual(x) + branch)
+    handle = layer.residual.register_forward_hook(lambda module, args, y: 2 * y)
+    torch.testing.assert_close(layer(x), layer.residual(x) + branch)
+    handle.remove()
+    layer.residual = PermutedLinear(layer.residual, torch.randperm(K))
+    torch.testing.assert_close(layer(x), layer.residual(x) + branch)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("added_on_gpus")
+def test_a_fused_residual_alone_has_no_branch() -> None:
+    """Though its sibling was just called with one, for the same input."""
+    model = nn.Module()
+    model.q_proj, model.k_proj, model.v_proj = (nn.Linear(K, 64) for _ in range(3))
+    fused: Any = hb.fuse_(hb.quantize_(model, hb.Config("int4_g64", low_rank=8, compute="float")))
+    x = torch.randn(3, K)
+    want = x @ fused.k_proj.residual.weight.T + fused.k_proj.residual.bias
+    fused.q_proj(x)
+    torch.testing.assert_close(fused.k_proj.residual(x), want, rtol=1e-4, atol=1e-4)

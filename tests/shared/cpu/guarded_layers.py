@@ -29,7 +29,7 @@ from halfbyte.layouts.base import Packed
 from halfbyte.layouts.records import record_bytes
 from halfbyte.ops.transformer.decoder import DecoderLayer
 from halfbyte.ops.transformer.embed import NormedEmbeddings
-from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert
+from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert, many_rows
 from halfbyte.ops.transformer.sublayers import MLP, Attention, Heads, Norm
 from halfbyte.ops.transformer.weights import Weight
 from halfbyte.ops.transformer.whole_model_decode import WholeModelDecode
@@ -266,6 +266,33 @@ def mixtures(announce: Announce) -> None:
             _decoded(announce, both, k, torch.float32, (b, t, 5), masked=False)
 
 
+def mixtures_of_many_rows(announce: Announce) -> None:
+    """Rows of which each thread computes those of experts of its own."""
+    cases = (
+        ("q4_0", 70, 21, None),
+        ("int8_channel", 33, 5, None),
+        ("mxfp4", 40, 24, Clamped(1.7, 2.0)),
+        ("int4_g24_zp", 96, 32, None),
+    )
+    for name, k, inner, clamped in some(cases):
+        stacks = [ops.pack(random_codes(as_format(name), shape)) for shape in ((5, 2 * inner, k), (5, k, inner))]
+        biases, x, ids, weights = (
+            (torch.randn(5, 2 * inner), torch.randn(5, k)),
+            torch.randn(41, k),
+            torch.randint(5, (41, 2)),
+            torch.rand(41, 2),
+        )
+        wanted = None
+        for flush in (None, *ENDS):
+            announce(f"experts of many rows {name} k={k} inner={inner} flush with {flush}")
+            place = at(flush)
+            up, down = (_weight(stack, bias, place) for stack, bias in zip(stacks, biases, strict=True))
+            with _allocating(flush), _two_threads():
+                y = many_rows(up, down, place(x), place(ids), place(weights), clamped, 1)
+            wanted = y if wanted is None else wanted
+            same(y, wanted)
+
+
 def _cache(kind: torch.dtype, heads: tuple[int, int, int], b: int, size: int) -> Tensor:
     """Keys and values."""
     _, kv_heads, dim = heads
@@ -383,4 +410,5 @@ ALL = (
     encoders,
     decoders,
     mixtures,
+    mixtures_of_many_rows,
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfbyte.errors import ArgumentError
-from halfbyte.nn.modules.quantized import QuantLinear
+from halfbyte.nn.modules.quantized import QuantLinear, has_hooks
 from halfbyte.ops.row_codes import adds_low_rank
 from halfbyte.quantizers.low_rank import low_rank
 
@@ -95,12 +95,14 @@ class LowRankLinear(nn.Module):
             x = x * self.input_scale.to(x.dtype)
         into, out = self.low_rank_in.to(x.dtype), self.low_rank_out.to(x.dtype)
         residual = self.residual
-        if isinstance(residual, QuantLinear) and adds_low_rank(x, residual.bias, residual.compute, into, out):
-            return residual.with_low_rank(x, into, out)
+        # Hooks take the residual's own output: with some, the branch is added after them.
+        adding = residual if isinstance(residual, QuantLinear) and not has_hooks(residual) else None
+        if adding is not None and adds_low_rank(x, adding.bias, adding.compute, into, out):
+            return adding.with_low_rank(x, into, out)
         branch = functional.linear(functional.linear(x, into), out)
-        if type(self.residual) is QuantLinear:
-            return self.residual(x, added=branch)  # type: ignore[no-any-return]
-        return self.residual(x) + branch  # type: ignore[no-any-return]
+        if type(adding) is QuantLinear:
+            return adding(x, added=branch)  # type: ignore[no-any-return]
+        return residual(x) + branch  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, rank={len(self.low_rank_in)}"

@@ -357,6 +357,10 @@ class DerivedLinear(QuantLinear):
         keep_hooks(linear, self)
         self.train(linear.training)
 
+    def with_low_rank(self, x: Tensor, into: Tensor, out: Tensor) -> Tensor:
+        """forward(x) + x intoᵀ outᵀ, by forward itself: it may be another function of the weight than that of QuantLinear."""
+        return self(x) + functional.linear(functional.linear(x, into), out)  # type: ignore[no-any-return]
+
 
 class QuantEmbedding(QuantModule):
     """Rows of a quantized weight, as nn.Embedding: ids [...] -> [..., embedding_dim] of the module's dtype.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from test_mixtures import ROUNDING, Sum
@@ -101,3 +102,32 @@ def test_no_more_rows_in_an_item_than_asked_for() -> None:
         (0, 5, 1), (5, 64, 2), (69, 44, 4), (113, 44, 4), (157, 43, 4),
     ]  # fmt: skip
     assert items.rows.tolist() == [64, 44, 44, 43, 5]
+
+
+@pytest.mark.parametrize("clamped", [None, Clamped(1.702, 7.0)])
+@pytest.mark.parametrize("inner", [1, 3, 7, 9])
+@pytest.mark.parametrize("k", [1, 33])
+def test_experts_narrower_than_a_vector(k: int, inner: int, clamped: Clamped | None) -> None:
+    """Gates of a row, which are computed in whole vectors, leave the next row as it is."""
+    torch.manual_seed(inner + k)
+    (up_matrices, up), (down_matrices, down) = stack(2 * inner, k, "q8_0", "float"), stack(k, inner, "q8_0", "float")
+    x, (ids, weights) = torch.randn(60, k), routed(60, 2, 1.0)
+    y = many_rows(up, down, x, ids, weights, clamped)
+    for row in range(len(x)):
+        terms = [Sum.gated(up_matrices[e], down_matrices[e], x[row].double(), (None, None), clamped) for e in ids[row].tolist()]
+        factors = weights[row].double()
+        wanted = sum(factor * term.y for factor, term in zip(factors, terms, strict=True))
+        size = sum(factor * term.size for factor, term in zip(factors, terms, strict=True))
+        assert bool(((y[row] - wanted).abs() <= (2 * k + 2 * inner + 20) * ROUNDING * size).all())
+
+
+def test_integers_have_64_bits_where_c_long_has_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows before numpy 2, whose integers are of 32 bits if no type is named: kernels read 64."""
+
+    for name in ("full", "arange"):
+        as_of_numpy_2 = getattr(np, name)
+        monkeypatch.setattr(np, name, lambda *args, dtype=np.int32, made_by=as_of_numpy_2: made_by(*args, dtype=dtype))
+    order, product_rows, counts = expert_items._sorted(np.array([2, 0, 2, 1], dtype=np.int64), 1)
+    assert (order.tolist(), product_rows.tolist(), counts.tolist()) == ([3, 0, 2], [1, 3, 2, 0], [0, 1, 2])
+    for array in (order, product_rows, counts, *expert_items._items(counts, 1)):
+        assert array.dtype == np.int64

@@ -3,16 +3,19 @@
     y[m] = sum over t of w[m, t] * (g[m, t] · Wdown[id[m, t]]ᵀ + bias[id[m, t]]),   g[m, t] = silu(gate) * up, or `Clamped` gates,
     gate, up = x[m] · Wgate_up[id[m, t]]ᵀ + bias[id[m, t]]
 
-Routed rows, one for each row of x and expert, are sorted by expert and cut into items, each some rows of one expert. A thread draws an item
-and computes all of it alone:
+`run` is called by `ops/transformer/experts.py`. The R = M * T pairs (m, t) are the routed rows. numpy sorts them by expert (`_sorted`) and
+cuts those of each expert into items of at most _MOST_ROWS rows (`_items`). One native call then runs two phases (`_Items`):
 
-    lay out its rows of x -> gate_up product -> gates -> lay out the activations -> down product -> products [R, K], sorted by expert
+    "items"  threads draw items from a counter; the thread that draws an item computes all of it, in memory of its own (`_ThreadMemory`):
+                 lay out its rows of x -> gate_up product -> gates -> lay out the activations -> down product
+             which gives the item's rows of products [R, K], in the order of experts
+    "sums"   after a barrier each thread computes its share of the rows of y from the products
 
-After a barrier threads share the rows of y, each the sum of its T rows of products. Experts of today's mixtures are small: to share one of
-them between threads costs more in barriers and counters than a product takes. Besides, an item's intermediate results stay in its core's
-cache, and all memory is kept from call to call: the first touch of fresh pages takes longer than the products that would be stored there.
+Threads do not share an item, because experts of today's mixtures are small: barriers and counters would cost more than the product. An
+item's intermediate results stay in the cache of a core. All memory is kept from call to call, because the first touch of fresh pages takes
+longer than the products that would be stored there. All intermediate results are float32.
 
-All between the products is float32. Few rows are computed by `steps.py`, where all threads share each expert.
+For few rows, in `steps.py`, all threads share each expert.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import ctypes
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from itertools import accumulate
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -38,25 +42,30 @@ from halfbyte.kernels.cpu.linear import grouped
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.step_sequence import Product, through_gates
 from halfbyte.kernels.cpu.transformer.experts.steps import Clamped, clamped_gates
+from halfbyte.layouts.base import round_up
 
 _FIELDS = len(LINEAR.fields)
-_COLUMN = {name: LINEAR.offset(name) // 8 for name in LINEAR.fields}
+_COLUMN = {name: LINEAR.offset(name) // 8 for name in LINEAR.fields}  # of a field in a table of LINEAR blocks, int64 [items, _FIELDS]
 _NO_CLAMP = struct.unpack("<q", struct.pack("<2f", -float("inf"), float("inf")))[0]
-_LEAST_ROWS, _MOST_ROWS = 8, 128  # of an item: fewer leave tiles half empty, more take memory and gain nothing
-_ITEMS_A_THREAD = 4  # at least, where experts have rows enough: the wait for the last thread is short
-_PRODUCTS_BYTES = 1 << 25  # of one call: more rows take several
+_LEAST_ROWS, _MOST_ROWS = 8, 128  # of an item: with fewer rows tiles are half empty, more rows take memory and are no faster
+_ITEMS_A_THREAD = 4  # at least, if experts have enough rows: so the other threads wait less for the last one
+_PRODUCTS_BYTES = 1 << 25  # of `products` in one native call; more rows take several calls
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 ITEMS = Block(
     (
         *("first_phase", "second_phase", "openmp", "counter"),
         *("items", "up", "down"),  # their number, and the addresses of a block of LINEAR for each
-        "starts",  # int64 [items]: the first of an item's rows, in the order of experts
-        "order",  # int64: m * T + t of the routed rows, in the order of experts
+        "starts",  # int64 [items]: index in `order` of an item's first routed row
+        "order",  # int64 [R]: m * T + t of the routed rows, sorted by expert
         "top_k",
-        *("memory", "thread_bytes"),  # of the threads, and bytes of each; laid-out rows of x come first
-        *("gate_up", "activations", "down_rows"),  # bytes from the start of a thread's memory
-        "products",  # float32 [R + 1, K], of which the last row is 0
-        *("rows", "k", "weights", "places", "out"),  # M, K; float32 and int64 [M, T]: the rows of products; float32 [M, K]
-        "alpha_limit",  # floats of clamped gates
+        *("memory", "thread_bytes"),  # `_ThreadMemory` of all threads, and the bytes of one
+        *("gate_up", "activations", "down_rows"),  # offsets in bytes of the parts of `_ThreadMemory`
+        "products",  # float32 [R + 1, K]: outputs of the down product in the order of `order`; the last row is 0
+        *("rows", "k"),  # M, K
+        "weights",  # float32 [M, T]
+        "product_rows",  # int64 [M, T]: the row of products that belongs to (m, t)
+        "out",  # y, float32 [M, K]
+        "alpha_limit",  # two floats, the parameters of clamped gates
     ),
     frozenset({"alpha_limit"}),
 )
@@ -64,11 +73,11 @@ ITEMS = Block(
 
 @dataclass(frozen=True, slots=True)
 class ItemsPhase:
-    """What a phase is generated for.
+    """What the code of a phase is generated for.
 
     Attributes:
-        kind: "items" computes products, "sums" y from them.
-        clamped: Gates are `Clamped`.
+        kind: "items" computes `products`, "sums" computes y from them.
+        clamped: Whether the gates of "items" are `Clamped`.
     """
 
     kind: Literal["items", "sums"]
@@ -82,7 +91,13 @@ def build(phase: ItemsPhase, isa: ISA, f: Function) -> None:
 
 
 class _Row(NamedTuple):
-    """A row of an item: its number, the rows of the tile that it is in, and which of these it is."""
+    """A row of an item, as `LINEAR.row_function` takes it.
+
+    Attributes:
+        number: Its index among the item's rows.
+        tile_rows: Rows of the tile that it is in.
+        inside: Its index among these.
+    """
 
     number: Value
     tile_rows: Value
@@ -118,7 +133,7 @@ class _Items(Emitter):
             self._multiply(down, down_rows, self.pointer("products") + start * LINEAR.load(down, "out_stride"))
 
     def _tiles(self, linear: Value, rows: Value) -> Iterator[_Row]:
-        """`for row in self._tiles(linear, n):` the rows of an item, in the tiles in which the product reads them."""
+        """Emit a loop over the rows of an item, cut into tiles as `linear/driver.py` does: `for row in self._tiles(linear, n):`."""
         big = LINEAR.load(linear, "tile_rows")
         split = big * LINEAR.load(linear, "tiles")  # the first row of the lesser tiles
         for r in self.f.loop(rows):
@@ -127,19 +142,23 @@ class _Items(Emitter):
             yield _Row(r, in_tile, is_large.select(r, r - split) % in_tile)
 
     def _lay_out(self, linear: Value, row: _Row, x: Value, scratch: Value) -> None:
-        """Emit the layout of the row at address x, in memory where the item's first row is at `scratch`."""
+        """Emit the layout of the row at address x. `scratch`: address of the item's first laid-out row."""
         tile = scratch + (row.number - row.inside) * LINEAR.load(linear, "row_bytes")
         self.f.call_pointer(LINEAR.load(linear, "row_function", "ptr"), linear, x, tile, row.tile_rows, row.inside)
 
     def _multiply(self, linear: Value, scratch: Value, out: Value) -> None:
-        """Emit the product of laid-out rows, by this thread alone."""
+        """Emit the product of the rows laid out at `scratch`, by this thread alone, to `out`."""
         f = self.f
         linear.store(scratch, LINEAR.offset("scratch"), 8)
         linear.store(out, LINEAR.offset("out"), 8)
         f.call_pointer(LINEAR.load(linear, "second_phase", "ptr"), linear, f.value("i64", 0), f.value("i64", 1))
 
     def _gates(self, gate_up: Value, activations: Value, inner: Value) -> None:
-        """Emit the activations of a row. Whole vectors are computed: what lies behind the row was read already, or is not read."""
+        """Emit the activations of a row of gate_up.
+
+        Whole vectors are computed, up to isa.lanes - 1 numbers more than `inner`. In place, these replace ups of the same row that were
+        read already: `_up_stride` keeps them off the next row. Clamped activations of later rows are written afterwards.
+        """
         f, isa = self.f, self.isa
         count = (inner + (isa.lanes - 1)) // isa.lanes * isa.lanes
         if self.spec.clamped:
@@ -153,13 +172,13 @@ class _Items(Emitter):
         rows, k, top_k = (self.get(name) for name in ("rows", "k", "top_k"))
         products, whole = self.pointer("products"), k // isa.lanes * isa.lanes
         for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
-            weights, places = self.pointer("weights") + r * top_k * 4, self.pointer("places") + r * top_k * 8
+            weights, product_rows = self.pointer("weights") + r * top_k * 4, self.pointer("product_rows") + r * top_k * 8
             out = self.pointer("out") + r * k * 4
 
-            def sum_at(i: Value, type_: str, weights: Value = weights, places: Value = places, out: Value = out) -> None:
+            def sum_at(i: Value, type_: str, weights: Value = weights, product_rows: Value = product_rows, out: Value = out) -> None:
                 total = f.variable(f.value(type_, 0.0))
                 for t in f.loop(top_k):
-                    product = products + (places + t * 8).load("i64", 0, 8) * k * 4
+                    product = products + (product_rows + t * 8).load("i64", 0, 8) * k * 4
                     weight = (weights + t * 4).load("float", 0, 4)
                     by = weight if type_ == "float" else weight.splat(isa.lanes)
                     total.value = f.fma((product + i * 4).load(type_, 0, 4), by, total.value)
@@ -186,35 +205,40 @@ def run(
     """
     y, top_k = torch.empty_like(x), ids.shape[1]
     rows = max(1, _PRODUCTS_BYTES // (4 * top_k * x.shape[1]))
-    for part_x, part_ids, part_weights, part_y in zip(*(t.split(rows) for t in (x, ids, weights, y)), strict=True):
-        _run(products, (part_x, part_ids, part_weights, part_y), clamped, first)
+    for part in zip(*(tensor.split(rows) for tensor in (x, ids, weights, y)), strict=True):
+        _run(products, _Tensors(*part), clamped, first)
     return y
 
 
-def _run(products: tuple[Product, Product], tensors: tuple[Tensor, Tensor, Tensor, Tensor], clamped: Clamped | None, first: int) -> None:
-    """Compute as many rows as one call takes. `tensors`: x, ids, weights and y."""
+class _Tensors(NamedTuple):
+    """The rows of one native call: x, ids and weights as `run` takes them, and y, which it writes."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    y: Tensor
+
+
+def _run(products: tuple[Product, Product], tensors: _Tensors, clamped: Clamped | None, first: int) -> None:
+    """Compute y in one native call. All numpy arrays whose addresses are among its arguments live until it has returned."""
     (gate_up, down), (x, ids, weights, y) = products, tensors
     (m, k), top_k, available = x.shape, ids.shape[1], runtime.threads()
-    experts = ids.reshape(-1).numpy()
-    order = np.argsort(experts, kind="stable")
-    counts = np.bincount(experts)
-    order, counts[:first] = order[counts[:first].sum() :], 0
-    places = np.full(len(experts), len(order))  # of what is left out: a row of zeros
-    places[order] = np.arange(len(order))
+    order, product_rows, counts = _sorted(ids.reshape(-1).numpy(), first)
     most_rows = min(_MOST_ROWS, max(_LEAST_ROWS, len(order) // (_ITEMS_A_THREAD * available)))
     items = _items(counts, most_rows)
     threads = max(1, min(available, len(items.rows)))
 
     up_blocks, up_bytes = _blocks(gate_up, items)
     down_blocks, down_bytes = _blocks(down, items)
-    up_blocks[:, _COLUMN["x"]], up_blocks[:, _COLUMN["x_stride"]] = x.data_ptr(), 4 * k
-    n, inner = gate_up.n, down.k
-    starts = np.cumsum([0, up_bytes, 4 * most_rows * n + 64, 0 if clamped is None else 4 * most_rows * inner + 64, down_bytes])
-    starts = (starts + 63) // 64 * 64 + 64 * np.arange(len(starts))
-    thread_bytes, product_bytes = int(starts[-1]), 4 * k * (len(order) + 1)
-    memory = PLANS.expert_items.of(threads * thread_bytes + product_bytes)
-    outputs = memory + threads * thread_bytes
-    ctypes.memset(outputs + product_bytes - 4 * k, 0, 4 * k)
+    up_stride = _up_stride(gate_up)
+    for name, value in (("x", x.data_ptr()), ("x_stride", 4 * k), ("out_stride", up_stride)):
+        up_blocks[:, _COLUMN[name]] = value
+    of_thread = _ThreadMemory.of(
+        up_bytes, most_rows * up_stride, 0 if clamped is None else 4 * most_rows * down.k, down_bytes, gate_up.kernel.isa.lanes
+    )
+    memory = PLANS.expert_items.of(threads * of_thread.nbytes + 4 * k * (len(order) + 1))
+    product_memory = memory + threads * of_thread.nbytes
+    ctypes.memset(product_memory + 4 * k * len(order), 0, 4 * k)
     phases = [compiled(build, ItemsPhase(kind, clamped is not None and kind == "items"), gate_up.kernel.isa) for kind in ("items", "sums")]
     arguments = ITEMS.buffer(
         {
@@ -228,15 +252,15 @@ def _run(products: tuple[Product, Product], tensors: tuple[Tensor, Tensor, Tenso
             "order": order.ctypes.data,
             "top_k": top_k,
             "memory": memory,
-            "thread_bytes": thread_bytes,
-            "gate_up": int(starts[1]),
-            "activations": int(starts[2]),
-            "down_rows": int(starts[3]),
-            "products": outputs,
+            "thread_bytes": of_thread.nbytes,
+            "gate_up": of_thread.gate_up,
+            "activations": of_thread.activations,
+            "down_rows": of_thread.down_rows,
+            "products": product_memory,
             "rows": m,
             "k": k,
             "weights": weights.data_ptr(),
-            "places": places.ctypes.data,
+            "product_rows": product_rows.ctypes.data,
             "out": y.data_ptr(),
             "alpha_limit": clamped or (0.0, 0.0),
         }
@@ -244,32 +268,95 @@ def _run(products: tuple[Product, Product], tensors: tuple[Tensor, Tensor, Tenso
     gate_up.kernel.run(ctypes.addressof(arguments), threads)
 
 
+def _up_stride(gate_up: Product) -> int:
+    """Return the bytes from one row of gate_up to the next: at least a vector, which `_Items._gates` writes whole."""
+    return 4 * max(gate_up.n, gate_up.kernel.isa.lanes)
+
+
+class _ThreadMemory(NamedTuple):
+    """Offsets in bytes of what a thread stores for one item; its rows of x, laid out for the gate_up product, begin at 0.
+
+    Attributes:
+        gate_up: float32 [rows, 2 I], in rows `_up_stride` apart; the activations replace the gates, unless these are clamped.
+        activations: float32 [rows, I] of clamped gates.
+        down_rows: The activations, laid out for the down product.
+        nbytes: Bytes of all.
+    """
+
+    gate_up: int
+    activations: int
+    down_rows: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, up_rows: int, gate_up: int, activations: int, down_rows: int, lanes: int) -> _ThreadMemory:
+        """Place parts of so many bytes. Two vectors behind each part belong to it: `_Items._gates` reads and writes there."""
+        sizes = (round_up(size + 2 * 4 * lanes, _ALIGNMENT) for size in (up_rows, gate_up, activations, down_rows))
+        return cls(*accumulate(sizes))
+
+
+# Planning. All arrays are int64, whose type is named where numpy would take C's long (32 bits on Windows before numpy 2).
+
+_Integers: TypeAlias = NDArray[np.int64]
+
+
+def _sorted(experts: _Integers, first: int) -> tuple[_Integers, _Integers, _Integers]:
+    """Sort routed rows by expert.
+
+    Args:
+        experts: [M * T], of each routed row.
+        first: Rows of experts before this one are left out.
+
+    Returns:
+        order: [R], the routed rows that are not left out, by expert.
+        product_rows: [M * T], where in `order` each routed row is; R, the row of zeros, of those that are left out.
+        counts: [E], rows in `order` of each expert.
+    """
+    counts = np.bincount(experts).astype(np.int64, copy=False)
+    order = np.argsort(experts, kind="stable")[counts[:first].sum() :].astype(np.int64, copy=False)
+    counts[:first] = 0
+    product_rows = np.full(len(experts), len(order), dtype=np.int64)
+    product_rows[order] = np.arange(len(order), dtype=np.int64)
+    return order, product_rows, counts
+
+
 class _ItemTable(NamedTuple):
-    """Items, those with the most rows first: their experts, numbers of rows, and first rows in the order of experts; int64 all."""
+    """The items, those with the most rows first: a thread that draws one of the last soon ends.
 
-    experts: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    starts: NDArray[np.int64]
+    Attributes:
+        experts: The expert of each item.
+        rows: Its number of rows.
+        starts: Its first row in `order`.
+    """
+
+    experts: _Integers
+    rows: _Integers
+    starts: _Integers
 
 
-def _items(counts: NDArray[np.int64], most_rows: int) -> _ItemTable:
-    """Cut the rows of each expert into items of almost the same size. `counts`: rows of each expert."""
-    pieces = -(-counts // most_rows)
-    experts = np.repeat(np.arange(len(counts)), pieces)
-    number = np.arange(len(experts)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # among the expert's items
-    rows, larger = np.divmod(counts[experts], pieces[experts])
-    rows = rows + (number < larger)
+def _items(counts: _Integers, most_rows: int) -> _ItemTable:
+    """Cut the rows of each expert into as few items of at most `most_rows` as there can be, whose sizes differ by one at most."""
+    pieces = -(-counts // most_rows)  # items of each expert
+    experts = np.repeat(np.arange(len(counts), dtype=np.int64), pieces)
+    index_in_expert = np.arange(len(experts), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    rows, one_more = np.divmod(counts[experts], pieces[experts])
+    rows = rows + (index_in_expert < one_more)
     starts = np.cumsum(rows) - rows
     largest_first = np.argsort(-rows, kind="stable")
-    return _ItemTable(*(np.ascontiguousarray(part[largest_first]) for part in (experts, rows, starts)))
+    return _ItemTable(*(np.ascontiguousarray(column[largest_first]) for column in (experts, rows, starts)))
 
 
-def _blocks(product: Product, items: _ItemTable) -> tuple[NDArray[np.int64], int]:
-    """Return the blocks of LINEAR of items, [items, fields], and the bytes that the largest item's laid-out rows take."""
-    plans = {int(rows): grouped.cached_plan(product.kernel, int(rows), 1) for rows in np.unique(items.rows)}
+def _blocks(product: Product, items: _ItemTable) -> tuple[_Integers, int]:
+    """Return the LINEAR blocks of the items for one of the products.
+
+    Returns:
+        blocks: [items, fields]; _Items._multiply fills in `scratch` and `out`, `_run` those of x.
+        nbytes: What the laid-out rows of the largest item take.
+    """
+    plans = {rows: grouped.cached_plan(product.kernel, rows, 1) for rows in np.unique(items.rows).tolist()}
     blocks = np.frombuffer(bytearray().join(plans[rows][0] for rows in items.rows.tolist()), dtype=np.int64).reshape(-1, _FIELDS)
     blocks[:, _COLUMN["weights"]] = product.weight + items.experts * product.kernel.nbytes
     if product.bias:
         blocks[:, _COLUMN["bias"]] = product.bias + items.experts * (4 * product.n)
     blocks[:, _COLUMN["clamp"]] = _NO_CLAMP
-    return blocks, max((size for _, size in plans.values()), default=0)
+    return blocks, max((nbytes for _, nbytes in plans.values()), default=0)
