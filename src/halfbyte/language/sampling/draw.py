@@ -127,8 +127,9 @@ def largest(scores: Tensor, columns: Columns, most: int) -> tuple[Tensor, Tensor
     """Find the tokens that top_k, top_p and min_p keep, among the `most` largest scores C; one of top_k and top_p at least is given.
 
     Returns:
-        Ids [B, C] in decreasing order of their scores, the cumulative sum of their probabilities relative to the first one's, float64
-        [B, C], NaN in rows that are not finite, the index of the last one that is kept, int64 [B, 1], and whether there may be more, bool [B, 1]; None: there are not.
+        Ids [B, C] in decreasing order of their scores, the cumulative sum of their probabilities divided by the first one's, float64 [B, C],
+        NaN in rows that are not finite, the index of the last one that is kept, int64 [B, 1], and whether there may be more, bool [B, 1];
+        None: there are not.
     """
     whole, top_k = scores.shape[1], columns.top_k
     count = min(most, whole)
@@ -188,7 +189,7 @@ def _from_all(scores: Tensor, columns: Columns) -> Tensor:
     target = total * columns.uniform
     block = _exceeding(cumulative, target)
     rest = target - (cumulative.gather(1, block) - sums.gather(1, block))
-    inside = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0].cumsum(1, dtype=torch.float64)
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1).cumsum(1, dtype=torch.float64)
     at = _exceeding(inside, rest.clamp_(min=0).minimum(inside[:, -1:] * _BELOW_ONE))  # sums are rounded
     return at.add_(block, alpha=_BLOCK).masked_fill_(total.isnan(), NOT_FINITE)[:, 0]
 
@@ -208,7 +209,8 @@ def of_all(scores: Tensor, columns: Columns) -> Tensor:
 def _in_blocks(values: Tensor, padding: float) -> Tensor:
     """Return values [B, N] as [B, blocks, _BLOCK]; a copy where N is no multiple."""
     missing = -values.shape[1] % _BLOCK
-    return (nn.functional.pad(values, (0, missing), value=padding) if missing else values).unflatten(1, (-1, _BLOCK))
+    whole = nn.functional.pad(values, (0, missing), value=padding) if missing else values
+    return whole.reshape(len(values), -1, _BLOCK)
 
 
 def _exceeding(cumulative: Tensor, target: Tensor) -> Tensor:
