@@ -127,7 +127,7 @@ def largest(scores: Tensor, columns: Columns, most: int) -> tuple[Tensor, Tensor
     """Find the tokens that top_k, top_p and min_p keep, among the `most` largest scores C; one of top_k and top_p at least is given.
 
     Returns:
-        Ids [B, C] in decreasing order of their scores, the cumulative sum of their probabilities divided by the first one's, float64 [B, C],
+        Ids [B, C] in decreasing order of their scores, the cumulative sum of their probabilities relative to the first, float64 [B, C],
         NaN in rows that are not finite, the index of the last one that is kept, int64 [B, 1], and whether there may be more, bool [B, 1];
         None: there are not.
     """
@@ -144,11 +144,11 @@ def largest(scores: Tensor, columns: Columns, most: int) -> tuple[Tensor, Tensor
         at = min(int(top_k), count)
         last = _last(values, values[:, at - 1 : at])
     if columns.top_p is not None:
-        total = None if last is None else cumulative.gather(1, last)
+        total = cumulative[:, -1:] if last is None else cumulative.gather(1, last)
         if columns.is_whole:
             of_best = (scores.float() / columns.temperature).softmax(1).gather(1, ids[:, :1]).double()
-            total = 1 / of_best if total is None or top_k is None else of_best.reciprocal().where(top_k == whole, total)
-        assert total is not None
+            whole_total = of_best.reciprocal()
+            total = whole_total.where(top_k == whole, total) if isinstance(top_k, Tensor) else whole_total
         within = torch.searchsorted(cumulative, total * columns.top_p)
         last = within.clamp_(max=count - 1) if last is None else within.minimum(last)
     assert last is not None
@@ -159,7 +159,9 @@ def largest(scores: Tensor, columns: Columns, most: int) -> tuple[Tensor, Tensor
     is_undecided = last == count - 1
     if isinstance(top_k, Tensor):
         is_undecided |= (top_k > count) & (top_k < whole)
-    return ids, cumulative, last, is_undecided.fill_(True) if isinstance(top_k, int) and top_k > count else is_undecided
+    elif top_k is not None and top_k > count:
+        is_undecided.fill_(True)
+    return ids, cumulative, last, is_undecided
 
 
 def _last(values: Tensor, least: Tensor) -> Tensor:
