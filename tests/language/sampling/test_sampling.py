@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 
 from halfbyte.errors import ArgumentError, CheckpointError
 from halfbyte.language import Choice, Sampler, Sampling
-from halfbyte.language.sampling.draw import largest, of_all
+from halfbyte.language.sampling.draw import Columns, largest, of_all
 from halfbyte.language.sampling.sampler import draw_settings
 
 PROMPT = [3, 5, 5, 90]
@@ -32,15 +32,17 @@ def random_logits(count: int, seed: int, spread: float = 3.0) -> Tensor:
 def probabilities(sampling: Sampling, scores: Tensor) -> Tensor:
     """Probabilities [N] of all tokens by `largest`, with candidates that are too few, and enough; or by `of_all`."""
     count = scores.numel()
-    settings = torch.tensor([draw_settings(sampling, count, 0.5)], dtype=torch.float64)
+    columns = Columns.of([draw_settings(sampling, count, 0.5)], scores[None])
     if (sampling.top_k or count) >= count and (sampling.top_p or 1) >= 1:
-        return of_all(scores[None], settings)[0]
+        weights = of_all(scores[None], columns)[0]
+        return weights / weights.sum()
     for most in (8, 64, 512, count):
-        ids, weights, is_decided = largest(scores[None], settings, most)
-        if is_decided:
+        ids, cumulative, last, is_undecided = largest(scores[None], columns, most)
+        if is_undecided is None or not is_undecided:
             break
-    assert is_decided
-    return torch.zeros(count).scatter(0, ids[0], weights[0])
+    assert is_undecided is None or not is_undecided
+    kept = cumulative[0, : int(last) + 1].diff(prepend=torch.zeros(1))
+    return torch.zeros(count).scatter(0, ids[0, : len(kept)], (kept / kept.sum()).float())
 
 
 def warped(sampling: Sampling, logits: Tensor, ids: list[int]) -> Tensor:

@@ -20,8 +20,11 @@ from torch import Tensor, nn
 MOST_CANDIDATES = 1024
 NOT_FINITE, UNDECIDED = -1, -2  # in place of a token
 _BLOCK = 64  # elements
+_BELOW_ONE = 1 - 2**-53  # times this, each float64 is smaller
+_DTYPES = torch.float32, torch.int64, torch.float64, torch.float32, torch.float64  # of `DrawSettings`
 
-Draw = Callable[[Tensor, Tensor], Tensor]  # scores [B, N] and `DrawSettings` [B, 5] -> tokens, int64 [B]
+Column = float | Tensor  # a number that all rows share, or [B, 1]
+Draw = Callable[[Tensor, "Columns"], Tensor]  # scores [B, N] -> tokens, int64 [B]
 
 
 class DrawSettings(NamedTuple):
@@ -42,6 +45,44 @@ class DrawSettings(NamedTuple):
     uniform: float
 
 
+class Columns(NamedTuple):
+    """`DrawSettings` of the rows of scores [B, N]; None: of no row, so that nothing is computed for it.
+
+    Attributes:
+        temperature, top_k, top_p, log_min_p, uniform: As in `DrawSettings`.
+        is_whole: Whether a row has top_p without top_k: its probabilities are those of all tokens.
+    """
+
+    temperature: Column
+    top_k: Column | None
+    top_p: Column | None
+    log_min_p: Column | None
+    uniform: Column
+    is_whole: bool
+
+    @classmethod
+    def of(cls, settings: Sequence[DrawSettings], scores: Tensor) -> Columns:
+        """Return the settings of rows; on the device of the scores, to which those that differ are copied."""
+        whole, numbers = scores.shape[1], None
+        columns: list[Column] = []
+        for index, (values, dtype) in enumerate(zip(zip(*settings, strict=True), _DTYPES, strict=True)):
+            if len(set(values)) == 1:
+                columns.append(values[0])
+                continue
+            if numbers is None:
+                numbers = torch.tensor(settings, dtype=torch.float64, device="cpu").to(scores.device, non_blocking=True)
+            columns.append(numbers[:, index : index + 1].to(dtype))
+        temperature, top_k, top_p, log_min_p, uniform = columns
+        return cls(
+            temperature,
+            None if all(row.top_k == whole for row in settings) else top_k,
+            None if all(row.top_p == math.inf for row in settings) else top_p,
+            None if all(row.log_min_p == -math.inf for row in settings) else log_min_p,
+            uniform,
+            any(row.top_k == whole and row.top_p < math.inf for row in settings),
+        )
+
+
 def choose_rows(scores: Tensor, settings: Sequence[DrawSettings], most: int = MOST_CANDIDATES) -> Tensor:
     """Choose a token of each row of scores.
 
@@ -53,58 +94,79 @@ def choose_rows(scores: Tensor, settings: Sequence[DrawSettings], most: int = MO
     Returns:
         Ids int64 [B] on the device of the scores: NOT_FINITE where the row is not finite, UNDECIDED where it may have more candidates.
     """
-    has_min_p = any(of_row.log_min_p > -math.inf for of_row in settings)  # else passes over all tokens are spared
-    from_the_largest, from_all = partial(_from_the_largest, most=most), partial(_from_all, has_min_p=has_min_p)
+    from_the_largest = partial(_from_the_largest, most=most)
     by_kind: dict[Draw, list[int]] = {}
     for row, of_row in enumerate(settings):
         is_ranked = of_row.top_k < scores.shape[1] or of_row.top_p < 1
-        draw: Draw = _greedy if not of_row.temperature else from_the_largest if is_ranked else from_all
+        draw: Draw = _greedy if not of_row.temperature else from_the_largest if is_ranked else _from_all
         by_kind.setdefault(draw, []).append(row)
-    numbers = torch.tensor(settings, dtype=torch.float64, device="cpu").to(scores.device, non_blocking=True)
     if len(by_kind) == 1:
-        (draw,) = by_kind
-        return draw(scores, numbers)
+        return draw(scores, Columns.of(settings, scores))
     ids = torch.empty(len(settings), dtype=torch.int64, device=scores.device)
     for draw, rows in by_kind.items():
         where = torch.tensor(rows, dtype=torch.int64, device="cpu").to(scores.device, non_blocking=True)
-        ids[where] = draw(scores[where], numbers[where])
+        ids[where] = draw(scores[where], Columns.of([settings[row] for row in rows], scores))
     return ids
 
 
-def _greedy(scores: Tensor, settings: Tensor) -> Tensor:
+def _greedy(scores: Tensor, columns: Columns) -> Tensor:
     from halfbyte.decoder.gpu_step import finite_likeliest  # not at the top: a CPU's `Sampler` needs none of it
 
     return finite_likeliest(scores)
 
 
-def _from_the_largest(scores: Tensor, settings: Tensor, most: int) -> Tensor:
-    ids, weights, is_decided = largest(scores, settings, most)
-    at, _ = _inverse_cumulative(weights, settings[:, 4:], relative=True)
-    chosen = ids.gather(1, at).masked_fill(~is_decided, UNDECIDED)
-    return chosen.where(weights[:, :1].isfinite(), NOT_FINITE)[:, 0]
+def _from_the_largest(scores: Tensor, columns: Columns, most: int) -> Tensor:
+    ids, cumulative, last, is_undecided = largest(scores, columns, most)
+    chosen = ids.gather(1, _exceeding(cumulative, cumulative.gather(1, last) * columns.uniform))
+    if is_undecided is not None:
+        chosen.masked_fill_(is_undecided, UNDECIDED)
+    return chosen.masked_fill_(cumulative[:, :1].isnan(), NOT_FINITE)[:, 0]
 
 
-def largest(scores: Tensor, settings: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the tokens that top_k, top_p and min_p keep, among the `most` largest scores C.
+def largest(scores: Tensor, columns: Columns, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Find the tokens that top_k, top_p and min_p keep, among the `most` largest scores C; one of top_k and top_p at least is given.
 
     Returns:
-        Ids [B, C] in decreasing order of their scores, their probabilities [B, C], 0 of those that are not kept, and whether all that are
-        kept are among them, bool [B, 1].
+        Ids [B, C] in decreasing order of their scores, the cumulative sum of their probabilities relative to the first, float64 [B, C],
+        NaN in rows that are not finite, the index of the last one that is kept, int64 [B, 1], and whether there may be more, bool [B, 1];
+        None: there are not.
     """
-    temperature, top_k, top_p, min_p, _ = settings.unsqueeze(2).unbind(1)
-    count, whole = min(most, scores.shape[1]), scores.shape[1]
+    whole, top_k = scores.shape[1], columns.top_k
+    count = min(most, whole)
     values, ids = _top(scores, count)
-    values, is_limited = values / temperature.float(), top_k < whole
-    kept = (values >= values.gather(1, top_k.long().clamp(max=count) - 1)) | ~is_limited
-    total = _masked(values, kept).logsumexp(1, True)
-    if not (scores.is_cpu and is_limited.all()):  # a GPU's host would have to wait for the answer
-        total = torch.where(is_limited, total, (scores / temperature.float()).logsumexp(1, True))
-    probabilities = (values - total).exp().double() * kept
-    kept &= probabilities.cumsum(1) - probabilities < top_p
-    kept[:, 0] = True
-    kept &= values >= values[:, :1] + min_p
-    is_decided = ~(kept[:, -1:] | (is_limited & (top_k > count))) if count < whole else torch.ones_like(kept[:, :1])
-    return ids, _masked(values, kept).softmax(1), is_decided
+    values = values.float() / columns.temperature
+    best = values[:, :1]
+    cumulative = (values - best).exp_().cumsum(1, dtype=torch.float64)
+    last: Tensor | None = None
+    if isinstance(top_k, Tensor):
+        last = _last(values, values.gather(1, top_k.clamp(max=count) - 1)).masked_fill_(top_k == whole, count - 1)
+    elif top_k is not None:
+        at = min(int(top_k), count)
+        last = _last(values, values[:, at - 1 : at])
+    if columns.top_p is not None:
+        total = cumulative[:, -1:] if last is None else cumulative.gather(1, last)
+        if columns.is_whole:
+            of_best = (scores.float() / columns.temperature).softmax(1).gather(1, ids[:, :1]).double()
+            whole_total = of_best.reciprocal()
+            total = whole_total.where(top_k == whole, total) if isinstance(top_k, Tensor) else whole_total
+        within = torch.searchsorted(cumulative, total * columns.top_p)
+        last = within.clamp_(max=count - 1) if last is None else within.minimum(last)
+    assert last is not None
+    if columns.log_min_p is not None:
+        last = last.minimum(_last(values, best + columns.log_min_p))
+    if count == whole:
+        return ids, cumulative, last, None
+    is_undecided = last == count - 1
+    if isinstance(top_k, Tensor):
+        is_undecided |= (top_k > count) & (top_k < whole)
+    elif top_k is not None and top_k > count:
+        is_undecided.fill_(True)
+    return ids, cumulative, last, is_undecided
+
+
+def _last(values: Tensor, least: Tensor) -> Tensor:
+    """Return the index [B, 1] of the last of decreasing values [B, C] that is not less; C - 1 where they are NaN."""
+    return values.shape[1] - 1 - (values < least).sum(1, True)
 
 
 def _top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -112,46 +174,50 @@ def _top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     On a CPU, where topk of many scores takes long, it is that of the `count` blocks with the largest maxima, which have them all.
     """
-    rows, whole = scores.shape
-    if not scores.is_cpu or 4 * _BLOCK * count >= whole:
+    if not scores.is_cpu or 4 * _BLOCK * count >= scores.shape[1]:
         return scores.topk(count)
-    blocks = nn.functional.pad(scores, (0, -whole % _BLOCK), value=-math.inf).view(rows, -1, _BLOCK)
-    numbers = blocks.amax(2).topk(count).indices
+    blocks = _in_blocks(scores, -math.inf)
+    numbers = blocks.amax(2).topk(count, sorted=False).indices
     values, at = blocks.gather(1, numbers[..., None].expand(-1, -1, _BLOCK)).flatten(1).topk(count)
     return values, numbers.gather(1, at // _BLOCK) * _BLOCK + at % _BLOCK
 
 
-def _from_all(scores: Tensor, settings: Tensor, *, has_min_p: bool) -> Tensor:
+def _from_all(scores: Tensor, columns: Columns) -> Tensor:
     """Draw from all tokens that min_p keeps: first a block of them, then one of it."""
-    weights = of_all(scores, settings, has_min_p=has_min_p)
-    blocks = (nn.functional.pad(weights, (0, gap)) if (gap := -weights.shape[1] % _BLOCK) else weights).unflatten(1, (-1, _BLOCK))
-    block, rest = _inverse_cumulative(blocks.sum(2), settings[:, 4:], relative=True)
-    inside, _ = _inverse_cumulative(blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK))[:, 0], rest, relative=False)
-    return (block * _BLOCK + inside).where(weights[:, :1].isfinite(), NOT_FINITE)[:, 0]
+    blocks = _in_blocks(of_all(scores, columns), 0)
+    sums = blocks.sum(2)
+    cumulative = sums.cumsum(1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    target = total * columns.uniform
+    block = _exceeding(cumulative, target)
+    rest = target - (cumulative.gather(1, block) - sums.gather(1, block))
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1).cumsum(1, dtype=torch.float64)
+    at = _exceeding(inside, rest.clamp_(min=0).minimum(inside[:, -1:] * _BELOW_ONE))  # sums are rounded
+    return at.add_(block, alpha=_BLOCK).masked_fill_(total.isnan(), NOT_FINITE)[:, 0]
 
 
-def of_all(scores: Tensor, settings: Tensor, *, has_min_p: bool = True) -> Tensor:
+def of_all(scores: Tensor, columns: Columns) -> Tensor:
     """Return the probabilities [B, N] of all tokens, 0 of those that min_p does not keep; NaN in rows that are not finite."""
-    scores = scores / settings[:, :1].float()
-    if not has_min_p:
-        return scores.softmax(1)
-    return _masked(scores, scores >= scores.amax(1, True) + settings[:, 3:4]).softmax(1)
+    scores = scores.float() / columns.temperature
+    if columns.log_min_p is not None:
+        scores -= scores.amax(1, True)
+        if isinstance(columns.log_min_p, Tensor):
+            scores.masked_fill_(scores < columns.log_min_p, -math.inf)
+        else:  # one pass over all tokens; 0 is above, with min_p = 1, too
+            nn.functional.threshold(scores, columns.log_min_p - 2**-40, -math.inf, inplace=True)
+    return scores.softmax(1)
 
 
-def _masked(scores: Tensor, kept: Tensor) -> Tensor:
-    return scores.masked_fill(~kept, -math.inf)
+def _in_blocks(values: Tensor, padding: float) -> Tensor:
+    """Return values [B, N] as [B, blocks, _BLOCK]; a copy where N is no multiple."""
+    missing = -values.shape[1] % _BLOCK
+    whole = nn.functional.pad(values, (0, missing), value=padding) if missing else values
+    return whole.reshape(len(values), -1, _BLOCK)
 
 
-def _inverse_cumulative(weights: Tensor, target: Tensor, *, relative: bool) -> tuple[Tensor, Tensor]:
-    """Return the element [B, 1] at which the cumulative sum of weights [B, C], in float64, exceeds a target [B, 1], and how far in it the
-    target is.
+def _exceeding(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Return the index [B, 1] of the first cumulative sum, float64 [B, C], above a target [B, 1]; the last where they are NaN.
 
-    A relative target is a fraction of the sum. An element of weight 0 is never chosen.
+    An element of weight 0 is never the first, where the target is at least 0 and a sum is above it, as with a fraction of a sum.
     """
-    cumulative = weights.double().cumsum(1)
-    if relative:
-        target = target * cumulative[:, -1:]
-    columns = torch.arange(weights.shape[1], device=weights.device)
-    last = torch.where(weights > 0, columns, 0).amax(1, True)  # sums are rounded
-    at = torch.searchsorted(cumulative, target, right=True).minimum(last)
-    return at, target - (cumulative - weights).gather(1, at)
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)

@@ -36,6 +36,7 @@ _RANGES: dict[str, tuple[bool, float, float, str, str]] = {
 }
 _NOT_NONE = {"temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 _FIRST_CANDIDATES = 64  # tokens that `Sampler.draw` looks at first; most texts need no more
+_AS_LIKELY = 8  # tokens more than top_k: some may be as likely as the last of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +245,10 @@ class Sampler:
         Raises:
             CheckpointError: The scores are NaN or infinite.
         """
-        most = max(_FIRST_CANDIDATES, 2 * (self.sampling.top_k or 0))
-        while (token := int(choose_rows(scores[None], [draw_settings(self.sampling, scores.numel(), uniform)], most))) == UNDECIDED:
+        top_k = self.sampling.top_k
+        most = _FIRST_CANDIDATES if top_k is None else top_k + _AS_LIKELY
+        settings = [draw_settings(self.sampling, scores.numel(), uniform)]
+        while (token := int(choose_rows(scores[None], settings, most))) == UNDECIDED:
             most *= 8
         if token == NOT_FINITE:
             raise non_finite_logits(is_float16=self.is_float16)
