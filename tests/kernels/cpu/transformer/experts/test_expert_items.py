@@ -126,7 +126,7 @@ def test_integers_have_64_bits_where_c_long_has_32(monkeypatch: pytest.MonkeyPat
 
     for name in ("full", "arange"):
         as_of_numpy_2 = getattr(np, name)
-        monkeypatch.setattr(np, name, lambda *args, dtype=np.int32, made_by=as_of_numpy_2: made_by(*args, dtype=dtype))
+        monkeypatch.setattr(np, name, lambda *args, dtype=np.int32, computed_from=as_of_numpy_2: computed_from(*args, dtype=dtype))
     order, product_rows, counts = expert_items._sorted(np.array([2, 0, 2, 1], dtype=np.int64), 1)
     assert (order.tolist(), product_rows.tolist(), counts.tolist()) == ([3, 0, 2], [1, 3, 2, 0], [0, 1, 2])
     for array in (order, product_rows, counts, *expert_items._items(counts, 1)):
