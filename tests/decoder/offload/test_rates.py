@@ -79,11 +79,11 @@ def test_the_link_is_measured_by_copies() -> None:
 
 
 def test_a_link_and_a_cpu_end_at_the_same_time() -> None:
-    for cpu, link in ((1.0, 1.8), (1.0, 1.0), (1.5, 1.0)):
+    for cpu, link in ((1.0, 3.0), (1.0, 1.0), (1.5, 1.0)):
         share = share_of_link(cpu, link)
         assert link * share == pytest.approx(rates.CONTENTION * cpu * (1 - share), rel=1e-9)
         assert link * share <= cpu * (1 + 1e-9)
-    assert [share_of_link(cpu, 1.0) for cpu in (0.0, 0.5, 1.6)] == [0.0, 0.0, 1.0], "one of them alone"
+    assert [share_of_link(cpu, 1.0) for cpu in (0.0, 0.33, 1.6)] == [0.0, 0.0, 1.0], "one of them alone"
 
 
 def test_seconds_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:

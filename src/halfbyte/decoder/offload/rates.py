@@ -20,7 +20,9 @@ _COPIED = 32 << 20  # bytes of pinned memory
 _COPIES = 4
 FEWEST_ROWS = 16  # of a prompt whose experts may cross the link
 CONTENTION = 1.5  # times the CPU's own time while the link reads the same memory: assumed, not measured
-_LEAST_SHARE, _MOST_SHARE = 0.45, 0.7  # of a work that two devices share: outside, one of them alone takes at most 1.5 times as long
+# Of a work that two devices share. With CONTENTION less than a third takes the CPU alone less time; of more than _MOST_SHARE the link alone
+# takes at most 1.5 times as long.
+_LEAST_SHARE, _MOST_SHARE = 1 / 3, 0.7
 _OF_PRODUCTS = 0.8  # of a GPU's 16-bit peak, which prompts reach
 _PRODUCT = 2048, 2048, 256  # N, K and rows of the product by which a CPU is measured
 
