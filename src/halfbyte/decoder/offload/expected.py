@@ -100,8 +100,11 @@ def prompt_seconds(plan: Plan, tokens: int, rates: Rates, *, streamed: bool = Fa
             continue
         on_cpu, on_gpu = (_experts_seconds(layer, tokens, rates, cpu=cpu) for cpu in (True, False))
         share = share_of_link(on_cpu, link := layer.experts / rates.link_bandwidth)
-        computed = here + max((1 - share) * on_cpu * (CONTENTION if share else 1), share * on_gpu)
-        seconds += max(computed, share * link) if overlaps else computed + share * link  # nothing is computed while the first ones cross
+        of_cpu, of_gpu = (1 - share) * on_cpu * (CONTENTION if share else 1), share * on_gpu
+        if overlaps:
+            seconds += max(here + max(of_cpu, of_gpu), share * link)
+        else:  # the GPU waits for the first experts; the CPU does not
+            seconds += here + max(of_cpu, share * link + of_gpu)
         overlaps = True
     return seconds
 

@@ -20,8 +20,8 @@ _COPIED = 32 << 20  # bytes of pinned memory
 _COPIES = 4
 FEWEST_ROWS = 16  # of a prompt whose experts may cross the link
 CONTENTION = 1.5  # times the CPU's own time while the link reads the same memory: assumed, not measured
-# Of a work that two devices share. With CONTENTION less than a third takes the CPU alone less time; of more than _MOST_SHARE the link alone
-# takes at most 1.5 times as long.
+# The part of a work that crosses, if two devices share it. If it were less than a third, the CPU alone would take less time, by CONTENTION;
+# if more than _MOST_SHARE, the link alone takes at most 1.5 times as long.
 _LEAST_SHARE, _MOST_SHARE = 1 / 3, 0.7
 _OF_PRODUCTS = 0.8  # of a GPU's 16-bit peak, which prompts reach
 _PRODUCT = 2048, 2048, 256  # N, K and rows of the product by which a CPU is measured
