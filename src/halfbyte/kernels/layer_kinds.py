@@ -1,7 +1,7 @@
 """The variants of layers in language models, as Literals: gate functions, logits functions, router scores, projections and rope.
 
-A function in torch defines each variant, and is the reference of kernels in tests. Whoever adds a variant to a Literal implements it in the
-places below: until then mypy reports an error there, and a model that has it raises UnsupportedError.
+A function in torch defines each variant, and is the reference of kernels in tests. A variant that is added to a Literal is implemented in
+the places below: until then mypy reports an error there, and a model that has it raises UnsupportedError.
 
     GateFunction     `gate_in_torch`, `kernels/cpu/step_sequence.GATES`, `kernels/gpu/epilogue.activated`; `decoder/family.py`
     Gelu             `kernels/cpu/linear/epilogue.py`, torch's functional.gelu

@@ -307,7 +307,7 @@ def _matches(pattern: str, name: str) -> bool:
         return False
     ways, repetitions = _ways(pattern)
     if math.comb(len(name) + repetitions, repetitions) * ways > _MOST_STEPS:
-        what = f"config.json has the pattern {short(pattern)}, whose match with {short(name)} may take for ever"
+        what = f"config.json has the pattern {short(pattern)}, whose match with {short(name)} may take exponential time"
         raise CheckpointError(f"{what}: write it without repeated groups and with fewer repetitions and alternatives")
     return compiled.match(name) is not None
 

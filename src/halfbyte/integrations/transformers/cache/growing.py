@@ -1,7 +1,7 @@
 """Layers of transformers' growing caches with room for more tokens: native calls write new keys and values into the buffers of a `Growing`.
 
 transformers' own layers concatenate, which copies the whole cache for each token. `grow` changes the class of such a layer, in place, to
-one whose `keys` and `values` are views of larger buffers. Whoever sets one of them (cropping, beams) turns the layer into an ordinary one
+one whose `keys` and `values` are views of larger buffers. Setting one of them (cropping, beams) makes the layer an ordinary one
 again. The views of a layer with a window of W tokens have the last W - 1, as in transformers, and move along the buffers. Where these are
 full, the layer gets new ones: a token that is in a buffer is never overwritten, so existing views stay valid.
 """
