@@ -82,10 +82,9 @@ def _dequantize(plane, params, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.c
     LAYOUT: gl.constexpr = plane.type.layout
     ODD: gl.constexpr = PLANE % 2 == 1 and DTYPE == gl.float16 and S.bits == 4
     SIGNED: gl.constexpr = S.bits == 8 and DTYPE == gl.bfloat16  # bytes have no magic constant then: they are u - 128
-    G: gl.constexpr = PLANE // (4 // BLOCKS)
     factor = gl.full([ROWS, 32], 0.0625 if ODD else 1.0, DTYPE, layout=LAYOUT)
     if S.zero == "point":
-        point = gl.expand_dims(params[BLOCKS + G].to(gl.int16), 1)
+        point = _of_plane(params, BLOCKS, PLANE, LAYOUT, S).to(gl.int16)
         zero = (128 - point).to(gl.float32).to(DTYPE) if SIGNED else negated_point(point, ODD, DTYPE)
     else:
         BASE: gl.constexpr = -128.0 if SIGNED else 64.0 if ODD else 1024.0 if DTYPE == gl.float16 else 128.0
@@ -97,9 +96,26 @@ def _dequantize(plane, params, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.c
     if not S.one_block:
         offset = gl.full([ROWS, 1], -0.0, DTYPE, layout=LAYOUT)
         if S.zero == "offset":
-            offset = gl.expand_dims(params[BLOCKS + G].to(DTYPE), 1)
-        q = fma(q, gl.expand_dims(params[G].to(DTYPE), 1), offset)
+            offset = _of_plane(params, BLOCKS, PLANE, LAYOUT, S).to(DTYPE)
+        q = fma(q, _of_plane(params, 0, PLANE, LAYOUT, S).to(DTYPE), offset)
     return q
+
+
+@gluon.jit
+def _of_plane(params, FIRST: gl.constexpr, PLANE: gl.constexpr, LAYOUT: gl.constexpr, S: gl.constexpr):
+    """Return the scales (or zeros, which begin with params[FIRST]) of a plane: [rows, 1], or [rows, 32] where it has two blocks."""
+    if S.blocks_per_slab == 8:
+        return _halves(params[FIRST + 2 * PLANE], params[FIRST + 2 * PLANE + 1], LAYOUT)
+    else:
+        return gl.expand_dims(params[FIRST + PLANE // (4 // S.blocks_per_slab)], 1)
+
+
+@gluon.jit
+def _halves(left, right, LAYOUT: gl.constexpr):
+    """Return [rows, 32] whose left 16 columns are `left`, and the others `right`. It takes no instruction: in `LAYOUT` the compiler knows
+    which half a register is of."""
+    column = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    return gl.where(column < 16, gl.expand_dims(left, 1), gl.expand_dims(right, 1))
 
 
 @gluon.jit
@@ -131,11 +147,14 @@ def _dequantize_subnormal(plane, params, PLANE: gl.constexpr, DTYPE: gl.constexp
     """Return a plane of codes alone as the weight / SUBNORMAL_SCALE."""
     LAYOUT: gl.constexpr = plane.type.layout
     SHIFTED: gl.constexpr = 1 if S.bits == 4 and PLANE % 2 == 1 else 0
-    G: gl.constexpr = PLANE // (4 // S.blocks_per_slab)
     if S.subnormal_once:
         return fma(plane, gl.expand_dims(params[SHIFTED], 1), gl.expand_dims(params[2], 1))
+    elif S.blocks_per_slab == 8:
+        left = _subnormal_affine(params, 2 * PLANE, LAYOUT, DTYPE, S)
+        right = _subnormal_affine(params, 2 * PLANE + 1, LAYOUT, DTYPE, S)
+        return fma(plane, _halves(left[SHIFTED], right[SHIFTED], LAYOUT), _halves(left[2], right[2], LAYOUT))
     else:
-        affine = _subnormal_affine(params, G, LAYOUT, DTYPE, S)
+        affine = _subnormal_affine(params, PLANE // (4 // S.blocks_per_slab), LAYOUT, DTYPE, S)
         return fma(plane, gl.expand_dims(affine[SHIFTED], 1), gl.expand_dims(affine[2], 1))
 
 
