@@ -9,7 +9,7 @@ from samples import formats, random_codes, same_codes
 from halfbyte import ops
 from halfbyte.formats import Format, as_format
 from halfbyte.formats.codes import unpack_nibbles
-from halfbyte.layouts.gpu_tiles import add_gaps, gap_bytes, geometry, geometry_of, in_order, pack, unpack, views, without_gaps
+from halfbyte.layouts.gpu_tiles import geometry, geometry_of, in_order, pack, unpack, views
 from halfbyte.nn.described import Scale
 from halfbyte.nn.static.integer import IntegerLinear
 
@@ -73,7 +73,7 @@ def test_layers_on_codes_keep_the_order_of_k() -> None:
 def test_geometry(fmt: Format, n: int, k: int) -> None:
     geo = geometry(fmt, (n, k))
     assert (geo.blocks - 1) * geo.block + geo.last == k
-    assert geo.padded in (32, 64) or geo.padded % 128 == 0
+    assert geo.padded in (16, 32, 64) or geo.padded % 128 == 0
     assert geo.n_padded % 64 == geo.k_padded % 128 == geo.nbytes % 256 == geo.scale_offset % 256 == geo.zero_offset % 256 == 0
     assert 0 <= geo.k_padded - ((geo.blocks - 1) * geo.padded + geo.last) < 128
     assert geo.blocks <= geo.block_rows == -(-geo.k_padded // geo.padded)
@@ -81,21 +81,11 @@ def test_geometry(fmt: Format, n: int, k: int) -> None:
         assert 0 <= geo.k_padded - k < 128
 
 
-@pytest.mark.parametrize(("fmt", "n", "k"), [("int8_g16", 70, 160), ("int8_g16", 64, 768), ("int8_g20", 5, 67)])
-def test_padding_of_blocks_is_left_out_and_added_again(fmt: str, n: int, k: int) -> None:
-    """What Q6_K has on GPUs: 16 of 32 codes of each block are padding."""
-    torch.manual_seed(0)
-    stack = torch.stack([pack(ops.quantize(torch.randn(n, k), fmt)).data for _ in range(3)])
-    geo = geometry(as_format(fmt), (n, k))
-    assert gap_bytes(geo) > geo.n_padded * k // 4
-    compact = without_gaps(stack, geo)
-    assert compact.shape == (3, geo.nbytes - gap_bytes(geo))
-    out = torch.full_like(stack, 85)
-    add_gaps(compact[:2], geo, out[:2])
-    assert torch.equal(out[:2], stack[:2])
-    assert bool((out[2] == 85).all())
-
-
-@pytest.mark.parametrize("fmt", ["int8_g32", "int8_channel", "int4_g16", "int8_g128", "int8_g16_zp", "int8_g16_offset"])
-def test_formats_without_padding_that_could_be_left_out(fmt: str) -> None:
-    assert gap_bytes(geometry(as_format(fmt), (64, 256))) == 0
+@pytest.mark.parametrize("fmt", ["int8_g16", "int8_g16_zp", "int4_g16", "int4_g16_offset", "nvfp4"])
+def test_blocks_of_16_are_not_padded(fmt: str) -> None:
+    """Q6_K's and NVFP4's blocks: a record has eight, each the k of one mma.m16n8k16."""
+    geo = geometry(as_format(fmt), (64, 256))
+    assert geo.contiguous
+    assert (geo.padded, geo.blocks_a_record, geo.block_rows, geo.codes_bytes) == (16, 8, 16, 64 * 256 * geo.format.bits // 8)
+    words = pack(ops.quantize(torch.eye(64, 256), fmt)).data
+    assert len(words) == geo.nbytes

@@ -2,9 +2,9 @@
 
     data = codes | scales | zeros     each section begins at a multiple of 256 bytes
 
-Rows: N is padded to whole panels of 64. Along K each block is padded to 32 elements (blocks up to 32), to 64 (up to 64) or to a
-multiple of 128, and the whole row to whole records of 128; so is a block that is all of K, however short. Element i of block j lies at
-padded k = j * padded + i.
+Rows: N is padded to whole panels of 64. Along K each block is padded to 16 elements (blocks up to 16), to 32 (up to 32), to 64 (up to 64)
+or to a multiple of 128, and the whole row to whole records of 128; so is a block that is all of K, however short. Element i of block j lies
+at padded k = j * padded + i.
 
     scales  [block rows, N padded] in the format's scale dtype; a block row for every `padded` elements of the padded K
     zeros   the same shape: zero points (uint8) or offsets (the scale's dtype)
@@ -21,7 +21,8 @@ The word of row n = 16*nt + 8*rowhalf + row and kq = 16*kt + 8*khalf + 2*k4 + k 
                                                    rowhalf   0 0 1 1   0 0 1 1      n = row, row + 8
                                                    k         0 1 0 1   0 1 0 1      kq = 2*k4, 2*k4 + 1 (+ 8)
 
-which is the A operand of one mma.m16n8k16 (of wgmma too), four times: nibble j of the words is the operand for k = 32*j + 16*kt.
+which is the A operand of one mma.m16n8k16 (of wgmma too), four times: nibble j of the words is the operand for k = 32*j + 16*kt, which
+with blocks of 16 is block 2*j + kt of the record.
 A lane reads its operands with one 16-byte load, and neighbours in a 32-bit register are the pairs that half2 instructions take.
 
 The layout `gpu_tiles_paired` is for 8 bits of linear layers on Hopper: of each 16 bytes of a row, which are eight pairs, these are in the
@@ -83,7 +84,7 @@ class Geometry:
         """Elements of a block with its padding. A block that is all of K has one row of scales, whose `block_rows` say so."""
         if self.block >= self.k or self.block > 64:
             return round_up(max(1, self.block), RECORD)
-        return 32 if self.block <= 32 else 64
+        return next(size for size in (16, 32, 64) if self.block <= size)
 
     @functools.cached_property
     def blocks(self) -> int:
@@ -241,37 +242,6 @@ def pack(codes: Codes, *, sparse: bool = False, paired: bool = False) -> Packed:
             else:
                 out.codes[start:stop] = (_paired(u) if paired else u).view(torch.int8)
     return Packed(fmt, codes.shape, geo.layout, data)
-
-
-def gap_bytes(geo: Geometry) -> int:
-    """Return how many bytes of the codes are padding of blocks that `without_gaps` leaves out: zeros in 8 bits, as in blocks of 16."""
-    if geo.format.bits != 8 or geo.format.zero != "none" or geo.sparse or geo.paired or geo.contiguous or not geo.nbytes:
-        return 0
-    return geo.codes_bytes - geo.n_padded * geo.blocks * geo.block
-
-
-def without_gaps(data: Tensor, geo: Geometry) -> Tensor:
-    """Packed bytes [E, geo.nbytes] of weights -> [E, geo.nbytes - gap_bytes(geo)], without the padding of their blocks."""
-    codes, rest = data.split([geo.codes_bytes, geo.nbytes - geo.codes_bytes], 1)
-    return torch.cat([_blocks_of(codes, geo)[..., : geo.block].flatten(1), rest], 1)
-
-
-def add_gaps(data: Tensor, geo: Geometry, out: Tensor) -> None:
-    """Write the inverse of `without_gaps` to `out`, uint8 [E, geo.nbytes]."""
-    kept = data.shape[1] - (geo.nbytes - geo.codes_bytes)
-    out[:, geo.codes_bytes :] = data[:, kept:]
-    codes, blocks = out[:, : geo.codes_bytes], data[:, :kept].view(-1, geo.n_padded, geo.blocks, geo.block)
-    codes.zero_()
-    target = _blocks_of(codes, geo)[..., : geo.block]
-    if geo.block % 8 == 0:  # words take a fraction of the time of bytes
-        target, blocks = target.view(torch.int64), blocks.view(torch.int64)
-    target.copy_(blocks)
-
-
-def _blocks_of(codes: Tensor, geo: Geometry) -> Tensor:
-    """Return a view of codes [E, codes_bytes], 8 bits: [E, N padded, blocks, padded]."""
-    rows = codes.view(len(codes), geo.n_padded, geo.k_padded)[..., : geo.blocks * geo.padded]
-    return rows.view(*rows.shape[:2], geo.blocks, geo.padded)
 
 
 def in_order(packed: Packed) -> Packed:

@@ -4,9 +4,8 @@
     GPU                      attention | experts, slot 0 | attention, experts, slot 1 | …
 
 A second copy of the experts, in the order of a GPU's kernels, lies in pinned memory, so that a layer crosses the link by two copies of
-many megabytes, on a stream of its own, while the layer before it computes. The padding of small blocks, such as Q6_K's, does not cross: the
-GPU adds it. The first experts of each layer cross, or all of them; `host_experts.py` computes the others meanwhile. Without a GPU the same
-copies are made on a CPU, as tests do.
+many megabytes, on a stream of its own, while the layer before it computes. The first experts of each layer cross, or all of them;
+`host_experts.py` computes the others meanwhile. Without a GPU the same copies are made on a CPU, as tests do.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +23,6 @@ from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import UnsupportedError
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed, round_up
-from halfbyte.layouts.experts import PREFIX
 from halfbyte.memory import available_memory, size_text
 from halfbyte.ops.functions import pack, unpack
 from halfbyte.ops.transformer.experts import Experts
@@ -80,8 +77,7 @@ class StreamedExperts:
         self._order, self._device = [*mixtures], device
         weights = [weight for mixture in mixtures.values() for weight in (mixture.gate_up, mixture.down_proj)]
         biases = sum(0 if weight.bias is None else weight.bias.nbytes for weight in weights)
-        gaps = max(_staged_bytes(weight.packed) for weight in weights)
-        taken = _SLOTS * max(map(_stack_bytes, mixtures.values())) + biases + gaps
+        taken = _SLOTS * max(map(_stack_bytes, mixtures.values())) + biases
         if memory is not None and taken > memory:
             raise UnsupportedError(f"those of {_SLOTS} layers take {size_text(taken)} of GPU memory, and {size_text(memory)} are left")
         needed, available = sum(_crossing_bytes(weight.packed) for weight in weights), available_memory()
@@ -91,14 +87,14 @@ class StreamedExperts:
                 " available may be used"
             )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._mixtures, self._stacks = dict[int, Experts](), dict[int, tuple[_Stack, _Stack]]()
+        self._mixtures, self._stacks = dict[int, Experts](), dict[int, tuple[Packed, Packed]]()
         for index, mixture in mixtures.items():
             self._stacks[index] = _for_device(mixture.gate_up.packed, device), _for_device(mixture.down_proj.packed, device)
             gate_up, down = (_bias_on(weight, device) for weight in (mixture.gate_up, mixture.down_proj))
             self._mixtures[index] = mixture._replace(gate_up=gate_up, down_proj=down)
-        self._sizes = [max(round_up(both[i].nbytes, _ALIGNMENT) for both in self._stacks.values()) for i in range(2)]
-        self.layer_bytes = sum(stack.packed.data.nbytes for both in self._stacks.values() for stack in both) / len(mixtures)
-        self._slots, self._staged = list[_Slot](), torch.empty(0, dtype=torch.uint8, device=device)
+        self._sizes = [max(round_up(both[i].data.nbytes, _ALIGNMENT) for both in self._stacks.values()) for i in range(2)]
+        self.layer_bytes = sum(stack.data.nbytes for both in self._stacks.values() for stack in both) / len(mixtures)
+        self._slots = list[_Slot]()
         self._share = 1.0
 
     def begin(self, share: float = 1.0) -> None:
@@ -110,8 +106,6 @@ class StreamedExperts:
         self._share = share
         if not self._slots:
             self._slots = [_Slot(sum(self._sizes), self._device) for _ in range(min(_SLOTS, len(self._order)))]
-            staged = max(stack.packed.data.nbytes if stack.gaps else 0 for both in self._stacks.values() for stack in both)
-            self._staged = torch.empty(staged, dtype=torch.uint8, device=self._device)
         for index in range(len(self._slots)):
             self._copy(index)
 
@@ -146,46 +140,19 @@ class StreamedExperts:
             if self._stream is not None and slot.consumed is not None:
                 self._stream.wait_event(slot.consumed)
             for stack, memory in zip(self._stacks[layer], slot.data.split(self._sizes), strict=True):
-                self._copy_stack(stack, self.count(layer), memory)
+                source = stack.data.view(stack.shape[0], -1)[: self.count(layer)].flatten()
+                memory[: source.nbytes].copy_(source, non_blocking=True)
             if self._stream is not None and slot.copied is not None:
                 slot.copied.record(self._stream)
-
-    def _copy_stack(self, stack: _Stack, count: int, memory: Tensor) -> None:
-        """Copy the first matrices of a stack to the device's memory, on the current stream."""
-        experts = stack.packed.shape[0]
-        source = stack.packed.data.view(experts, -1)[:count].flatten()
-        if stack.gaps is None:
-            memory[: source.nbytes].copy_(source, non_blocking=True)
-            return
-        staged = self._staged[: source.nbytes]
-        staged.copy_(source, non_blocking=True)
-        gpu_tiles.add_gaps(staged.view(count, -1), stack.gaps, memory[: count * stack.gaps.nbytes].view(count, -1))
 
     def _in_slot(self, layer: int, slot: _Slot) -> Experts:
         """The experts of a layer whose stacks are in a slot."""
         mixture = self._mixtures[layer]
         gate_up, down = (
-            replace(stack.packed, data=memory[: stack.nbytes])
+            replace(stack, data=memory[: stack.data.nbytes])
             for stack, memory in zip(self._stacks[layer], slot.data.split(self._sizes), strict=True)
         )
         return mixture._replace(gate_up=mixture.gate_up._replace(packed=gate_up), down_proj=mixture.down_proj._replace(packed=down))
-
-
-class _Stack(NamedTuple):
-    """A stack of experts in main memory.
-
-    Attributes:
-        packed: What it is on the device; the data are those that cross.
-        gaps: The geometry of a matrix whose blocks are padded on the device alone; None: the data cross as they are.
-    """
-
-    packed: Packed
-    gaps: gpu_tiles.Geometry | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return self.packed.data.nbytes if self.gaps is None else self.packed.shape[0] * self.gaps.nbytes
 
 
 def _stack_bytes(mixture: Experts) -> int:
@@ -196,40 +163,28 @@ def _stack_bytes(mixture: Experts) -> int:
 
 def _crossing_bytes(stack: Packed) -> int:
     """Bytes of a stack that cross."""
-    geo = _on_gpu(stack)
-    return stack.shape[0] * (geo.nbytes - gpu_tiles.gap_bytes(geo))
-
-
-def _staged_bytes(stack: Packed) -> int:
-    """Bytes of GPU memory through which a stack crosses."""
-    return _crossing_bytes(stack) if gpu_tiles.gap_bytes(_on_gpu(stack)) else 0
-
-
-def _on_gpu(stack: Packed) -> gpu_tiles.Geometry:
-    """The geometry of one of its matrices on a GPU."""
-    return gpu_tiles.geometry(packed_format(stack.codes_format, on_cpu=False), stack.shape[1:])
+    geo = gpu_tiles.geometry(packed_format(stack.codes_format, on_cpu=False), stack.shape[1:])
+    return stack.shape[0] * geo.nbytes
 
 
 def _bias_on(weight: Weight, device: torch.device) -> Weight:
     return weight if weight.bias is None else weight._replace(bias=weight.bias.to(device))
 
 
-def _for_device(stack: Packed, device: torch.device) -> _Stack:
+def _for_device(stack: Packed, device: torch.device) -> Packed:
     """A stack, packed for a device by that device, in main memory. Some experts at a time, as the device has little memory for their
     codes."""
     count, *shape = stack.shape
-    some, matrices, target, gaps = max(1, _PIECE * count // stack.data.nbytes), stack.data.view(count, -1), None, None
+    some, matrices, target = max(1, _PIECE * count // stack.data.nbytes), stack.data.view(count, -1), None
     for first in range(0, count, some):
         data = matrices[first : first + some].to(device).flatten()
         piece = pack(unpack(replace(stack, data=data, shape=(min(some, count - first), *shape))), device)
         crossing = piece.data.view(piece.shape[0], -1)
-        if piece.layout == PREFIX + gpu_tiles.NAME and gpu_tiles.gap_bytes(geo := _on_gpu(stack)):
-            gaps, crossing = geo, gpu_tiles.without_gaps(crossing, geo)
         if target is None:
             target, packed = _main_memory(count * crossing.shape[1], device).view(count, -1), replace(piece, shape=stack.shape)
         target[first : first + len(crossing)] = crossing
     assert target is not None  # of no expert
-    return _Stack(replace(packed, data=target.flatten()), gaps)
+    return replace(packed, data=target.flatten())
 
 
 def _main_memory(nbytes: int, device: torch.device) -> Tensor:

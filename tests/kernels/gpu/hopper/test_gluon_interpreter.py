@@ -96,6 +96,14 @@ def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], 
         ("int4_g128", torch.bfloat16, 7, (8, 2, 1, 3, 6)),  # each tile has three programs, which wait for each other
         ("q4_0", torch.bfloat16, 12, (16, 2, 1, 3, 6)),
         ("q8_0", torch.bfloat16, 71, (32, 1, 1, 2, 6)),
+        ("int6_g16_f32", torch.bfloat16, 1, (8, 1, 1, 3, 3)),
+        ("int6_g16_f32", torch.bfloat16, 40, (64, 2, 1, 2, 3)),
+        ("int8_g16_zp", torch.float16, 16, (16, 2, 1, 2, 3)),
+        ("int8_g16_zp", torch.float16, 20, (32, 4, 1, 2, 3)),
+        ("int4_g16", torch.float16, 3, (8, 2, 2, 2, 4)),
+        ("int4_g16_zp", torch.bfloat16, 16, (16, 1, 2, 2, 2)),
+        ("nvfp4", torch.bfloat16, 8, (8, 1, 2, 3, 3)),
+        ("nvfp4", torch.bfloat16, 64, (64, 1, 1, 3, 3)),
     ],
 )
 def test_skinny_hopper(name: str, dtype: torch.dtype, m: int, config: tuple[int, ...]) -> None:

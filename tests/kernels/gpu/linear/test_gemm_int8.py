@@ -62,7 +62,8 @@ class Case:
 @pytest.mark.parametrize(
     "name",
     ["q4_0", "q4_1", "q8_0", "int4_g20_zp", "int4_g64_zp", "int8_g33_offset", "int4_g128", "int8_g128_zp", "int4_g200_offset",
-     "int8_g256_f32", "int4_channel", "int8_channel_zp", "int4_tensor_offset", "int8_tensor"],
+     "int8_g256_f32", "int4_channel", "int8_channel_zp", "int4_tensor_offset", "int8_tensor", "int6_g16_f32", "int8_g16_offset",
+     "int8_g12_zp", "int4_g16", "int4_g16_zp", "int4_g9_offset"],
 )  # fmt: skip
 def test_formats(name: str, activation: Activation, gpu: Gpu, device: torch.device) -> None:
     case = Case(name, 3, 65, 450, torch.float16, activation, device)
@@ -72,14 +73,14 @@ def test_formats(name: str, activation: Activation, gpu: Gpu, device: torch.devi
 
 
 @pytest.mark.parametrize("activation", ["block", "row_offset"])
-@pytest.mark.parametrize("name", ["q8_0", "int8_g33_offset", "int8_g128_zp", "int8_channel"])
+@pytest.mark.parametrize("name", ["q8_0", "int8_g16_zp", "int8_g33_offset", "int8_g128_zp", "int8_channel"])
 def test_paired_bytes(name: str, activation: Activation, gpu: Gpu, device: torch.device) -> None:
     case = Case(name, 3, 65, 450, torch.float16, activation, device, paired=True)
     case.check(case.run(gemm_int8, gemm_int8.configs(case.problem, gpu)[0]))
 
 
 @pytest.mark.parametrize("activation", ["block", "row_offset"])
-@pytest.mark.parametrize("name", ["q4_0", "int4_g128_zp", "int4_g256", "int8_channel", "int4_channel_offset", "q8_0"])
+@pytest.mark.parametrize("name", ["q4_0", "int4_g128_zp", "int4_g256", "int8_channel", "int4_channel_offset", "q8_0", "int4_g16"])
 def test_split_k(name: str, activation: Activation, gpu: Gpu, device: torch.device) -> None:
     """The parts of K are added in order: the same bits each time. A part may be empty."""
     case = Case(name, 2, 65, 700, torch.float32, activation, device)

@@ -62,6 +62,14 @@ def test_paired_bytes(name: str, m: int, gpu: Gpu, device: torch.device, interpr
         run(name, m, 70, 300, dtype, gpu, device, interpreted, **CONFIGS[m], epilogue=m == 3, paired=True)
 
 
+@pytest.mark.parametrize("name", ["int6_g16_f32", "int8_g16_zp", "int8_g12_offset", "int4_g16", "int4_g16_zp", "int4_g9_offset", "nvfp4"])
+def test_blocks_of_16(name: str, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    """Each step of a matrix instruction has a scale of its own."""
+    for i, (m, changes) in enumerate((*CONFIGS.items(), (8, {}), (16, {}), (64, {}))):
+        dtype = (H, B, F)[(i + len(name)) % 3]
+        run(name, m, 70, 300, dtype, gpu, device, interpreted, **changes, paired="int8" in name and m < 4)
+
+
 @pytest.mark.parametrize("name", ["int4_g128", "int4_g128_zp", "q8_0"])
 @pytest.mark.parametrize("dtype", [H, B, F], ids=str)
 def test_whole_tiles(name: str, dtype: torch.dtype, gpu: Gpu, device: torch.device, interpreted: bool) -> None:

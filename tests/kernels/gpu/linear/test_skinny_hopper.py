@@ -86,6 +86,7 @@ def test_x_need_not_be_aligned(hopper: torch.device) -> None:
         (problem("int4_g128", dtype=torch.float32), "sm_90", "16 bits"),
         (problem("int8_g32_f32", dtype=H), "sm_90", "16 bits"),
         (problem("int4_g20"), "sm_90", "TMA reads x in rows"),
+        (problem("int8_g16", sparse=True), "sm_90", "32 elements of K"),
         (problem("int4_g128", k=4095), "sm_90", "TMA reads x in rows"),
         (problem("int4_g128", n=1 << 26, k=1 << 15), "sm_90", "in 32 bits"),
         (problem("int8_channel", 65, **INTEGERS), "sm_90", "64 rows of x at most"),
@@ -100,7 +101,7 @@ def test_what_it_refuses(asked: Problem, arch: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("ways", [{}, INTEGERS], ids=["floats", "integers"])
-@pytest.mark.parametrize("name", ["int4_channel", "q4_0", "int4_g32_zp", "int8_channel", "q8_0"])
+@pytest.mark.parametrize("name", ["int4_channel", "q4_0", "int4_g32_zp", "int8_channel", "q8_0", "int6_g16_f32", "nvfp4"])
 def test_configs_fit(name: str, ways: dict[str, Any]) -> None:
     gpu = GPUS["sm_90"]
     for m in (1, 9, 32, 64, 128):

@@ -4,12 +4,12 @@
 4 bits: nibble planes as in `weights.py`; a zero point is subtracted with the planes' magic constant. 8 bits: a thread multiplies 32
 consecutive bytes of a row, in any order of k that x has, too.
 
-With up to 8 rows of x each warp has its own mma, and x goes through registers. With more (with blocks of 32 and 64: more than 16) the four
+With up to 8 rows of x each warp has its own mma, and x goes through registers. With more (with blocks of up to 64: more than 16) the four
 warps of a partition share a wgmma, which reads x from shared memory: otherwise x and the products take longer than memory.
 
 Arithmetic: the sums of each block are float32 and multiplied by its scale ("sums" of `linear/skinny_tile.py`). Where a slab has more sums
-of blocks than weights, and for 8 bits in blocks of 32 and 64, the weight is multiplied by its scale in x's type ("weights"). 4 bits in
-bfloat16 are read as subnormal numbers (`weights.py`): codes take a third of the shifts and are 2**-8 times as large, which the end
+of blocks than weights, for 8 bits in blocks of 32 and 64, and in blocks of 16, the weight is multiplied by its scale in x's type
+("weights"). 4 bits in bfloat16 are read as subnormal numbers (`weights.py`): codes take a third of the shifts and are 2**-8 times as large, which the end
 corrects.
 
 Integers (`linear/skinny_int8_hopper.py`): int8 rows of x with one block each, times the codes; sums are exact.
@@ -167,10 +167,10 @@ class Static(CompileTime):
 @gluon.constexpr_function
 def _byte_layout(groups):
     """Return the layout of bytes [64 rows, blocks, rest of a K slab]: 32 consecutive ones per thread."""
-    remaining = [[0, 0, 32 << i] if i < 3 - groups.bit_length() else [0, 1 << i - 3 + groups.bit_length(), 0] for i in range(2)]
-    lane = [[0, 0, 1 << i] for i in range(5)]
+    size = 128 // groups
+    k = [[0, (1 << i) // size, (1 << i) % size] for i in range(7)]
     return gl.DistributedLinearLayout(
-        [*lane, [8, 0, 0]], [*remaining, [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, groups, 128 // groups]
+        [*k[:5], [8, 0, 0]], [*k[5:], [1, 0, 0], [2, 0, 0], [4, 0, 0]], [[16, 0, 0], [32, 0, 0]], [], [64, groups, size]
     )
 
 
@@ -214,6 +214,17 @@ def add_slab(acc, ring, stage, t, high, PANEL: gl.constexpr, SLAB: gl.constexpr,
 def _load_param(s, block, PANEL: gl.constexpr, LAYOUT: gl.constexpr):
     """Load the scales or zero points of a block [64, 1]."""
     return s.index(block).slice(PANEL * ROWS, ROWS, dim=1).permute([1, 0]).load(LAYOUT)
+
+
+@gluon.jit
+def _load_plane_param(s, block, G: gl.constexpr, PANEL: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
+    """Load those of the planes that have block G of a K slab, [64, 1]; of plane G with blocks of 16, one for each half: [64, 32]."""
+    if S.blocks_per_slab <= 4:
+        return _load_param(s, block + G, PANEL, OPERAND)
+    else:
+        second = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, OPERAND)) & 16, 0) != 0
+        first = _load_param(s, block + 2 * G, PANEL, OPERAND)
+        return gl.where(second, _load_param(s, block + 2 * G + 1, PANEL, OPERAND), first)
 
 
 @gluon.jit
@@ -273,7 +284,7 @@ def _add_planes(acc, xs, first, ws, params, stage, block, high, PANEL: gl.conste
     MMA: gl.constexpr = acc.type.layout
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     DTYPE: gl.constexpr = xs.dtype
-    BLOCKS: gl.constexpr = S.blocks_per_slab
+    BLOCKS: gl.constexpr = min(S.blocks_per_slab, 4)  # or pairs of blocks of 16
     PLANES: gl.constexpr = 4 // BLOCKS  # planes of a block
     SCALE_SUMS: gl.constexpr = not S.one_block and not S.scaled
     codes = _load_codes(ws, stage, 0, PANEL, SLAB, OPERAND, S)
@@ -282,9 +293,9 @@ def _add_planes(acc, xs, first, ws, params, stage, block, high, PANEL: gl.conste
     for g in gl.static_range(BLOCKS):
         points = codes
         if S.has_points:
-            points = _load_param(params[1], block + g, PANEL, OPERAND).to(gl.int16)
+            points = _load_plane_param(params[1], block, g, PANEL, OPERAND, S).to(gl.int16)
         if S.scaled:
-            scale = _load_param(params[0], block + g, PANEL, OPERAND).to(DTYPE)
+            scale = _load_plane_param(params[0], block, g, PANEL, OPERAND, S).to(DTYPE)
         if SCALE_SUMS:
             part = gl.zeros_like(acc)
         for p in gl.static_range(PLANES):

@@ -8,7 +8,8 @@ the four terms of `reference.linear`. x and W in the order of `quantize/activati
 
 Y^T = W X^T, so that the weight is the register operand of an mma. A register w holds eight nibbles u; `(w << 4 ^ 0x80808080) &
 0xf0f0f0f0` are four int8 of 16 * (u - 8), and the same of w without the shift the four others: three instructions for eight
-weights, the 16 is divided out at the end (exactly). Blocks shorter than 128 collect their bytes by a PRMT first.
+weights, the 16 is divided out at the end (exactly). Blocks shorter than 128 collect their bytes by a PRMT first. The instruction
+multiplies 32 of K: blocks of 16 are multiplied in pairs, twice, with the other one's x as 0.
 
 Arithmetic: integer sums are exact. Where x and W have one block each, that sum is all; otherwise each block's sum becomes float32
 and is scaled into a float32 sum. I2F has a sixteenth of the rate of additions, so for blocks of up to 128 it is not used: the sum C
@@ -109,7 +110,7 @@ def _most_block_m(plan: Plan) -> int:
         return 128
     if plan.granule == gpu_tiles.RECORD:
         return 64
-    return 16 if plan.with_offset and not plan.whole_row else 32
+    return 16 if plan.granule == 16 or (plan.with_offset and not plan.whole_row) else 32
 
 
 def _least_block_m(plan: Plan) -> int:
@@ -382,7 +383,7 @@ def _gemm(
             wp = codes.to(tl.pointer_type(tl.int16)) + panel * 2048 + tl.arange(0, 2048)[None, :]
             xp += tl.arange(0, 32)[:, None]
     else:
-        WIDE: tl.constexpr = G * SLABS
+        WIDE: tl.constexpr = 32 if G == 16 else G * SLABS
         wp = codes + rni[:, None].to(tl.int64) * (R * 128) + tl.arange(0, WIDE)[None, :]
         xp += tl.arange(0, WIDE)[:, None]
     w = (scale, zero, wsums)
@@ -413,6 +414,15 @@ def _gemm(
                     p = start
                     sm = tl.zeros([BM], tl.float32)
                     ws = tl.zeros([BN], tl.float32)
+            elif G == 16:
+                q = planes(tl.load(wp + t * 2048), BN, ASM) if BITS == 4 else (0,)
+                for j in tl.static_range(4):  # the instruction multiplies 32 of K: x of one of two blocks, and zeros
+                    w32 = q[j] if BITS == 4 else tl.load(wp + t * 128 + 32 * j)
+                    x32 = tl.load(xp + t * 128 + 32 * j)
+                    for half in tl.static_range(2):
+                        p = tl.dot(w32, tl.where(tl.arange(0, 32)[:, None] // 16 == half, x32, 0), start, out_dtype=tl.int32)
+                        g = f[2 * j + half]
+                        acc = fold(acc, p, g[0], g[1], g[2], g[3], g[4], g[5], BITS, FLAGS, True)
             elif BITS == 4 and G < 128:
                 q = planes(tl.load(wp + t * 2048), BN, ASM)
                 for j in tl.static_range(0, 4, G // 32):
@@ -483,9 +493,12 @@ def _weight_sums(codes, scale, zero, sums, K, NP, R, w_every, block, padded, BIT
             words = tl.permute(tl.reshape(words, (2, 4, 8, 4, 2, 2, 2)), (1, 5, 2, 0, 3, 4, 6))
             words = tl.reshape(words, (64, 32))
             total = tl.zeros([64], tl.int32)
-            for plane in tl.static_range(j * G // 32, (j + 1) * G // 32):
+            for plane in tl.static_range(j * G // 32, ((j + 1) * G + 31) // 32):
                 u = words >> 4 * plane & 15
-                total += tl.sum(u - 8 if ZERO == 0 else u, axis=1)
+                u = u - 8 if ZERO == 0 else u
+                if G == 16:
+                    u = tl.where(tl.arange(0, 32)[None, :] // 16 == j % 2, u, 0)
+                total += tl.sum(u, axis=1)
         else:
             place = rn[:, None].to(tl.int64) * (R * 128) + start + tl.arange(0, G)[None, :]
             u = tl.load(codes + place).to(tl.int32)

@@ -67,6 +67,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"it makes the weight in 16 bits, and {problem.format} with activations of {problem.dtype} takes more"
     if not geo.contiguous or problem.k % 8:
         return f"TMA reads x in rows of a multiple of 8 elements and without gaps, not K = {problem.k} in blocks of {geo.block}"
+    if problem.sparse and geo.padded < 32:
+        return f"a sparse matrix instruction multiplies 32 elements of K, and {problem.format} has a scale for fewer"
     return None
 
 
@@ -213,7 +215,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
     blocks = max(1, gpu_tiles.RECORD // geo.padded)
     floats = problem.compute == "float" and not problem.sparse
     use_wgmma = config.columns >= (16 if blocks == 1 else 32) and not problem.sparse
-    fewer = (blocks > 1 and geo.format.bits == 8) or (use_wgmma and blocks * config.columns > 32)  # scales of weights than of sums
+    fewer = blocks == 8 or (blocks > 1 and geo.format.bits == 8) or (use_wgmma and blocks * config.columns > 32)  # scales of weights than of sums
     sharing, integers = programs_of_tile(problem, config), problem.compute == "int8"
     return Static(
         columns=config.columns,

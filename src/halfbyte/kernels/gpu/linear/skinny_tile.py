@@ -427,6 +427,16 @@ def _spread(values, S: tl.constexpr):
         return values[0][:, None, None]
     elif S.groups == 2:
         return tl.where(upper, values[1][:, None, None], values[0][:, None, None])
+    elif S.groups == 8:
+        if PLANES == 8:  # a lane's 16 bytes are a block
+            k4 = tl.arange(0, 16)[None, None, :] % 8 // 2
+            low = _one_of_four(values[:4], k4)
+            return tl.where(upper, _one_of_four(values[4:], k4), low)
+        else:
+            plane = tl.arange(0, 4)[None, :, None]
+            first = _one_of_four((values[0], values[2], values[4], values[6]), plane)
+            second = _one_of_four((values[1], values[3], values[5], values[7]), plane)
+            return tl.where((tl.arange(0, 32)[None, None, :] & 16) != 0, second, first)
     else:
         if PLANES == 8:
             odd = tl.arange(0, 16)[None, None, :] % 8 >= 4
@@ -435,6 +445,14 @@ def _spread(values, S: tl.constexpr):
         low = tl.where(odd, values[1][:, None, None], values[0][:, None, None])
         high = tl.where(odd, values[3][:, None, None], values[2][:, None, None])
         return tl.where(upper, high, low)
+
+
+@triton.jit
+def _one_of_four(values, which):
+    """Return values[which] of [rows], broadcast to [rows, *which.shape[1:]]."""
+    low = tl.where(which % 2 == 1, values[1][:, None, None], values[0][:, None, None])
+    high = tl.where(which % 2 == 1, values[3][:, None, None], values[2][:, None, None])
+    return tl.where(which >= 2, high, low)
 
 
 @triton.jit

@@ -6,7 +6,7 @@
     scale, offset   float32 [groups, M with padding]: a group is a block of the weight, or the whole row
     sums            float32 [granules or 1, M with padding]: sums of codes (exact integers), only for a weight that has zeros
 
-A granule is the smallest piece of the padded K that belongs to one block: 32, 64 or 128 elements. There is a sum for each granule if x or
+A granule is the smallest piece of the padded K that belongs to one block: 16, 32, 64 or 128 elements. There is a sum for each granule if x or
 the weight has several blocks, otherwise one for the row.
 
 Order of the codes along K (`Plan.order`): that in which kernels multiply the codes of the weight, so that the operands of an integer mma
@@ -15,7 +15,7 @@ agree. Except "plain" it follows from how nibbles are unpacked from 32-bit regis
     "plain"    bytes: K's own
     "planes"   4 bits, granules of 128: the low nibbles of a register (khalf) are k = 0, 64, 1, 65 (+ 2*k4 + 8*khalf + 16*kt), the high ones
                32 more: position 64*high + 32*kt + 16*khalf + 4*k4 + 2*k + upper  holds  64*upper + 32*high + 16*kt + 8*khalf + 2*k4 + k
-    "pairs"    4 bits, granules of 32 and 64, and paired bytes: bytes of both khalves are collected first (PRMT), so that a plane of 32
+    "pairs"    4 bits, granules of 16 to 64, and paired bytes: bytes of both khalves are collected first (PRMT), so that a plane of 32
                stays together: position 32*plane + 16*kt + 4*k4 + 2*khalf + k  holds  32*plane + 16*kt + 8*khalf + 2*k4 + k
 
 Arithmetic: fma(x, inverse, 1.5 * 2^23) rounds the exact product to an integer, ties to even. Magnitudes are compared as bits, so that NaN

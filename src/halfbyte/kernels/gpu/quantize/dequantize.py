@@ -183,8 +183,13 @@ def _rows(
     valid = (n >= 0) & (n < N)
     n = tl.where(valid, n, 0)
     r = (tl.program_id(1) * SLABS + tl.arange(0, SLABS))[:, None, None]
-    plane = tl.arange(0, 128 // 32)[None, :, None]
-    kq = tl.arange(0, 32)[None, None, :]
+    PIECE: tl.constexpr = 16 if G == 16 else 32
+    piece = tl.arange(0, 128 // PIECE)[None, :, None]
+    kq = tl.arange(0, PIECE)[None, None, :]
+    plane = piece
+    if G == 16:
+        plane = piece // 2
+        kq = piece % 2 * 16 + kq
     if BITS == 4:
         within = ((kq // 16 * 4 + n % 64 // 16) * 8 + n % 8) * 4 + kq // 2 % 4
         word = within * 8 + kq // 8 % 2 * 4 + n // 8 % 2 * 2 + kq % 2
@@ -192,11 +197,11 @@ def _rows(
     else:
         at = kq // 16 * 16 + kq // 2 % 4 * 4 + kq // 8 % 2 * 2 + kq % 2 if PAIRED else kq
         u = tl.load(codes + n * (R * 128) + r * 128 + plane * 32 + at, mask=r < R, other=0).to(tl.int32)
-    start = r * 128 + plane * 32 // G * G
+    start = r * 128 + piece * PIECE // G * G
     at = start // padded * NP + n
     s = tl.load(scale + at, mask=r < R, other=0)
     z = tl.load(zero + at, mask=r < R, other=0) if ZERO != 0 else s
     v = _value(u, s, z, BITS, ZERO, FLOAT_CODES)
     v = tl.where(valid, v, float("nan")).to(out.dtype.element_ty)
-    column, exists = _place(start, plane * 32 % G + kq, k, block, padded)
+    column, exists = _place(start, piece * PIECE % G + (kq % 16 if G == 16 else kq), k, block, padded)
     tl.store(out + number * k + column, v, mask=exists & (r < R))
