@@ -47,6 +47,8 @@ SHAPES = {
     "line": (1, 1, 40, 40, 1, 9, (1, 5), Window((1, 1), (0, 0, 2, 2))),
     "patches of 16": (2, 8, 8, 4, 1, 64, (2, 2), Window((2, 2))),  # a row of the weight is shorter than a block is padded to
     "patches of 64": (1, 6, 4, 16, 1, 20, (2, 2), Window((2, 2))),
+    "3x3 of 16": (1, 4, 5, 16, 1, 20, (3, 3), Window((1, 1), (1, 1, 1, 1))),
+    "3x3 of 48": (1, 4, 5, 48, 1, 20, (3, 3), Window((1, 1), (1, 1, 1, 1))),
 }
 FEW = {
     "3x3 of 32": (1, 5, 4, 32, 1, 20, (3, 3), Window((1, 1), (1, 1, 1, 1))),
@@ -205,6 +207,25 @@ def test_programs_that_share_k(format: str, split: int, gpu: Gpu, device: torch.
     check(format, "3x3 same", torch.float16, gpu, device, Config(64, 32, record, 2, 4, split, not interpreted))
 
 
+@pytest.mark.parametrize("format", ["int8_g16", "int8_g16_zp", "int8_g16_offset", "int4_g16", "int4_g16_zp", "int8_g8_zp"])
+@pytest.mark.parametrize("shape", ["patches of 64", "pixels of 24", "3x3 of 48", "odd channels, stride, dilation"])
+def test_blocks_of_16(format: str, shape: str, gpu: Gpu, device: torch.device) -> None:
+    check(format, shape, torch.float32 if format == "int8_g16_offset" else torch.float16, gpu, device)
+
+
+@pytest.mark.parametrize("format", ["int8_channel_zp", "int4_channel_zp"])
+@pytest.mark.parametrize("split", [1, 2])
+def test_one_zero_point_a_row_where_a_step_has_several_taps(format: str, split: int, gpu: Gpu, device: torch.device) -> None:
+    config = replace(conv.configs(_problem_of(format), gpu)[0], split=split)
+    check(format, "3x3 of 16", torch.float16, gpu, device, config)
+
+
+def _problem_of(format: str) -> ConvProblem:
+    batch, height, width, channels, groups, outputs, kernel, window = SHAPES["3x3 of 16"]
+    _, sizes = codes_of(format, channels, groups, outputs, kernel)
+    return ConvProblem(sizes, window, batch, (height, width), torch.float16)
+
+
 @pytest.mark.parametrize("activation", ["block", "row", "block_offset", "row_offset"])
 @pytest.mark.parametrize(
     ("format", "shape"),
@@ -220,6 +241,10 @@ def test_programs_that_share_k(format: str, split: int, gpu: Gpu, device: torch.
         ("int8_channel", "patches of 64"),
         ("int4_channel", "patches of 16"),
         ("int8_channel_offset", "patches of 64"),
+        ("int8_g16", "3x3 of 48"),
+        ("int8_g16_zp", "3x3 of 16"),
+        ("int4_g16_zp", "3x3 of 16"),
+        ("int4_g16_offset", "pixels of 24"),
     ],
 )
 def test_dynamic(format: str, shape: str, activation: str, gpu: Gpu, device: torch.device) -> None:

@@ -59,6 +59,11 @@ def _quiet() -> Iterator[None]:
         ("int8_channel", torch.bfloat16, (64, 128, 3), 2, 140),
         ("int8_g64_offset", torch.bfloat16, (128, 64, 4), 1, 140),
         ("int8_g128_zp", torch.bfloat16, (64, 32, 5), 3, 144),
+        ("int8_g16", torch.bfloat16, (64, 64, 3), 5, 140),
+        ("int8_g16_zp", torch.float16, (64, 32, 5), 3, 144),
+        ("int8_g16_offset", torch.bfloat16, (128, 64, 3), 2, 140),
+        ("int4_g16_zp", torch.bfloat16, (64, 256, 4), 3, 140),
+        ("fp4_g16", torch.bfloat16, (64, 128, 3), 2, 144),
     ],
 )
 def test_gemm_hopper(name: str, dtype: torch.dtype, tile: tuple[int, int, int], programs: int, n: int) -> None:

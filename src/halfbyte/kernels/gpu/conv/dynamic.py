@@ -82,7 +82,7 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
 def configs(problem: ConvProblem, gpu: Gpu) -> tuple[Config, ...]:
     """Return one config, the best one of those that were measured."""
     geo = convolution.gpu_geometry(problem.sizes)
-    step = 128 if geo.format.bits == 4 else 64 if geo.block_rows == 1 else min(64, geo.padded)
+    step = 128 if geo.format.bits == 4 else 64 if geo.block_rows == 1 else min(64, max(32, geo.padded))
     if padded_channels(problem.sizes) < 16 and geo.format.bits == 8:
         step = 32
     ptx = gpu.backend == "cuda" and not triton.knobs.runtime.interpret
@@ -227,6 +227,12 @@ def _in_reference(step, channels, S: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
+def _in_block(i, S: tl.constexpr):
+    """Return the mask of a step's columns that are in its i-th block."""
+    return tl.arange(0, S.step) // S.padded == i
+
+
+@triton.jit
 def _codes(values, inverse, offset, in_reference, WITH_OFFSET: tl.constexpr):
     """Return codes int8 [STEP, block_m]; 0 with offsets where not `in_reference`. The code of a value that is not finite does not matter:
     its scale is NaN."""
@@ -281,6 +287,7 @@ def _dynamic(
     BM: tl.constexpr = S.block_m
     STEP: tl.constexpr = S.step
     PIECES: tl.constexpr = S.slab_k // S.step
+    BLOCKS: tl.constexpr = S.step_blocks
     TAPS: tl.constexpr = S.taps
     group = tl.program_id(2)
     pn, rn, rn_stored, rm, b, y0, x0, tap_mask = rows_and_patches(M, N, packed.n_padded, image, window, S)
@@ -308,43 +315,49 @@ def _dynamic(
             q = w
             if S.bits == 4:
                 q = ((w >> 4 * j & 15) - 8).to(tl.int8)
-            x_scale = patch_scale
-            if BLOCK_SCALES:
-                tap = piece * STEP // S.channels
-                block_ranges = ranges + (piece * STEP % S.channels // S.padded).to(tl.int64) * pixels
-                low, high = _range_at(block_ranges, count, y0, x0, tap, image, window, S, WITH_OFFSET)
-                x_scale, inverse, offset = _scales(low, high, WITH_OFFSET)
-            in_reference = rn  # a placeholder, as q_sum
-            q_sum = q_sums
-            if WITH_OFFSET:
-                in_reference = _in_reference(piece, channels, S, STEP)
-                q_sum = tl.sum(tl.where(in_reference[None, :], q.to(tl.int32), 0), axis=1)
             values = patches(xp, x, y0, x0, tap_mask, piece, image, window, S, STEP)
-            qx = _codes(values, inverse, offset, in_reference, WITH_OFFSET)
-            if S.per_channel:
-                acc = tl.dot(q, qx, acc, out_dtype=tl.int32)
-                if S.zero != "none":
-                    x_sums += tl.sum(qx.to(tl.int32), axis=0).to(tl.float32)
-                if WITH_OFFSET:
-                    q_sums += q_sum
-            else:
-                at = piece * STEP // S.padded * packed.n_padded + rn_stored
-                products = tl.dot(q, qx, out_dtype=tl.int32)
-                scale = tl.load(scales + at)
-                zero = scale
-                if S.zero != "none":
-                    zero = tl.load(zeros + at)
-                    x_sums = tl.sum(qx.to(tl.int32), axis=0).to(tl.float32)
+            for i in tl.static_range(BLOCKS):  # of which integer products have no fewer columns than a step: the others' codes of x are 0
+                start = piece * STEP + i * S.padded
+                x_scale = patch_scale
                 if BLOCK_SCALES:
-                    total += _fold(tl.zeros_like(total), products, scale, zero, x_sums, S) * x_scale[None, :]
-                else:
-                    total = _fold(total, products, scale, zero, x_sums, S)
+                    tap = start // S.channels
+                    block_ranges = ranges + (start % S.channels // S.padded).to(tl.int64) * pixels
+                    low, high = _range_at(block_ranges, count, y0, x0, tap, image, window, S, WITH_OFFSET)
+                    x_scale, inverse, offset = _scales(low, high, WITH_OFFSET)
+                in_reference = rn  # a placeholder, as q_sum
+                q_sum = q_sums
                 if WITH_OFFSET:
-                    weight_sum = _weight_sum(q_sum, tl.sum(in_reference.to(tl.int32)), scale, zero, S)
+                    in_reference = _in_reference(piece, channels, S, STEP)
+                    if BLOCKS > 1:
+                        in_reference = in_reference & _in_block(i, S)
+                    q_sum = tl.sum(tl.where(in_reference[None, :], q.to(tl.int32), 0), axis=1)
+                qx = _codes(values, inverse, offset, in_reference, WITH_OFFSET)
+                if BLOCKS > 1:
+                    qx = tl.where(_in_block(i, S)[:, None], qx, 0)
+                if S.per_channel:
+                    acc = tl.dot(q, qx, acc, out_dtype=tl.int32)
+                    if S.zero != "none":
+                        x_sums += tl.sum(qx.to(tl.int32), axis=0).to(tl.float32)
+                    if WITH_OFFSET:
+                        q_sums += q_sum
+                else:
+                    at = start // S.padded * packed.n_padded + rn_stored
+                    products = tl.dot(q, qx, out_dtype=tl.int32)
+                    scale = tl.load(scales + at)
+                    zero = scale
+                    if S.zero != "none":
+                        zero = tl.load(zeros + at)
+                        x_sums = tl.sum(qx.to(tl.int32), axis=0).to(tl.float32)
                     if BLOCK_SCALES:
-                        total += weight_sum[:, None] * offset[None, :]
+                        total += _fold(tl.zeros_like(total), products, scale, zero, x_sums, S) * x_scale[None, :]
                     else:
-                        weight_sums += weight_sum
+                        total = _fold(total, products, scale, zero, x_sums, S)
+                    if WITH_OFFSET:
+                        weight_sum = _weight_sum(q_sum, tl.sum(in_reference.to(tl.int32)), scale, zero, S)
+                        if BLOCK_SCALES:
+                            total += weight_sum[:, None] * offset[None, :]
+                        else:
+                            weight_sums += weight_sum
     if S.per_channel:
         scale = tl.load(scales + rn_stored)
         zero = scale

@@ -102,7 +102,7 @@ def _k_step(problem: ConvProblem) -> int:
         return 128
     if _has_few_channels(problem):
         return 32
-    step = largest if geo.block_rows == 1 else min(largest, geo.padded)
+    step = largest if geo.block_rows == 1 else min(largest, max(32, geo.padded))
     while step > 32 and channels % step and (channels >= 32 or problem.sizes.taps == 1):  # so that a step is inside of one tap
         step //= 2
     return step
@@ -214,7 +214,8 @@ def launch(
 @triton.jit
 def _load_params(values, t, rn, n_padded, S: tl.constexpr):
     """Load scales (or zeros) of step t: [block_n, groups]."""
-    at = (t * S.slab_k // S.padded + tl.arange(0, S.groups))[None, :]
+    first = 0 if S.per_channel else t * S.slab_k // S.padded
+    at = (first + tl.arange(0, S.groups))[None, :]
     return tl.load(values + at * n_padded + rn[:, None])
 
 
@@ -271,8 +272,11 @@ def _joined(values, S: tl.constexpr):
 
 @triton.jit
 def _spread(values, S: tl.constexpr):
-    """Broadcast [block_n, groups] to weights: 8 bits [block_n, 1]; 4 bits [block_n, planes or 1, 1]."""
-    if S.bits == 8:
+    """Broadcast [block_n, groups] to weights: 8 bits [block_n, 1]; 4 bits [block_n, planes or 1, 1]. Blocks of 16: to each weight."""
+    if S.groups > 1 and S.padded == 16:
+        each = tl.broadcast_to(values[:, :, None], (S.block_n, S.groups, 16))
+        return tl.reshape(each, (S.block_n, S.slab_k) if S.bits == 8 else (S.block_n, 4, 32))
+    elif S.bits == 8:
         return values
     elif S.groups == 1:
         return values[:, :, None]

@@ -131,7 +131,12 @@ class Static(CompileTime, Config):
     @property
     def groups(self) -> int:
         """Blocks that a step of the weight touches."""
-        return max(1, self.slab_k // self.padded)
+        return 1 if self.per_channel else max(1, self.slab_k // self.padded)
+
+    @property
+    def step_blocks(self) -> int:
+        """The same, of a step of K."""
+        return 1 if self.per_channel else max(1, self.step // self.padded)
 
 
 def padded_channels(sizes: Filter) -> int:
