@@ -24,6 +24,7 @@ from halfbyte.machine import GPUS, Gpu
 H, B = torch.float16, torch.bfloat16
 FORMATS = ["int4_g128", "q4_0", "int4_g64", "int4_channel_f16", "int4_channel", "int4_g256_f16"]
 FORMATS += ["fp4_g32", "q8_0", "int8_channel", "int8_g128", "int8_g64", "int4_g128_zp", "int4_g32_zp", "int4_channel_zp", "int8_g64_zp"]
+FORMATS += ["int8_g16", "fp4_g16", "int4_g16_zp"]
 INTEGERS = {"compute": "int8", "activation": "row"}
 
 

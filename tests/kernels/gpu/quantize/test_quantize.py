@@ -17,6 +17,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMATS = (
     "q4_0", "q4_1", "q8_0", "inferllm_q4_0", "inferllm_q8_0", "int4_g32", "int4_g20_zp", "int4_g128_offset", "int8_g33_offset",
     "int8_g64_zp_f32", "int8_channel_offset", "int4_channel", "int8_channel_zp", "int4_g128_bf16",
+    "int8_g16", "int4_g12_zp",
 )  # fmt: skip
 
 

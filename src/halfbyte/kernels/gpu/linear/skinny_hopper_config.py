@@ -215,7 +215,8 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
     blocks = max(1, gpu_tiles.RECORD // geo.padded)
     floats = problem.compute == "float" and not problem.sparse
     use_wgmma = config.columns >= (16 if blocks == 1 else 32) and not problem.sparse
-    fewer = blocks == 8 or (blocks > 1 and geo.format.bits == 8) or (use_wgmma and blocks * config.columns > 32)  # scales of weights than of sums
+    # Scales of weights are fewer than those of sums.
+    fewer = blocks == 8 or (blocks > 1 and geo.format.bits == 8) or (use_wgmma and blocks * config.columns > 32)
     sharing, integers = programs_of_tile(problem, config), problem.compute == "int8"
     return Static(
         columns=config.columns,

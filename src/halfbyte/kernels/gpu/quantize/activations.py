@@ -6,8 +6,8 @@
     scale, offset   float32 [groups, M with padding]: a group is a block of the weight, or the whole row
     sums            float32 [granules or 1, M with padding]: sums of codes (exact integers), only for a weight that has zeros
 
-A granule is the smallest piece of the padded K that belongs to one block: 16, 32, 64 or 128 elements. There is a sum for each granule if x or
-the weight has several blocks, otherwise one for the row.
+A granule is the smallest piece of the padded K that belongs to one block: 16, 32, 64 or 128 elements. There is a sum for each granule if x
+or the weight has several blocks, otherwise one for the row.
 
 Order of the codes along K (`Plan.order`): that in which kernels multiply the codes of the weight, so that the operands of an integer mma
 agree. Except "plain" it follows from how nibbles are unpacked from 32-bit registers, with (khalf, rowhalf, k) of `gpu_tiles.py`:
