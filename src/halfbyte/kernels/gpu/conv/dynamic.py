@@ -315,7 +315,6 @@ def _dynamic(
             q = w
             if S.bits == 4:
                 q = ((w >> 4 * j & 15) - 8).to(tl.int8)
-            values = patches(xp, x, y0, x0, tap_mask, piece, image, window, S, STEP)
             for i in tl.static_range(BLOCKS):  # of which integer products have no fewer columns than a step: the others' codes of x are 0
                 start = piece * STEP + i * S.padded
                 x_scale = patch_scale
@@ -331,6 +330,8 @@ def _dynamic(
                     if BLOCKS > 1:
                         in_reference = in_reference & _in_block(i, S)
                     q_sum = tl.sum(tl.where(in_reference[None, :], q.to(tl.int32), 0), axis=1)
+                if i == 0:
+                    values = patches(xp, x, y0, x0, tap_mask, piece, image, window, S, STEP)
                 qx = _codes(values, inverse, offset, in_reference, WITH_OFFSET)
                 if BLOCKS > 1:
                     qx = tl.where(_in_block(i, S)[:, None], qx, 0)
