@@ -91,6 +91,8 @@ def configs(problem: ConvProblem, gpu: Gpu) -> tuple[Config, ...]:
         block_m //= 2
         if geo.format.bits == 8 and gpu.backend == "cuda":
             warps = 8
+    elif geo.blocks_a_record > 4:  # two products for a step
+        block_m //= 2
     return (Config(64, block_m, step, 1 if gpu.backend == "hip" else 3, warps, 1, ptx),)
 
 

@@ -66,6 +66,8 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
         return f"it takes no groups and channels by 32, not {sizes.groups} and {sizes.channels}"
     if not convolution.gpu_geometry(sizes).contiguous:
         return f"blocks of {sizes.format} are padded"
+    if convolution.gpu_geometry(sizes).blocks_a_record > 4:
+        return f"scales of {sizes.format}, for every 16 of K, take more registers than there are"
     return None
 
 

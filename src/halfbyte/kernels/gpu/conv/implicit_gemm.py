@@ -115,7 +115,8 @@ def _block(problem: ConvProblem, gpu: Gpu) -> tuple[int, int]:
         return 64, 32
     block_n = 64 if problem.n <= 64 else 128
     block_m = 128 if block_n * problem.m > 64 * 128 * gpu.sms and not few_channels else 64
-    if bits == 4 and problem.dtype != torch.int8 and gpu.capability < (9, 0):
+    short = convolution.gpu_geometry(problem.sizes).blocks_a_record > 4  # whose scales take registers
+    if bits == 4 and problem.dtype != torch.int8 and (gpu.capability < (9, 0) or short):
         block_n = 64
     return block_n, block_m
 

@@ -113,6 +113,8 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
         return f"channels come by 64 and outputs by 8, not {sizes.channels} and {problem.n}"
     if not geo.contiguous:
         return f"blocks of {sizes.format} are padded"
+    if geo.blocks_a_record > 4:
+        return f"scales of {sizes.format}, for every 16 of K, take more registers than there are"
     if not hopper_tile.one_block(geo) and problem.dtype == torch.float16 and geo.format.scale != torch.float16:
         return f"it makes the weight in 16 bits, and {sizes.format} with activations of {problem.dtype} takes more"
     return None
