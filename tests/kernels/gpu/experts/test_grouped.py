@@ -79,7 +79,9 @@ def random_ids(pairs: int, count: int) -> torch.Tensor:
     return torch.randint(0, count, (pairs,), generator=torch.Generator().manual_seed(pairs * count))
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "int4_g128_zp", "q4_0", "q4_1", "mxfp4", "int8_channel", "int8_g64_offset", "int4_tensor"])
+@pytest.mark.parametrize(
+    "name", ["int4_g128", "int4_g128_zp", "q4_0", "q4_1", "mxfp4", "int8_channel", "int8_g64_offset", "int4_tensor", "int8_g16", "fp4_g16"]
+)
 @pytest.mark.parametrize("pairs", [2, 9])
 def test_every_format(name: str, pairs: int, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
     dtype = (H, F)[(len(name) + pairs) % 2] if interpreted else (H, B, F)[(len(name) + pairs) % 3]
@@ -211,7 +213,9 @@ def test_many_rows_an_expert(gpu: Gpu, device: torch.device, interpreted: bool) 
             assert ((y[ids == e].double() - rows @ weight[e].T - bias[e].double()).abs() <= error + 2.0**-7 * error).all()
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "q4_0", "q4_1", "fp4_g32", "int4_g64_zp", "int4_channel", "q8_0", "int8_channel"])
+@pytest.mark.parametrize(
+    "name", ["int4_g128", "q4_0", "q4_1", "fp4_g32", "fp4_g16", "int4_g64_zp", "int4_channel", "q8_0", "int8_g16", "int8_channel"]
+)
 @pytest.mark.parametrize("tile", [(256, 6), (128, 5), (64, 6)])
 def test_many_rows_an_expert_on_hopper(name: str, tile: tuple[int, int], gpu: Gpu, device: torch.device, interpreted: bool) -> None:
     """Tiles cut short by the next expert, experts without rows, unknown ids, more tiles than programs; N and K that tiles do not divide."""

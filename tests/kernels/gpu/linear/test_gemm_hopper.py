@@ -19,8 +19,30 @@ CONFIGS = {
     8: [(64, 256, 5), (64, 128, 4), (64, 64, 6), (64, 32, 9), (128, 128, 3), (128, 64, 4)],
 }
 FORMATS = {
-    4: ["int4_g128", "int4_g128_zp", "q4_0", "q4_1", "fp4_g32", "int4_g64_zp", "int4_channel_f16", "int4_channel", "int4_g256_f16"],
-    8: ["q8_0", "int8_channel", "int8_channel_zp", "int8_g128", "int8_g64_zp", "int8_g32_offset", "int8_g256_f16"],
+    4: [
+        "int4_g128",
+        "int4_g128_zp",
+        "q4_0",
+        "q4_1",
+        "fp4_g32",
+        "fp4_g16",
+        "int4_g16_zp",
+        "int4_g64_zp",
+        "int4_channel_f16",
+        "int4_channel",
+        "int4_g256_f16",
+    ],
+    8: [
+        "q8_0",
+        "int8_g16",
+        "int8_g16_zp",
+        "int8_channel",
+        "int8_channel_zp",
+        "int8_g128",
+        "int8_g64_zp",
+        "int8_g32_offset",
+        "int8_g256_f16",
+    ],
 }
 
 
