@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from halfbyte.checkpoint import convert, describe, export, load, load_tensors
-from halfbyte.checkpoint.gguf.config import llama3_factors
-from halfbyte.checkpoint.gguf.names import of_config
+from halfbyte.checkpoint.gguf.names import architecture_of_config
+from halfbyte.checkpoint.gguf.rope import llama3_factors
 from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats import Codes, as_format, ggml
 from halfbyte.integrations.transformers.gguf import load_gguf
@@ -347,7 +347,7 @@ def test_a_float_model_comes_back(name: str, tmp_path: Path, tokenizer: PreTrain
     tokenizer.save_pretrained(tmp_path / "float")
     export(tmp_path / "float", tmp_path / "m.gguf", "gguf")
     back, its_tokenizer = load_gguf(tmp_path / "m.gguf")
-    architecture = of_config(model.config.to_dict())
+    architecture = architecture_of_config(model.config.to_dict())
     # Without a window a Mistral is a Llama, and files call both so.
     assert type(back).__name__ == ("LlamaForCausalLM" if name == "mistral" else architecture.model)
     # Norms of gemma are stored plus one, in float32: one rounding of 2^-24 relative to one, in a few of a row's terms.
@@ -434,7 +434,7 @@ def test_k_quants_in_a_model(tmp_path: Path) -> None:
     for name, weight in float_state.items():
         if (count := next((c for part, c in heads.items() if f".{part}." in name), 0)) > 0:
             weight = weight.reshape(count, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)  # as llama.cpp's converter back
-        state[of_config({"model_type": "llama"}).to_transformers(name)] = weight
+        state[architecture_of_config({"model_type": "llama"}).to_transformers(name)] = weight
     model.load_state_dict(state)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halfbyte.checkpoint import describe, export, load
 from halfbyte.checkpoint.gguf import vocabulary as gguf_vocabulary
 from halfbyte.checkpoint.gguf.config import to_config, to_metadata
-from halfbyte.checkpoint.gguf.names import ARCHITECTURES, of_config
+from halfbyte.checkpoint.gguf.names import ARCHITECTURES, architecture_of_config
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import ggml
 from halfbyte.io import gguf
@@ -118,9 +118,9 @@ def test_every_architecture_has_a_class_of_transformers() -> None:
     for architecture in ARCHITECTURES:
         assert hasattr(transformers, architecture.model), architecture.name
         if architecture.gguf.written:
-            assert of_config({"model_type": architecture.model_type}) is architecture
+            assert architecture_of_config({"model_type": architecture.model_type}) is architecture
     with pytest.raises(CheckpointError, match="got model_type 'glm4_moe'"):
-        of_config({"model_type": "glm4_moe"})
+        architecture_of_config({"model_type": "glm4_moe"})
 
 
 @pytest.mark.parametrize(
@@ -313,3 +313,17 @@ def test_gpt_oss_without_biases(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(content.replace(b"blk.1.ffn_up_exps.bias", b"blk.1.ffn_up_shxp.bias"))
     with pytest.raises(CheckpointError, match="no matching biases"):
         load(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [{"rope.freq_base": -1.0}, {"rope.scaling.type": "linear", "rope.scaling.factor": -2.0}, {"nextn_predict_layers": -3}]
+    + [{"nextn_predict_layers": count} for count in (2, 5)],
+)
+def test_numbers_without_a_meaning(damaged: dict[str, Any]) -> None:
+    """Negative frequencies are NaN, and models of no or negative numbers of layers are none."""
+    numbers = {"context_length": 64, "embedding_length": 64, "block_count": 2, "feed_forward_length": 64, "attention.head_count": 4}
+    numbers |= {"vocab_size": 32, "attention.layer_norm_rms_epsilon": 1e-5, **damaged}
+    metadata = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in numbers.items()}}
+    with pytest.raises(CheckpointError, match="damaged"):
+        to_config(metadata, [], lambda name: torch.ones(1))

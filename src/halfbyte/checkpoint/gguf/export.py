@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfbyte.checkpoint.export_items import ExportItem, dequantized, kept
 from halfbyte.checkpoint.gguf.config import to_metadata
-from halfbyte.checkpoint.gguf.names import Architecture, is_depthwise_kernel, is_router, of_config
+from halfbyte.checkpoint.gguf.names import Architecture, architecture_of_config, is_depthwise_kernel, is_router
 from halfbyte.checkpoint.native.manifest import Weight
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import CheckpointError
@@ -43,7 +43,7 @@ class Export:
 def plan(model: StoredModel) -> tuple[Export, list[str]]:
     """The GGUF file for a model, and notes for the report. Weights are read whose format alone does not tell which type holds them."""
     metadata, tensors = to_metadata(model.config)
-    architecture = of_config(model.config)
+    architecture = architecture_of_config(model.config)
     key = f"{architecture.name}.attention.head_count"
     config = {**model.config, "num_key_value_heads": metadata[f"{key}_kv"]}
     types: dict[str, tuple[int, tuple[int, ...]]] = {}

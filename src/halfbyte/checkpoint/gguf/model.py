@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from halfbyte.checkpoint.entries import Entries, Entry, Quantized, dequantize_weight
-from halfbyte.checkpoint.gguf.config import drafts, to_config
-from halfbyte.checkpoint.gguf.names import Architecture, is_depthwise_kernel, is_ignorable, layer_of, of_file
+from halfbyte.checkpoint.gguf.config import mtp_layers, to_config
+from halfbyte.checkpoint.gguf.names import Architecture, architecture_of_file, is_depthwise_kernel, is_ignorable, layer_of
 from halfbyte.decoder.family import SHARED_KV_LAYERS, Config
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
@@ -40,11 +40,11 @@ def read_file(file: gguf.File, dtype: torch.dtype | None = None, *, half: bool =
     """
     file = replace(file, entries={name: replace(entry, half=half) for name, entry in file.entries.items()})
     config = to_config(file.metadata, list(file.entries), partial(_plain, file))
-    architecture = of_file(file.metadata)
+    architecture = architecture_of_file(file.metadata)
     halves = [e.spec.dtype for e in file.entries.values() if e.blocks is None and len(e.shape) > 1 and e.spec.dtype in _HALVES]
     dtype = dtype or next(iter(halves), torch.float32)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    if drafts(file.metadata):
+    if mtp_layers(file.metadata):
         layers = config["num_hidden_layers"]
         file = replace(file, entries={name: entry for name, entry in file.entries.items() if layer_of(name) < layers})
     entries, notes = _stacks(file, architecture, config, dtype)

@@ -241,7 +241,7 @@ _NO_MODELS = {
 }
 
 
-def of_file(metadata: Mapping[str, object]) -> Architecture:
+def architecture_of_file(metadata: Mapping[str, object]) -> Architecture:
     """Return the architecture of a file with this metadata.
 
     Raises:
@@ -270,7 +270,7 @@ def _matches(architecture: Architecture, metadata: Mapping[str, object]) -> bool
     return all(value is not None and wanted in (None, value) for value, wanted in values)
 
 
-def of_config(config: Mapping[str, object]) -> Architecture:
+def architecture_of_config(config: Mapping[str, object]) -> Architecture:
     """Return the architecture to write for the model of a config.json.
 
     Raises:

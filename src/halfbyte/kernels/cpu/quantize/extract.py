@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.formats.ggml import BlockType, Field
+from halfbyte.formats.ggml import BitField, BlockType
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import EXTRACT
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of
@@ -30,7 +30,7 @@ class ExtractSpec:
     nbytes: int
     bits: int
     added: int
-    fields: tuple[Field, ...]
+    fields: tuple[BitField, ...]
 
 
 @phase
@@ -50,17 +50,17 @@ def build(spec: ExtractSpec, isa: ISA, f: Function) -> None:
             to.store(q, first * spec.bits // 8)
 
 
-def _part(field: Field, source: Value, first: int, type_: str) -> Value:
+def _part(field: BitField, source: Value, first: int, type_: str) -> Value:
     """The bits of a field that belong to a vector of codes from the `first` on, at their place in them."""
     lanes = lanes_of(type_)
     if field.run == field.bits == 1:  # a bit for each code, in their order
-        bits = source.load(f"i{lanes}", field.at + first // 8).bits(f"<{lanes} x i1>")
-        return bits.to("i8", unsigned=True) << field.place
+        bits = source.load(f"i{lanes}", field.start + first // 8).bits(f"<{lanes} x i1>")
+        return bits.to("i8", unsigned=True) << field.shift
     run, inside = divmod(first, field.run * 8 // field.bits)
     number, byte = divmod(inside, field.run)
-    found = source.load(type_, field.at + run * field.run + byte) >> number * field.bits
+    found = source.load(type_, field.start + run * field.run + byte) >> number * field.bits
     assert byte + lanes <= field.run
-    return (found & (1 << field.bits) - 1) << field.place
+    return (found & (1 << field.bits) - 1) << field.shift
 
 
 def extract(kind: BlockType, blocks: Tensor, out: Tensor | None = None) -> Tensor:
@@ -69,7 +69,7 @@ def extract(kind: BlockType, blocks: Tensor, out: Tensor | None = None) -> Tenso
     if out is None:
         dtype = torch.int8 if fmt.bits == 8 and fmt.signed else torch.uint8
         out = torch.empty(len(blocks), kind.weights * fmt.bits // 8, dtype=dtype, device="cpu")
-    spec = ExtractSpec(kind.weights, kind.nbytes, fmt.bits, kind.added, kind.fields)
+    spec = ExtractSpec(kind.weights, kind.nbytes, fmt.bits, kind.codes_shift, kind.fields)
     values = {"data": blocks.data_ptr(), "out": out.data_ptr(), "blocks": len(blocks)}
     block = EXTRACT.struct().pack(compiled(build, spec, current()), 0, runtime.openmp_address(), 0, *values.values())
     runtime.run(block, out.numel() * 8 // fmt.bits // _WEIGHTS_A_THREAD)
