@@ -328,10 +328,9 @@ def test_without_halfbyte_nothing_is_made_up(small: Path, folder: Path, tmp_path
 @pytest.mark.parametrize("first", ["halfbyte", "transformers.quantizers.auto"])
 def test_import_in_any_order(first: str) -> None:
     tables = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as q, AUTO_QUANTIZATION_CONFIG_MAPPING as c"
-    assert run(f"import {first}\nimport halfbyte\n{tables}\nprint(q['halfbyte'].__name__, c['halfbyte'].__name__)").split() == [
-        "HalfbyteQuantizer",
-        "HalfbyteConfig",
-    ]
+    printed = run(f"import {first}\nimport halfbyte\n{tables}\nprint(q['halfbyte'].__name__, c['halfbyte'].__name__)")
+    # torchao 0.18, where it is installed, makes torch 2.15 log warnings before.
+    assert printed.splitlines()[-1] == "HalfbyteQuantizer HalfbyteConfig"
 
 
 def test_importing_halfbyte_imports_neither_torch_nor_transformers() -> None:
