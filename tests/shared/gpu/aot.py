@@ -214,7 +214,8 @@ def launch_families(gpu: Gpu) -> None:
     of_rows = (empty(heads * dim), 1e-5, False), (empty(kv_heads * dim), 1e-5, False)
     norm.launch_sections(gpu, qkv, of_rows, torch.empty_like(qkv))
     cache, rotary = (empty(1, kv_heads, 512, dim), empty(1, kv_heads, 512, dim)), (empty(1, dim), empty(1, dim))
-    attend.launch(gpu, qkv, rotary, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5)
+    for tables in (rotary, None):  # without rope: layers of Cohere 2 and SmolLM3
+        attend.launch(gpu, qkv, tables, cache, empty(1, dtype=torch.int64), None, x, dim**-0.5)
     of_heads = (empty(dim), 1e-5, False), (empty(dim), 1e-5, False)
     for rope_interleaved in ("half", "repeated"):
         attend.launch(

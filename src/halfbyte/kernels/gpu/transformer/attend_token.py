@@ -101,7 +101,7 @@ def _rotation(rotary, batch, strides, d, S: tl.constexpr):
         first_of_two = d % 2 == 0 if S.neighbours else d < ROTARY_DIM // 2
         return cos.to(tl.float32), tl.where(first_of_two, -1.0, 1.0) * sin.to(tl.float32)
     else:
-        return tl.full((S.wide,), 1.0, tl.float32), tl.zeros((S.wide,), tl.float32)
+        return tl.full((S.wide,), 1.0, tl.float32), tl.full((S.wide,), 0.0, tl.float32)  # tl.zeros takes no attribute of S
 
 
 @triton.jit
