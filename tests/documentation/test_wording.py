@@ -59,7 +59,7 @@ NAMES = {
     "restricted": "has_limited_codes",
 }
 # A term of the field that contains one of the words: held-out data.
-TERMS = re.compile(r"held_?out", re.IGNORECASE)
+TERMS = re.compile(r"held_?out|^connection_made$", re.IGNORECASE)  # the latter is what asyncio calls
 # What may not stand in comments, docstrings and messages, and what to write instead.
 PHRASES = {
     r"\bnot there\b": "out of bounds, masked, missing",
