@@ -36,7 +36,7 @@ from halfbyte.nn.modules.quantized import QuantLinear, QuantModule
 from halfbyte.nn.modules.weight_view import AnyPacked
 from halfbyte.nn.parallel.parallelize import parallelize_
 from halfbyte.nn.report import Report, add_kept, add_notes
-from halfbyte.nn.static.codes import calibrated, rebuilt, replace_
+from halfbyte.nn.static.build import become_, calibration_of, rebuild_integer_network
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -170,16 +170,16 @@ def _on_codes(stored: StoredModel, static: Calibrated, device: torch.device | st
     """Turns the float network `model` into a network on int8 codes and fills it."""
     if model is None:
         raise CheckpointError(f"{stored.path} holds a network on int8 codes, made from a float one: pass that, load(dir, model=model)")
-    if calibrated(model) == static:
+    if calibration_of(model) == static:
         return _filled(stored, device, model)
-    if calibrated(model) is not None:
+    if calibration_of(model) is not None:
         raise CheckpointError(f"{stored.path} has other scales than the model, which computes on int8 codes already: pass the float model")
     try:
-        network = rebuilt(model, static)
+        network = rebuild_integer_network(model, static)
     except (ArgumentError, KeyError) as e:
         raise CheckpointError(f"the network on int8 codes in {stored.path} cannot be made from the model: {e}") from e
     _filled(stored, device, network)
-    replace_(model, network)
+    become_(model, network)
     return model
 
 

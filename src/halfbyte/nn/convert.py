@@ -26,7 +26,7 @@ from halfbyte.nn.modules.low_rank import placed
 from halfbyte.nn.modules.quantized import QuantModule
 from halfbyte.nn.report import CONFIG_ATTRIBUTE, NOTES, add_kept, add_notes
 from halfbyte.nn.static.bias_correction import Layer, LayerWeight
-from halfbyte.nn.static.codes import calibrated, on_codes, replace_
+from halfbyte.nn.static.build import become_, build_integer_network, calibration_of
 from halfbyte.nn.static.moments import InputMoments
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 
@@ -245,11 +245,13 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
         error, bias = relative_error(layer.weight, codes), None if layer.bias is None else layer.bias.detach()
         return LayerWeight(pack_weight(layer, codes, layer.weight.device), bias, error)
 
-    batches, moments = cast("Iterable[object]", images), config.method == "gptq"
-    network = on_codes(model, batches, weight_of, observer=config.observer, moments=moments, equalize=config.equalize)
-    from_ = calibrated(network)
+    batches, with_moments = cast("Iterable[object]", images), config.method == "gptq"
+    network = build_integer_network(
+        model, batches, weight_of, observer=config.observer, with_moments=with_moments, equalize=config.equalize
+    )
+    from_ = calibration_of(network)
     assert from_ is not None
-    replace_(model, network)
+    become_(model, network)
     setattr(model, CONFIG_ATTRIBUTE, config)
     setattr(model, NOTES, from_.notes)
     add_kept(model, kept)
@@ -260,7 +262,7 @@ def _quantize_static_(model: nn.Module, config: Config, decisions: Decisions, im
 
 def _quantized_otherwise(model: nn.Module, present: Sequence[Candidate], config: Config) -> str | None:
     """The message for quantized modules `present` that are not as `config` asks; None if all are."""
-    if present and config.activations == "static" and calibrated(model) is None:
+    if present and config.activations == "static" and calibration_of(model) is None:
         return f'{present[0].name} is quantized already with activations="dynamic", not "static"'
     wanted = formats_of(decide(present, config))
     other = [(name, *different) for name, fmt in wanted.items() if (different := _difference(model.get_submodule(name), fmt, config))]

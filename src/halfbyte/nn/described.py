@@ -15,7 +15,8 @@ KINDS = ("Linear", "Embedding", "EmbeddingBag", *CONVOLUTIONS, "Experts")
 NOT_A_KIND = "only Linear, Embedding, EmbeddingBag, convolutions and experts are quantized"
 ORDER = "input_order"
 RESIDUAL, LOW_RANK, INPUT_SCALE = "residual", "low_rank_in", "input_scale"  # the quantized part of a LowRankLinear, and what it adds
-LEAST, MOST = -128, 127
+LEAST, MOST = -128, 127  # int8 codes
+CALIBRATION_KEY = "halfbyte"  # of a `Calibrated` in the `meta` of a torch.fx.GraphModule, which copies keep
 
 
 @dataclass(frozen=True, slots=True)

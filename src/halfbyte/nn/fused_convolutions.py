@@ -29,7 +29,17 @@ from halfbyte.nn.modules.conv import QuantConv2d, QuantConvTranspose2d
 from halfbyte.nn.modules.quantized import QuantModule, has_hooks
 from halfbyte.nn.report import REMARK
 from halfbyte.nn.static.memory_format import MemoryFormats
-from halfbyte.nn.static.tracing import ADDS, RELUS, TracedModules, Tracer, erase_identities, module_of, replace_node, writes_first_input
+from halfbyte.nn.static.tracing import (
+    ADDS,
+    RELUS,
+    TracedModules,
+    Tracer,
+    calls,
+    erase_identities,
+    module_of,
+    replace_node,
+    writes_first_input,
+)
 from halfbyte.ops.conv.pool import max_pool2d
 
 _Modules = Mapping[str, nn.Module]  # of the traced module, by the names that are the targets of its graph's nodes
@@ -140,7 +150,7 @@ def _fuse_additions(graph: fx.Graph, modules: _Modules) -> int:
     writes = [node for node in graph.nodes if writes_first_input(node, modules)]
     count = 0
     for node in graph.nodes:
-        if node.target not in ADDS or len(node.args) != 2 or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
+        if not calls(node, ADDS) or len(node.args) != 2 or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
             continue
         earlier, later = sorted(node.args, key=position.__getitem__)
         if earlier is later or not _is_unfused(later, modules) or len(later.args) > 1:
@@ -212,6 +222,6 @@ def _clamp_of(node: fx.Node, modules: _Modules) -> _Clamp | None:
     module = module_of(node, modules)
     if isinstance(module, nn.Hardtanh):  # ReLU6 is one
         return float(module.min_val), float(module.max_val)
-    if isinstance(module, nn.ReLU) or node.target in RELUS:
+    if isinstance(module, nn.ReLU) or calls(node, RELUS):
         return 0.0, math.inf
-    return (0.0, 6.0) if node.target is nn.functional.relu6 else None
+    return (0.0, 6.0) if calls(node, (nn.functional.relu6,)) else None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import halfbyte as hb
 from halfbyte.nn.described import Scale
 from halfbyte.nn.static import network as networks
+from halfbyte.nn.static import programs as native
 from halfbyte.nn.static.integer import AveragePool
 from halfbyte.nn.static.network import IntegerNetwork
 
@@ -44,11 +45,11 @@ def images(count: int) -> Tensor:
     return torch.randn(count, 3, 28, 36).contiguous(memory_format=torch.channels_last)
 
 
-def programs(built: nn.Module) -> list[networks._ProgramModule]:
-    thread = networks._thread_programs_of(built).programs  # type: ignore[arg-type]
+def programs(built: nn.Module) -> list[native._ProgramModule]:
+    thread = networks._thread_graphs_of(built).graphs  # type: ignore[arg-type]
     assert thread is not None
-    found = [one for one in thread.by_size.values() if isinstance(one, nn.Module)]
-    return [module for one in found for module in one.modules() if isinstance(module, networks._ProgramModule)]
+    found = [one for one in thread._by_size.values() if isinstance(one, nn.Module)]
+    return [module for one in found for module in one.modules() if isinstance(module, native._ProgramModule)]
 
 
 def same(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
@@ -130,8 +131,8 @@ def test_a_layer_that_is_replaced_is_called() -> None:
 @torch.no_grad()
 def test_convolutions_that_add_their_codes() -> None:
     built, x = on_codes(nn.ReLU6()), images(2)
-    added = networks._with_sums(built)
-    assert sum(isinstance(module, networks._Added) for module in added.modules()) == 1
+    added = native.with_fused_additions(built)
+    assert sum(isinstance(module, native._ConvAdd) for module in added.modules()) == 1
     assert same(added(x), built.node_by_node(x))  # type: ignore[operator]
 
 

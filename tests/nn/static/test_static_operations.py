@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import halfbyte as hb
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.nn.modules.quantized import QuantModule
-from halfbyte.nn.static.codes import calibrated
+from halfbyte.nn.static.build import calibration_of
 from halfbyte.nn.static.integer import Dequantize, IntegerConv2d, IntegerModule
 
 STATIC = hb.Config("int8_channel", activations="static")
@@ -45,7 +45,7 @@ def built(operation: Callable[..., Any], modules: dict[str, nn.Module] | None = 
 def check(model: nn.Module, static: nn.Module) -> None:
     """Each operation rounds to the nearest step of its result, an error of 0.29 steps (root mean square). After three of them, of which one
     may add up several numbers, it is below one step of the result with the widest range, of which a number of usual size has 50."""
-    found = calibrated(static)
+    found = calibration_of(static)
     assert found is not None
     step = max(scale.step for scale in found.scales.values())
     with torch.no_grad():
@@ -137,11 +137,11 @@ def test_sums_that_broadcast(name: str) -> None:
 
 @torch.no_grad()
 def test_a_convolution_that_adds_its_codes_to_others_that_broadcast() -> None:
-    from halfbyte.nn.static import network
+    from halfbyte.nn.static.programs import with_fused_additions
 
     _, static = built(SUMS["one channel"])
     x = images()
-    assert torch.equal(network._with_sums(static)(x), static.node_by_node(x))  # type: ignore[arg-type,operator]
+    assert torch.equal(with_fused_additions(static)(x), static.node_by_node(x))  # type: ignore[arg-type,operator]
 
 
 def _everything(self: _With, x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from halfbyte.nn.modules.experts import QuantExperts
 from halfbyte.nn.modules.quantized import QuantLinear, QuantModule, guard
 from halfbyte.nn.modules.rescaled import as_trained
 from halfbyte.nn.parallel.parallelize import PARTS_ONLY, is_parallel
-from halfbyte.nn.static.codes import calibrated
+from halfbyte.nn.static.build import calibration_of
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 from halfbyte.quantizers.check import non_finite
 
@@ -136,7 +136,7 @@ def _save(model: nn.Module, dir: str | PathLike[str], shard_bytes: int) -> None:
         if (generation := getattr(model, "generation_config", None)) is not None and hasattr(generation, "to_json_string"):
             write_json(staging.path / GENERATION_CONFIG, json.loads(generation.to_json_string()))
         origin = getattr(getattr(model, "config", None), "_name_or_path", None)
-        publish(staging, writer, _config_of(model), weights, found.tied, calibrated(model), base_model=origin)
+        publish(staging, writer, _config_of(model), weights, found.tied, calibration_of(model), base_model=origin)
 
 
 def _weight(module: QuantModule, compute: str, activation: str) -> Weight:

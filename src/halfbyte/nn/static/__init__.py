@@ -1,7 +1,7 @@
 """Networks on int8 codes.
 
-codes.py          makes one of a traced network; tracing.py: what is looked for there; batchnorm.py: folded before;
-                  equalization.py: equal ranges of channels; bias_correction.py: for what rounding shifts; moments.py: GPTQ
-integer.py        its modules; network.py: all of them as one call
+build.py          makes one of a float network: prepare.py (tracing.py, batchnorm.py) -> ranges.py -> rewriter.py
+equalization.py   equal ranges of channels; bias_correction.py: for what rounding shifts; moments.py: GPTQ
+integer.py        the modules of the network; network.py: the network itself; programs.py: its faster graphs
 memory_format.py  channels_last within a network, here and in `fuse_`
 """

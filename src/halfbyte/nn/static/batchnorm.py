@@ -12,7 +12,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from halfbyte.errors import ArgumentError, UnsupportedError
 from halfbyte.nn.modules.conv import FloatConv
 from halfbyte.nn.report import REMARK
-from halfbyte.nn.static.tracing import graph_of, why_overridden
+from halfbyte.nn.static.tracing import graph_of, read_modules, why_overridden
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -61,7 +61,7 @@ def fold_(model: nn.Module, graphs: Sequence[fx.Graph]) -> list[tuple[str, str]]
     """
     modules = dict(model.named_modules())
     foldable = [_foldable(graph, modules) for graph in graphs]
-    used = [{str(node.target) for node in graph.nodes if node.op == "call_module"} | _read(graph) for graph in graphs]
+    used = [{str(node.target) for node in graph.nodes if node.op == "call_module"} | read_modules(graph) for graph in graphs]
     folded = []
     for names in dict.fromkeys(pair for of_graph in foldable for pair in of_graph):
         if all(names in of_graph or used_there.isdisjoint(names) for of_graph, used_there in zip(foldable, used, strict=True)):
@@ -75,14 +75,9 @@ def fold_(model: nn.Module, graphs: Sequence[fx.Graph]) -> list[tuple[str, str]]
     return folded
 
 
-def _read(graph: fx.Graph) -> set[str]:
-    """The modules of which tensors are read without a call."""
-    return {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
-
-
 def _foldable(graph: fx.Graph, modules: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
     """The names (layer, norm) of the pairs that can be folded as far as one graph shows."""
-    used = [node.target for node in graph.nodes if node.op == "call_module"] + list(_read(graph))
+    used = [node.target for node in graph.nodes if node.op == "call_module"] + list(read_modules(graph))
     found = []
     for norm in graph.nodes:
         layer = norm.args[0] if norm.op == "call_module" and norm.args else None

@@ -1,4 +1,4 @@
-"""Bias correction of a network that is about to compute on int8 codes, called by `codes.py` for each batch of calibration images.
+"""Bias correction of a network that is about to compute on int8 codes, called by build.py for each batch of calibration images.
 
 A rounded weight shifts the mean of what a layer computes, and 50 layers, depthwise ones above all, add such shifts up. The bias takes
 them back: bias + E[W x] - E[W' x'], where x' is the input behind layers that are rounded and corrected themselves. Activations are not

@@ -1,4 +1,4 @@
-"""Cross-layer equalization of a network that is about to compute on int8 codes, called by `codes.py` before calibration chooses scales.
+"""Cross-layer equalization of a network that is about to compute on int8 codes, called by build.py before calibration chooses scales.
 
 Codes of a tensor share one scale, in which a channel of small numbers has few codes. So layers that write channel c divide it by s_c and
 those that read it multiply by s_c, in their weights:
@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from halfbyte.nn.static.bias_correction import Layer
-from halfbyte.nn.static.tracing import ADDS, RELUS, module_of, why_overridden
+from halfbyte.nn.static.tracing import ADDS, RELUS, calls, module_of, read_modules, why_overridden
 
 _SMALLEST = 1 / 16  # of the largest range: a channel that calibration images hardly show keeps room for others
 
@@ -115,8 +115,8 @@ def _of_inputs(layer: Layer, scale: Tensor) -> Tensor:
 
 
 def _streams(traced: fx.GraphModule, shapes: Mapping[fx.Node, torch.Size], modules: Mapping[str, nn.Module]) -> list[_Stream]:
-    calls = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
-    read = {str(node.target).rpartition(".")[0] for node in traced.graph.nodes if node.op == "get_attr"}
+    called = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+    read = read_modules(traced.graph)
     stream_of: dict[fx.Node, _Stream] = {}
 
     def stream(node: fx.Node) -> _Stream:
@@ -134,7 +134,7 @@ def _streams(traced: fx.GraphModule, shapes: Mapping[fx.Node, torch.Size], modul
 
     for node in traced.graph.nodes:
         module, sources = module_of(node, modules), node.all_input_nodes
-        private = calls.count(str(node.target)) == 1 and str(node.target) not in read
+        private = called.count(str(node.target)) == 1 and str(node.target) not in read
         if isinstance(module, Layer) and private and _is_plain(module) and len(shapes.get(node, ())) == module.weight.dim():
             stream(node).writers.append(module)
             stream(sources[0]).readers.append(module)
@@ -150,7 +150,7 @@ def _streams(traced: fx.GraphModule, shapes: Mapping[fx.Node, torch.Size], modul
 def _has_range(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     """Whether codes get a scale for the range of a node: a ReLU goes into the layer before it, and a pool has the scale of its input."""
     users = list(node.users)
-    covered = len(users) == 1 and (isinstance(module_of(users[0], modules), nn.ReLU) or users[0].target in RELUS)
+    covered = len(users) == 1 and (isinstance(module_of(users[0], modules), nn.ReLU) or calls(users[0], RELUS))
     return not covered and type(module_of(node, modules)) not in _POOLS
 
 
@@ -166,8 +166,8 @@ def _keeps_channels(node: fx.Node, module: nn.Module | None, sources: list[fx.No
     if module is not None and why_overridden(module) is not None:
         return False
     shape, (size, *_) = shapes[node], [shapes[source] for source in sources]
-    if type(module) is nn.Flatten or node.target in _RESHAPES:
+    if type(module) is nn.Flatten or calls(node, _RESHAPES):
         return shape[:2] == size[:2] and size.numel() == size[0] * size[1]
-    if node.target in ADDS:
+    if calls(node, ADDS):
         return not node.kwargs and len(node.args) == 2 and all(isinstance(a, fx.Node) and shapes[a] == shape for a in node.args)
-    return type(module) is nn.ReLU or node.target in RELUS or len(size) == _HOMOGENEOUS.get(type(module))
+    return type(module) is nn.ReLU or calls(node, RELUS) or len(size) == _HOMOGENEOUS.get(type(module))

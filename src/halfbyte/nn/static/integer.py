@@ -1,4 +1,4 @@
-"""Modules that take and give int8 codes: what `codes.py` makes a network of.
+"""Modules that take and give int8 codes: of which rewriter.py makes a network.
 
 A code q stands for scale * (q - zero), with the scale and zero point of its `Scale`; weights are symmetric, with a scale per channel.
 
@@ -6,7 +6,7 @@ Where gradients are wanted, codes are float32 numbers, whose gradient is that of
 estimator) and 0 for those beyond the ends; all else in a network acts on them as on int8.
 
 `step(x, ...)` of a module is what it does to tensors on the CPU of the sizes, strides and types of x, as a step of a program
-(`network.py`); None where it is none.
+(programs.py); None where there is no such step.
 """
 
 from __future__ import annotations

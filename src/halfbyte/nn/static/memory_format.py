@@ -2,7 +2,7 @@
 
 Kernels of convolutions write channels_last, whatever they read, while torch's keep the format of their input. So a graph hands images on
 in channels_last from one convolution to the next, and `MemoryFormats.restore` inserts conversions where an image leaves them for an
-operation that could tell the difference. Called by nn/fused_convolutions.py and codes.py.
+operation that could tell the difference. Called by nn/fused_convolutions.py and rewriter.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from halfbyte.nn.static.tracing import IDENTITIES_IN_EVAL, module_of, writes_first_input
+from halfbyte.nn.static.tracing import IDENTITIES_IN_EVAL, calls, module_of, writes_first_input
 from halfbyte.ops.conv.images import in_memory_format_of
 
 # Operations whose numbers do not depend on the memory format of images, and whose results keep it.
@@ -80,7 +80,7 @@ class MemoryFormats:
         for node in list(self._graph.nodes):
             readers = sorted(user for user in node.users if not self._ignores_format(user))
             if node in self._channels_last and readers:
-                with self._graph.inserting_before(readers[0]):  # as late as can be: until then all is one program (network.py)
+                with self._graph.inserting_before(readers[0]):  # as late as can be: until then all is one program (programs.py)
                     restored = self._graph.call_function(restore, (node, self._origin(node)))
                 for reader in readers:
                     reader.replace_input_with(node, restored)
@@ -91,11 +91,10 @@ class MemoryFormats:
     def _keeps_format(self, node: fx.Node) -> bool:
         if node.op == "call_module":
             return isinstance(self._modules[str(node.target)], _MODULES) or self._also_keeps(node)
-        listed = node.target in _FUNCTIONS if node.op == "call_function" else node.op == "call_method" and node.target in _METHODS
-        return listed or self._also_keeps(node)
+        return calls(node, _FUNCTIONS) or calls(node, _METHODS) or self._also_keeps(node)
 
     def _ignores_format(self, node: fx.Node) -> bool:
-        reads_size = (node.op == "call_method" and node.target in _SIZES) or (node.target is getattr and node.args[1] == "shape")
+        reads_size = calls(node, _SIZES) or (node.target is getattr and node.args[1] == "shape")
         return reads_size or self._writes_channels_last(node) or self._keeps_format(node) or self._also_ignores(node)
 
     def _writes_input(self, node: fx.Node) -> bool:
@@ -111,7 +110,7 @@ class MemoryFormats:
     def _is_view(self, node: fx.Node) -> bool:
         if node.op == "call_module":
             return isinstance(self._modules[str(node.target)], _VIEW_MODULES)
-        return node.target in _VIEWS
+        return calls(node, _VIEWS)
 
     def _origin(self, node: fx.Node) -> fx.Node | None:
         """Return the tensor whose memory format a result has in torch; None where it is contiguous."""

@@ -1,15 +1,15 @@
 """Tracing of convolutional networks by torch.fx.
 
-Used by what rewrites their graphs: networks on int8 codes (codes.py, network.py), folding of batch norms (batchnorm.py), fused convolutions
-(nn/fused_convolutions.py), memory formats (memory_format.py). Here are the tracer, the operations that all of these look for, the check
-that the traced modules are still those that were traced, and small changes of a graph.
+Used by what rewrites their graphs: networks on int8 codes (prepare.py, rewriter.py, programs.py), folding of batch norms (batchnorm.py),
+fused convolutions (nn/fused_convolutions.py), memory formats (memory_format.py). Here are the tracer, the operations that all of these look
+for, the check that the traced modules are still those that were traced, and small changes of a graph.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,9 @@ from halfbyte.nn.modules.quantized import CALL_HOOKS, why_not_hooks
 IDENTITIES_IN_EVAL = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Identity
 )  # fmt: skip
+# Operations, for `calls`: functions, and names of methods of tensors.
 ADDS = (operator.add, operator.iadd, torch.add)
-RELUS = (torch.relu, nn.functional.relu, "relu", "relu_")  # functions, and names of methods
+RELUS = (torch.relu, nn.functional.relu, "relu", "relu_")
 IN_PLACE_OPERATORS = (
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
     operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift
@@ -182,6 +183,25 @@ class TracedModules(NamedTuple):
 def module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
     """Return the module that a node calls, if it calls one."""
     return modules[str(node.target)] if node.op == "call_module" else None
+
+
+def calls(node: fx.Node, operations: Collection[object]) -> bool:
+    """Whether a node calls one of these functions, or a method of a tensor of one of these names.
+
+    A node's target alone does not tell: that of a call of the module `model.relu`, of whatever class, is "relu", too.
+    """
+    return node.op in ("call_function", "call_method") and node.target in operations
+
+
+def first_input(node: fx.Node) -> fx.Node:
+    """Return the node whose result is the first argument of `node`."""
+    assert isinstance(node.args[0], fx.Node)
+    return node.args[0]
+
+
+def read_modules(graph: fx.Graph) -> set[str]:
+    """Return the names of the modules from which a graph reads a parameter or buffer without calling them."""
+    return {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
 
 
 def writes_first_input(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
