@@ -101,7 +101,7 @@ class _Graphs:
         self._layers = [module for module in network.modules() if isinstance(module, IntegerModule)]
         self._parameters = list(network.parameters())
         self._weights = self._weight_versions()
-        # By shape, strides and dtype of the images and the number of threads; None: such images came once.
+        # Keys: shape, strides and dtype of the images and the number of threads; None: such images came once.
         self._by_size: dict[tuple[object, ...], fx.GraphModule | None] = {}
         self._on_gpu: fx.GraphModule | None = None
 

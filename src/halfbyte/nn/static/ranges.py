@@ -52,7 +52,7 @@ class RangeObserver(fx.Interpreter):
         self._observer, self._normed_layers, self._with_moments = observer, normed_layers, with_moments
         self._modules = dict(traced.named_modules())
         self._dtype = parameter_dtype(traced)
-        # By the names of nodes:
+        # Keys: names of nodes.
         self._ranges: dict[str, tuple[float, float]] = {}
         self._samples: dict[str, list[Tensor]] = {}
         self._stays_float: set[str] = set()

@@ -86,7 +86,7 @@ class GraphRewriter:
         # The new graph, and by their names its modules and parameters.
         self._graph = fx.Graph()
         self._root: dict[str, object] = {}
-        # By nodes of the float graph:
+        # Keys: nodes of the float graph.
         self._float_of: dict[fx.Node, fx.Node] = {}
         self._int8_of: dict[fx.Node, _Int8] = {}
         self._padding_of: dict[fx.Node, tuple[int, int, int, int]] = {}  # (top, bottom, left, right), which convolutions behind it do
@@ -297,7 +297,7 @@ class GraphRewriter:
         x, output = self._int8(first_input(node)), self._output(node)
         window = None if isinstance(layer, nn.Linear) else conv.module_window(layer)
         if window is not None and (padding := self._padding_of.get(first_input(node))) is not None:
-            top, bottom, left, right = (own + before for own, before in zip(window.padding, padding, strict=True))
+            top, bottom, left, right = (of_layer + before for of_layer, before in zip(window.padding, padding, strict=True))
             window = replace(window, padding=(top, bottom, left, right))
         integer_class = IntegerLinear if isinstance(layer, nn.Linear) else IntegerConv1d if isinstance(layer, nn.Conv1d) else IntegerConv2d
         integer_layer = integer_class(
