@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.decoder.offload.placement import bytes_on_gpu
-from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import UnsupportedError
-from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.base import Packed, round_up
 from halfbyte.memory import available_memory, size_text
 from halfbyte.ops.functions import pack, unpack
@@ -80,7 +78,7 @@ class StreamedExperts:
         taken = _SLOTS * max(map(_stack_bytes, mixtures.values())) + biases
         if memory is not None and taken > memory:
             raise UnsupportedError(f"those of {_SLOTS} layers take {size_text(taken)} of GPU memory, and {size_text(memory)} are left")
-        needed, available = sum(_crossing_bytes(weight.packed) for weight in weights), available_memory()
+        needed, available = sum(bytes_on_gpu(weight.packed, torch.float32) for weight in weights), available_memory()
         if available is not None and needed > _SHARE * available:
             raise UnsupportedError(
                 f"a copy of them for the GPU takes {size_text(needed)} of main memory, and half of the {size_text(available)} that are"
@@ -159,12 +157,6 @@ def _stack_bytes(mixture: Experts) -> int:
     """Bytes of the experts of a layer in the order of a GPU's kernels."""
     stacks = mixture.gate_up.packed, mixture.down_proj.packed
     return sum(round_up(bytes_on_gpu(stack, torch.float32), _ALIGNMENT) for stack in stacks)
-
-
-def _crossing_bytes(stack: Packed) -> int:
-    """Bytes of a stack that cross."""
-    geo = gpu_tiles.geometry(packed_format(stack.codes_format, on_cpu=False), stack.shape[1:])
-    return stack.shape[0] * geo.nbytes
 
 
 def _bias_on(weight: Weight, device: torch.device) -> Weight:

@@ -67,7 +67,7 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     if not convolution.gpu_geometry(sizes).contiguous:
         return f"blocks of {sizes.format} are padded"
     if convolution.gpu_geometry(sizes).blocks_a_record > 4:
-        return f"scales of {sizes.format}, for every 16 of K, take more registers than there are"
+        return f"it has no registers for the scales of blocks of {sizes.format}, of 16 elements of K: from 32 on"
     return None
 
 

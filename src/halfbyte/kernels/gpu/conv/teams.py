@@ -114,7 +114,7 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     if not geo.contiguous:
         return f"blocks of {sizes.format} are padded"
     if geo.blocks_a_record > 4:
-        return f"scales of {sizes.format}, for every 16 of K, take more registers than there are"
+        return f"it has no registers for the scales of blocks of {sizes.format}, of 16 elements of K: from 32 on"
     if not hopper_tile.one_block(geo) and problem.dtype == torch.float16 and geo.format.scale != torch.float16:
         return f"it makes the weight in 16 bits, and {sizes.format} with activations of {problem.dtype} takes more"
     return None

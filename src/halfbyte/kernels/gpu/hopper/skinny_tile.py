@@ -9,9 +9,8 @@ warps of a partition share a wgmma, which reads x from shared memory: otherwise 
 
 Arithmetic: the sums of each block are float32 and multiplied by its scale ("sums" of `linear/skinny_tile.py`). Where a slab has more sums
 of blocks than weights, for 8 bits in blocks of 32 and 64, and in blocks of 16, the weight is multiplied by its scale in x's type
-("weights"). 4 bits in bfloat16
-are read as subnormal numbers (`weights.py`): codes take a third of the shifts and are 2**-8 times as large, which the end
-corrects.
+("weights"). 4 bits in bfloat16 are read as subnormal numbers (`weights.py`): codes take a third of the shifts and are 2**-8 times as
+large, which the end corrects.
 
 Integers (`linear/skinny_int8_hopper.py`): int8 rows of x with one block each, times the codes; sums are exact.
 """

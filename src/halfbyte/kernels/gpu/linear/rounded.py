@@ -1,7 +1,7 @@
 """y [M, N] = x^ [M, K] · Wᵀ, where x^ are the dequantized codes of dynamically quantized activations: short blocks or an offset on Hopper.
 
-The result is that of `gemm_int8.py`. With blocks of 32 or 64 its integer sums take a conversion and a multiplication by a scale for every
-32 or 64 products: longer than the products. Here one pass writes x^ = scale * q + offset in x's type, and `gemm_hopper.py` multiplies.
+The result is that of `gemm_int8.py`. With blocks of up to 64 its integer sums take a conversion and a multiplication by a scale per block:
+longer than its products. Here one pass writes x^ = scale * q + offset in x's type, and `gemm_hopper.py` multiplies.
 `skinny_rounded.py` does the same for few rows.
 
 Arithmetic: q, scale and offset as in `quantize/activations.py`; x^ is rounded once to x's type, the rest is `gemm_hopper.py`'s.

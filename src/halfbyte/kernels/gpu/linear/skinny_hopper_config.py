@@ -215,7 +215,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
     blocks = max(1, gpu_tiles.RECORD // geo.padded)
     floats = problem.compute == "float" and not problem.sparse
     use_wgmma = config.columns >= (16 if blocks == 1 else 32) and not problem.sparse
-    # Scales of weights are fewer than those of sums.
+    # Whether a slab has fewer weights to scale than sums; with blocks of 16 a plane of 32 has two scales, so that weights are scaled.
     fewer = blocks == 8 or (blocks > 1 and geo.format.bits == 8) or (use_wgmma and blocks * config.columns > 32)
     sharing, integers = programs_of_tile(problem, config), problem.compute == "int8"
     return Static(
