@@ -14,6 +14,7 @@ from samples import same_codes, sparse_codes
 
 import halfbyte as hb
 from halfbyte.dispatch.choose import choose, report_failure
+from halfbyte.dispatch.gpu import why_no_sparse_layout
 from halfbyte.errors import FormatError
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels import reference
@@ -171,3 +172,10 @@ def test_a_model(device: torch.device, gpu: Gpu) -> None:
     hb.fuse_(mlp)
     assert mlp["up_proj"].packed.layout == gpu_tiles.SPARSE
     assert all((mlp[name](x) - y).norm() < 6e-3 * y.norm() for name, y in zip(mlp, alone, strict=True))
+
+
+def test_blocks_of_16_are_packed_with_their_zeros() -> None:
+    """No kernel multiplies 2:4 sparse weights that have a scale for fewer elements than a sparse matrix instruction multiplies."""
+    for name in ("int8_g16", "int4_g16"):
+        assert "32 elements of K" in (why_no_sparse_layout(as_format(name), (4096, 4096), GPUS["sm_90"]) or "")
+    assert why_no_sparse_layout(as_format("int8_g32"), (4096, 4096), GPUS["sm_90"]) is None
