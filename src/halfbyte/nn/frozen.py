@@ -33,19 +33,17 @@ class Frozen:
 
     containers: tuple[type, ...] = (nn.Module, dict, list, tuple)
 
-    def __init__(self, module: nn.Module, rewritten: Collection[nn.Module] = (), seen: set[int] | None = None) -> None:
+    def __init__(self, module: nn.Module, rewritten: Collection[nn.Module] = ()) -> None:
         """Remember the state of a module.
 
         Args:
             module: The module. It is not kept alive.
             rewritten: Submodules whose own forward replaces their buffers; only their submodules and hooks are compared.
-            seen: Ids of what is compared elsewhere; those of what is compared here are added.
         """
         self._dicts, self._lists = list[dict[Any, Any]](), list[list[Any]]()
         self._tensor_dicts, self._parts = list[Mapping[str, Tensor | None]](), list[nn.Module]()
         self._attributes = list[dict[str, Any]]()  # of modules and configurations
-        self._seen = set[int]() if seen is None else seen
-        self._seen.add(id(module))
+        self._seen = {id(module)}
         self._add(module, rewritten)
         self._sizes = list(map(len, self._attributes))
         named = [(attributes, name) for attributes in self._attributes for name in attributes if name not in _NOT_COMPARED]

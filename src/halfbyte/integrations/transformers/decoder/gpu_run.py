@@ -12,7 +12,7 @@ that `GpuModel` computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,30 +38,14 @@ if TYPE_CHECKING:
 class GpuRun(Run):
     """A call through the layers of a stack, computed by kernels of a GPU where these support the layer and the call."""
 
-    def __init__(
-        self,
-        layers: Sequence[LoweredLayer | None],
-        stack: Part,
-        call: Call,
-        changed: Callable[[int], Sequence[LoweredLayer | None] | None] | None = None,
-    ) -> None:
-        """Prepare a call.
-
-        Args:
-            layers: The lowered layers; None where transformers computes a layer.
-            stack: The module of transformers.
-            call: The arguments of all layers.
-            changed: Called with a layer's index before its launches, while the GPU computes the layer before it. Returns None if the live
-                layer has not changed since it was lowered, else all lowered layers anew. None: no layer can have changed.
-        """
+    def __init__(self, layers: Sequence[LoweredLayer | None], stack: Part, call: Call) -> None:
+        """Prepare a call. layers: Lowered; None where transformers computes one."""
         super().__init__(stack, call)
-        self._lowered, self._changed = layers, changed
+        self._lowered = layers
         self._scales_queries = query_scale_from(stack.layers[0]) is not None  # by position, which no kernel does
 
     def _next_layers(self, x: Tensor, first: int) -> tuple[Tensor, int]:
         """`Run._next_layers`: one layer."""
-        if self._changed is not None and (layers := self._changed(first)) is not None:
-            self._lowered = layers
         lowered, y = self._lowered[first], None
         if lowered is not None and self._accepts(lowered, x, first):
             y = self._decode_layer(lowered, x, first)

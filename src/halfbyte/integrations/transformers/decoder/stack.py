@@ -15,7 +15,6 @@ is compiled again. On a GPU each layer is compared just before its launches, whi
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -51,7 +50,7 @@ from halfbyte.integrations.transformers.optimize.calls import (
     unset,
     why_unknown,
 )
-from halfbyte.integrations.transformers.optimize.frozen import FrozenLayers
+from halfbyte.integrations.transformers.optimize.frozen import Frozen
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing
 from halfbyte.integrations.transformers.optimize.replaced import (
     LAYER_BY_LAYER,
@@ -145,12 +144,9 @@ def _run(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
     if not plain(given) or given.device.type not in ("cpu", "cuda"):
         return None
-    if given.device.type == "cpu" and "cpu" not in gpu_run.DEVICES:  # in tests a CPU stands in for a GPU
-        now = compiled(stack)
-        x = None if isinstance(now, str) else now.run(stack, call, past)
-    else:
-        now = compiled_outside(stack)
-        x = None if isinstance(now, str) else now.run_on_gpu(stack, call, past, functools.partial(_changed, stack))
+    on_cpu = given.device.type == "cpu" and "cpu" not in gpu_run.DEVICES  # in tests a CPU stands in for a GPU
+    now = compiled(stack)
+    x = None if isinstance(now, str) else now.run(stack, call, past, on_cpu=on_cpu)
     return None if x is None else (x, past)
 
 
@@ -192,7 +188,7 @@ def _cache(stack: Part, call: Arguments) -> Any:
 
 # For each stack, as long as it lives: what it was compiled to, or why it was not, and the state of its modules at that time. Threads may
 # compile one stack at the same time; the later result stays.
-_stacks: WeakKeyDictionary[nn.Module, tuple[CompiledStack | str, FrozenLayers]] = WeakKeyDictionary()
+_stacks: WeakKeyDictionary[nn.Module, tuple[CompiledStack | str, Frozen]] = WeakKeyDictionary()
 
 
 def compiled(stack: Part) -> CompiledStack | str:
@@ -201,24 +197,10 @@ def compiled(stack: Part) -> CompiledStack | str:
     return entry[0] if entry is not None and entry[1].is_unchanged() else _compile(stack)
 
 
-def compiled_outside(stack: Part) -> CompiledStack | str:
-    """`compiled` without comparing what the layers consist of, which `_changed` does for each layer."""
-    entry = _stacks.get(stack)
-    return entry[0] if entry is not None and entry[1].is_unchanged_outside() else _compile(stack)
-
-
-def _changed(stack: Part, index: int) -> list[LoweredLayer | None] | None:
-    """Return None if the layer of an index is as it was compiled; otherwise all layers lowered again."""
-    if _stacks[stack][1].layers[index].is_unchanged():
-        return None
-    now = _compile(stack)
-    return [None] * len(stack.layers) if isinstance(now, str) else now.on_gpu(stack)
-
-
 def _compile(stack: Part) -> CompiledStack | str:
     reason, kinds = _why_not(stack), layer_kinds(stack)
     result = reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
-    _stacks[stack] = result, FrozenLayers(stack, stack.layers, _rewritten(stack))
+    _stacks[stack] = result, Frozen(stack, _rewritten(stack))
     return result
 
 
@@ -314,10 +296,11 @@ class CompiledStack:
         reason = gpu_run.why_not_prefilled(stack.layers[index], spec, here)
         return told if reason is None else [*told, f"prompts: {reason}"]
 
-    def run(self, stack: Part, call: Arguments, past: Cache | None) -> Tensor | None:
-        """Compute the normed hidden states on a CPU; None if transformers has to."""
+    def run(self, stack: Part, call: Arguments, past: Cache | None, *, on_cpu: bool) -> Tensor | None:
+        """Compute the normed hidden states on a CPU or a GPU; None if transformers has to."""
         ids, mask = call.get("input_ids"), call.get("attention_mask")
-        if ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
+        is_token = ids is not None and ids.dim() == 2 and ids.shape[1] == 1
+        if on_cpu and is_token and past is not None and not isinstance(mask, Mapping):
             step = self.step(stack)
             y = None if step is None else step(ids, mask, call.get("position_ids"), past.layers)
             if y is not None:
@@ -326,24 +309,10 @@ class CompiledStack:
         if prepared is None:
             return None
         x, layer_call = prepared
-        if (limit := query_scale_from(stack.layers[0])) is not None and int(layer_call.rope_positions.max()) >= limit:
+        limit = query_scale_from(stack.layers[0]) if on_cpu else None
+        if limit is not None and int(layer_call.rope_positions.max()) >= limit:
             return None
-        normed: Tensor = getattr(stack, self.kinds.family.final_norm)(CpuRun(self.on_cpu(stack), stack, layer_call)(x))
-        return normed
-
-    def run_on_gpu(
-        self,
-        stack: Part,
-        call: Arguments,
-        past: Cache | None,
-        changed: Callable[[int], Sequence[LoweredLayer | None] | None],
-    ) -> Tensor | None:
-        """Compute the normed hidden states on a GPU; None if transformers has to. `changed` is that of `GpuRun`."""
-        prepared = prepare(stack, self.kinds, call, past)
-        if prepared is None:
-            return None
-        x, layer_call = prepared
-        run = GpuRun(self.on_gpu(stack), stack, layer_call, changed)
+        run = CpuRun(self.on_cpu(stack), stack, layer_call) if on_cpu else GpuRun(self.on_gpu(stack), stack, layer_call)
         normed: Tensor = getattr(stack, self.kinds.family.final_norm)(run(x))
         return normed
 
