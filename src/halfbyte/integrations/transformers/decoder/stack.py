@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from halfbyte.decoder.family import SLIDING
+from halfbyte.decoder.gpu_layer import GpuLayer
 from halfbyte.decoder.kernels_gpu import layer_kernels
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.lower_gpu import GpuModel
@@ -34,7 +35,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.integrations.transformers.decoder import cpu_run, gpu_run, layer_gpu
 from halfbyte.integrations.transformers.decoder.cpu_run import CpuRun
 from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
-from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
+from halfbyte.integrations.transformers.decoder.layer_gpu import is_prefilled, lower_layer, lower_traced
 from halfbyte.integrations.transformers.decoder.live_ends import Head, decoder_spec, longrope_switch
 from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
 from halfbyte.integrations.transformers.decoder.run import FULL, LayerKinds, layer_kinds, prepare
@@ -51,7 +52,7 @@ from halfbyte.integrations.transformers.optimize.calls import (
     why_unknown,
 )
 from halfbyte.integrations.transformers.optimize.frozen import Frozen
-from halfbyte.integrations.transformers.optimize.hooked import is_capturing
+from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
 from halfbyte.integrations.transformers.optimize.replaced import (
     LAYER_BY_LAYER,
     ReplacedForward,
@@ -63,6 +64,7 @@ from halfbyte.integrations.transformers.optimize.replaced import (
 )
 from halfbyte.machine import gpu
 from halfbyte.nn.modules.quantized import has_global_hooks
+from halfbyte.nn.parallel.parallelize import part_of
 from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.decoder import DecoderLayer
 from halfbyte.ops.transformer.weights import Weight
@@ -229,6 +231,17 @@ def _why_not(stack: Part) -> str | None:
     return None
 
 
+def _why_changed(layer: Part, index: int) -> str | None:
+    """Why the layer of an index in its stack is left to transformers, whatever it computes; None if it is not."""
+    if watched(layer):
+        return "it has a hook"
+    if any("forward" in vars(part) and part_of(part) is None for part in layer.modules()):
+        return "the forward of a part was replaced"
+    if layer.training or not layer.self_attn.is_causal or layer.self_attn.layer_idx != index:
+        return "it is in training, not causal, or of another place"
+    return None
+
+
 class CompiledStack:
     """The layers of a stack, lowered when they are first called on a device. Valid while the modules are unchanged (`compiled`).
 
@@ -242,7 +255,7 @@ class CompiledStack:
         self.kinds = kinds
         self._specs: list[LayerSpec | str] | None = None
         self._on_cpu: list[DecoderLayer | str] | None = None
-        self._on_gpu: list[LoweredLayer | None] | None = None
+        self._on_gpu: list[GpuLayer | None] | None = None
         self._steps: dict[tuple[int, Logits], TokenStep | None] = {}
         self._gpu_model: tuple[Head, Logits, GpuModel | str] | None = None
         self.gpu_lock = threading.Lock()
@@ -251,18 +264,19 @@ class CompiledStack:
         """The specifications of the layers, or the reason why transformers computes them."""
         if self._specs is None:
             kinds, ropes = self.kinds, sorted({*self.kinds.ropes})
-            layers = zip(stack.layers, kinds.ropes, kinds.windows, strict=True)
-            self._specs = [layer_spec(layer, ropes.index(rope), window) for layer, rope, window in layers]
+            layers = enumerate(zip(stack.layers, kinds.ropes, kinds.windows, strict=True))
+            self._specs = [
+                _why_changed(layer, index) or layer_spec(layer, ropes.index(rope), window) for index, (layer, rope, window) in layers
+            ]
         return self._specs
 
     def on_cpu(self, stack: Part) -> list[DecoderLayer | str]:
         """The layers on a CPU: lowered, or the reason why transformers computes them."""
         if self._on_cpu is None:
-            layers = zip(stack.layers, self.specs(stack), strict=True)
-            self._on_cpu = [cpu_run.lower_layer(layer, spec, index) for index, (layer, spec) in enumerate(layers)]
+            self._on_cpu = [cpu_run.lower_layer(layer, spec) for layer, spec in zip(stack.layers, self.specs(stack), strict=True)]
         return self._on_cpu
 
-    def on_gpu(self, stack: Part) -> list[LoweredLayer | None]:
+    def on_gpu(self, stack: Part) -> list[GpuLayer | None]:
         """The layers on a GPU: what kernels read, or None where transformers computes them."""
         if self._on_gpu is None:
             self._on_gpu = [lower_layer(layer, spec) for layer, spec in zip(stack.layers, self.specs(stack), strict=True)]
@@ -348,10 +362,8 @@ class CompiledStack:
     def _new_gpu_model(self, stack: Part, head: Head, logits: Logits) -> GpuModel | str:
         specs, lowered = self.specs(stack), self.on_gpu(stack)
         layers = [spec for spec in specs if isinstance(spec, LayerSpec)]
-        if len(layers) < len(specs) or not all(layer is not None and layer.decodes and layer.prefills for layer in lowered):
+        if len(layers) < len(specs) or not all(layer is not None and is_prefilled(layer) for layer in lowered):
             return "transformers computes some of its layers"
-        if any(not layer.self_attn.is_causal or layer.training or layer.self_attn.layer_idx != i for i, layer in enumerate(stack.layers)):
-            return "a layer is in training, not causal, or of another place"
         spec = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), head, logits)
         if isinstance(spec, str):
             return spec
