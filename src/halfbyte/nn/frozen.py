@@ -7,11 +7,17 @@ read, instead of a list of what matters: so nothing can be forgotten.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import wraps
 from itertools import chain
 from operator import attrgetter, eq, is_
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+
+from halfbyte.bounded import by_object
+
+M = TypeVar("M", bound=nn.Module)
+V = TypeVar("V")
 
 _version = attrgetter("_version")
 class_of = attrgetter("__class__")
@@ -104,6 +110,27 @@ class Frozen:
                 entries = value if isinstance(value, dict) else vars(value)
                 (self._dicts if isinstance(value, dict) else self._attributes).append(entries)
                 self._look_into(entries.values(), rewritten)
+
+
+def while_unchanged(freeze: Callable[[nn.Module], Frozen] = Frozen) -> Callable[[Callable[[M], V]], Callable[[M], V]]:
+    """Memoize a function of a module as long as that lives, which the result must not refer to, and is unchanged.
+
+    Args:
+        freeze: Remembers the state that the result follows from.
+    """
+
+    def decorate(function: Callable[[M], V]) -> Callable[[M], V]:
+        @by_object(lambda entry: entry[1].is_unchanged())
+        def result_and_state(module: M) -> tuple[V, Frozen]:
+            return function(module), freeze(module)
+
+        @wraps(function)
+        def memoized(module: M) -> V:
+            return result_and_state(module)[0]
+
+        return memoized
+
+    return decorate
 
 
 def _values(dicts: Iterable[Any]) -> list[object]:

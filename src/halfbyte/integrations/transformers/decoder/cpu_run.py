@@ -26,8 +26,9 @@ _FEW_ROWS = 64  # tokens that take several layers at once
 
 def lower_layer(layer: Part, spec: LayerSpec | str) -> DecoderLayer | str:
     """Lower a layer, or say why transformers computes it."""
-    reason = spec if isinstance(spec, str) else why_not_lowered(layer, spec)
-    return reason or DecoderLayer(spec.attention, spec.mlp, spec.per_layer_input)
+    if isinstance(spec, str):
+        return spec
+    return why_not_lowered(layer, spec) or DecoderLayer(spec.attention, spec.mlp, spec.per_layer_input)
 
 
 def why_not_lowered(layer: Part, spec: LayerSpec) -> str | None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +62,7 @@ from halfbyte.integrations.transformers.optimize.replaced import (
     why_unknown_output,
 )
 from halfbyte.machine import gpu
+from halfbyte.nn.frozen import while_unchanged
 from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.nn.parallel.parallelize import part_of
 from halfbyte.ops.modes import plain
@@ -153,7 +153,7 @@ def _run(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
 
 
 def _traced(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
-    """`_run` under torch.compile, for GPUs alone. Layers are lowered within the traced code, as tracing cannot read `_stacks`."""
+    """`_run` under torch.compile, for GPUs alone. Layers are lowered within the traced code: tracing cannot read what `compiled` keeps."""
     if (past := _cache(stack, call)) is _NOT_TAKEN:
         return None
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
@@ -188,22 +188,11 @@ def _cache(stack: Part, call: Arguments) -> Any:
     return past if past is None or (use_cache and isinstance(past, Cache)) else _NOT_TAKEN
 
 
-# For each stack, as long as it lives: what it was compiled to, or why it was not, and the state of its modules at that time. Threads may
-# compile one stack at the same time; the later result stays.
-_stacks: WeakKeyDictionary[nn.Module, tuple[CompiledStack | str, Frozen]] = WeakKeyDictionary()
-
-
+@while_unchanged(lambda stack: Frozen(stack, _rewritten(cast("Part", stack))))
 def compiled(stack: Part) -> CompiledStack | str:
     """Return the compiled stack of modules as they are now, or why transformers calls its layers one by one."""
-    entry = _stacks.get(stack)
-    return entry[0] if entry is not None and entry[1].is_unchanged() else _compile(stack)
-
-
-def _compile(stack: Part) -> CompiledStack | str:
     reason, kinds = _why_not(stack), layer_kinds(stack)
-    result = reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
-    _stacks[stack] = result, Frozen(stack, _rewritten(stack))
-    return result
+    return reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
 
 
 def _rewritten(stack: Part) -> tuple[nn.Module, ...]:
@@ -313,8 +302,7 @@ class CompiledStack:
     def run(self, stack: Part, call: Arguments, past: Cache | None, *, on_cpu: bool) -> Tensor | None:
         """Compute the normed hidden states on a CPU or a GPU; None if transformers has to."""
         ids, mask = call.get("input_ids"), call.get("attention_mask")
-        is_token = ids is not None and ids.dim() == 2 and ids.shape[1] == 1
-        if on_cpu and is_token and past is not None and not isinstance(mask, Mapping):
+        if on_cpu and ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
             step = self.step(stack)
             y = None if step is None else step(ids, mask, call.get("position_ids"), past.layers)
             if y is not None:
