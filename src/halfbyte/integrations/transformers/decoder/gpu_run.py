@@ -23,9 +23,9 @@ from transformers.cache_utils import StaticLayer
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, decode, prefill, prefill_with
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.transformers.decoder.layer_gpu import is_prefilled
-from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, is_distributed, query_scale_from
+from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, query_scale_from
 from halfbyte.integrations.transformers.decoder.run import Call, Run
-from halfbyte.machine import Gpu, gpu
+from halfbyte.machine import gpu
 from halfbyte.ops.modes import in_mode, plain
 from halfbyte.ops.transformer.prefill_ops import why_not_many
 
@@ -217,13 +217,6 @@ def _prefill_static(
     y = prefill(layer, x, rope_cache, KeyValues(keys, values, length), mask, per_layer_input)
     length.add_(x.shape[1])
     return y, (keys, values)
-
-
-def why_not_prefilled(layer: Part, spec: LayerSpec, here: Gpu) -> str | None:
-    """Return the reason why kernels do not prefill a layer, whether or not they decode it; None if they do."""
-    if is_distributed(layer):
-        return "its weights are distributed over processes"
-    return why_not_many(spec.attention.heads, dtype_of(spec), here)
 
 
 def dtype_of(spec: LayerSpec) -> torch.dtype:

@@ -25,10 +25,9 @@ from transformers import Cache, DynamicCache
 
 from halfbyte.decoder.family import SLIDING
 from halfbyte.decoder.gpu_layer import GpuLayer
-from halfbyte.decoder.kernels_gpu import layer_kernels
+from halfbyte.decoder.kernels_gpu import torch_ops
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.lower_gpu import GpuModel
-from halfbyte.decoder.program import layer_ops
 from halfbyte.decoder.spec import LayerSpec, Logits, tensors_of
 from halfbyte.errors import HalfbyteError
 from halfbyte.integrations.transformers.decoder import cpu_run, gpu_run, layer_gpu
@@ -36,7 +35,7 @@ from halfbyte.integrations.transformers.decoder.cpu_run import CpuRun
 from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
 from halfbyte.integrations.transformers.decoder.layer_gpu import is_prefilled, lower_layer, lower_traced
 from halfbyte.integrations.transformers.decoder.live_ends import Head, decoder_spec, longrope_switch
-from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
+from halfbyte.integrations.transformers.decoder.live_layer import family_of, is_distributed, layer_spec, needs_eager, query_scale_from
 from halfbyte.integrations.transformers.decoder.run import FULL, LayerKinds, layer_kinds, prepare
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import (
@@ -291,13 +290,11 @@ class CompiledStack:
 
     def _remarks_on_gpu(self, stack: Part, index: int, device: torch.device) -> list[str]:
         """Which ops of a layer torch computes, and why."""
-        spec, here = self.specs(stack)[index], gpu(device.index or 0)
+        spec = self.specs(stack)[index]
         assert not isinstance(spec, str)
-        kernels = layer_kernels(layer_ops(spec), here, dtype=gpu_run.dtype_of(spec))
         told = ["single tokens in calls with a cache that grows: transformers' layers"]
-        told += [f"{lowered.op.name}: {lowered.reason}" for lowered in kernels if lowered.reason is not None]
-        reason = gpu_run.why_not_prefilled(stack.layers[index], spec, here)
-        return told if reason is None else [*told, f"prompts: {reason}"]
+        told += ["prompts: its weights are distributed over processes"] if is_distributed(stack.layers[index]) else []
+        return [*told, *torch_ops([spec], gpu_run.dtype_of(spec), gpu(device.index or 0))]
 
     def run(self, stack: Part, call: Arguments, past: Cache | None, *, on_cpu: bool) -> Tensor | None:
         """Compute the normed hidden states on a CPU or a GPU; None if transformers has to."""
