@@ -477,12 +477,12 @@ def test_hidden_states_beyond_the_range_of_float16(tmp_path: Path) -> None:
 
 def test_what_torch_computes_is_told(models: Any) -> None:
     """On an H100, which is not here."""
-    assert list(torch_ops(models("Gemma3DecoderLayer")[1].spec, torch.bfloat16, GPUS["sm_90"])) == []
-    assert list(torch_ops(models("Gemma2DecoderLayer")[1].spec, torch.bfloat16, GPUS["sm_90"])) == [
+    assert list(torch_ops(models("Gemma3DecoderLayer")[1].spec.layers, torch.bfloat16, GPUS["sm_90"])) == []
+    assert list(torch_ops(models("Gemma2DecoderLayer")[1].spec.layers, torch.bfloat16, GPUS["sm_90"])) == [
         "torch computes attention of one token: the kernels have no soft cap of scores",
         "torch computes attention of prompts: the kernels have no soft cap of scores",
     ]
-    (note,) = torch_ops(models("LlamaDecoderLayer")[1].spec, torch.float32, GPUS["sm_90"])
+    (note,) = torch_ops(models("LlamaDecoderLayer")[1].spec.layers, torch.float32, GPUS["sm_90"])
     assert note.startswith("torch computes attention of prompts: it computes in")
 
 

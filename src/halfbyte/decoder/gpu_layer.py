@@ -434,9 +434,8 @@ def add_per_layer_input(layer: GpuLayer, h: Tensor, per_layer_input: Tensor | No
         return h
     assert per_layer_input is not None
     sublayer, projection = layer.per_layer
-    weight, bias = sublayer.gate[:2]
     if torch.compiler.is_compiling():
-        gated = normed_linear(h, None, weight, bias, gates=sublayer.activation, gated=False) * per_layer_input
+        gated = _product(h, None, sublayer.gate, sublayer.activation, gated=False) * per_layer_input
     else:
-        gated = activated(normed_linear(h, None, weight, bias), sublayer.activation, gated=False, multiplier=per_layer_input)
+        gated = activated(_product(h, None, sublayer.gate), sublayer.activation, gated=False, multiplier=per_layer_input)
     return add_to_residual(sublayer, projection, gated, h)[0]

@@ -13,7 +13,7 @@ import torch
 
 from halfbyte.decoder import lower_cpu
 from halfbyte.decoder.program import TORCH, Lowered, Op, Program, readers_of
-from halfbyte.decoder.spec import DecoderSpec, LayerSpec
+from halfbyte.decoder.spec import LayerSpec
 from halfbyte.dispatch.candidate import Choice
 from halfbyte.dispatch.choose import choose
 from halfbyte.dispatch.gpu import compute_of, packs_code_pairs, why_no_triton
@@ -250,16 +250,16 @@ def why_not_layer(layer: LayerSpec) -> str | None:
     return None
 
 
-def torch_ops(spec: DecoderSpec, dtype: torch.dtype, here: Gpu) -> Iterator[str]:
-    """Which ops torch computes on a GPU, and why."""
+def torch_ops(layers: Iterable[LayerSpec], dtype: torch.dtype, here: Gpu) -> Iterator[str]:
+    """Which ops of layers torch computes on a GPU, and why."""
     told = set()
-    for layer in spec.layers:
+    for layer in layers:
         heads, mlp = layer.attention.heads, layer.mlp
         widest = heads.num_heads * heads.head_dim if heads.qk_norm_whole else None
         reasons = {
             "attention of one token": why_not_attend(heads, dtype, here, widest),
             "attention of prompts": SOFTCAP if heads.softcap is not None else why_not_many(heads, dtype, here),
-            "norms": why_not_norm(spec.hidden_size, here),
+            "norms": why_not_norm(layer.attention.o_proj.packed.shape[0], here),
             "what is between products of experts": why_not_router(mlp.router.shape[0], mlp.router.shape[1], here)
             if isinstance(mlp, Experts)
             else None,

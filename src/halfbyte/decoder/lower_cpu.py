@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from halfbyte.decoder.cache import Cache, OnGpu
 from halfbyte.decoder.offload.placement import Plan
@@ -46,6 +47,7 @@ class DecoderModel(ABC):
     Attributes:
         spec: The specification, with the weights.
         where: What `Cache` needs to know of the GPU; None: the model computes on a CPU.
+        dtype: Of activations.
         plan: Which layers and experts are on the CPU, where the model computes on a GPU; None: none.
         notes: Which ops torch computes, as the device has no kernel for them, and why.
         most_decode: Maximum number of sequences of `decode`.
@@ -59,6 +61,7 @@ class DecoderModel(ABC):
 
     spec: DecoderSpec
     where: OnGpu | None = None
+    dtype: torch.dtype = torch.float32
     plan: Plan | None = None
     notes: tuple[str, ...] = ()
     most_decode: int
@@ -120,6 +123,17 @@ class DecoderModel(ABC):
     def _check_ids(self, ids: Sequence[int]) -> None:
         if min(ids) < 0 or max(ids) >= self.spec.vocabulary:
             raise ArgumentError(f"token ids lie in 0 … {self.spec.vocabulary - 1}, got {min(ids)} … {max(ids)}")
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Hidden states [..., K] of ids."""
+        x = self._table_rows(ids, self.spec.embedding)
+        return x if self.spec.embedding_multiplier == 1.0 else x * self.spec.embedding_multiplier
+
+    def _table_rows(self, ids: Tensor, table: Packed | Tensor) -> Tensor:
+        """Rows [..., K] of an embedding."""
+        if isinstance(table, Packed):
+            return embedding(ids, table, dtype=self.dtype)
+        return functional.embedding(ids.clamp(min=0), table).to(self.dtype)
 
 
 class CpuModel(DecoderModel):
@@ -268,13 +282,9 @@ class CpuModel(DecoderModel):
             return None
         parts = len(self._layers), inputs.norm.weight.shape[0]
         projected = _linear(x, inputs.projection).unflatten(-1, parts) * inputs.projection_multiplier
-        rows = _rows(ids, inputs.table).unflatten(-1, parts)
+        rows = self._table_rows(ids, inputs.table).unflatten(-1, parts)
         of_layers: Tensor = (wide_norm(projected, inputs.norm) + rows * inputs.table_multiplier) * inputs.scale
         return of_layers
-
-    def _embedded(self, ids: Tensor) -> Tensor:
-        x = _rows(ids, self.spec.embedding)
-        return x if self.spec.embedding_multiplier == 1.0 else x * self.spec.embedding_multiplier
 
     def _normed(self, x: Tensor) -> Tensor:
         return wide_norm(x, self.spec.norm)
@@ -305,11 +315,6 @@ def first_reusing(spec: DecoderSpec) -> int | None:
     """Return the index of the first layer from which on all reuse keys and values of earlier ones; None where the last one does not."""
     last_with_cache = max((index for index, layer in enumerate(spec.layers) if layer.kv_source is None), default=-1)
     return last_with_cache + 1 if last_with_cache + 1 < len(spec.layers) else None
-
-
-def _rows(ids: Tensor, table: Packed | Tensor) -> Tensor:
-    """Rows of an embedding, float32."""
-    return embedding(ids, table, dtype=torch.float32) if isinstance(table, Packed) else table[ids].float()
 
 
 def _linear(x: Tensor, weight: Weight) -> Tensor:

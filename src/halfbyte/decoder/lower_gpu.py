@@ -44,10 +44,9 @@ from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits
 from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.errors import ArgumentError, UnsupportedError, non_finite_logits
 from halfbyte.kernels.layer_kinds import logits_in_torch
-from halfbyte.layouts.base import Packed, round_up
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.records import from_codes, to_codes
 from halfbyte.machine import gpu
-from halfbyte.ops.functions import embedding
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES as MOST_ON_CPU
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.norms import add_normed, normed
@@ -142,7 +141,7 @@ class GpuModel(DecoderModel):
         self.prefill_chunk = _FEW if in_torch or (self._has_host_parts and not self.streams_experts) else _READ
         has_experts = any(isinstance(layer.mlp, Experts) for layer in spec.layers)
         self._compiles = home.type == "cuda" and not has_experts and not self._first and why_no_triton() is None and not env.tune()
-        self.notes = (*(torch_ops(spec, dtype, gpu(home.index or 0)) if home.type == "cuda" else ()), *self._host.notes)
+        self.notes = (*(torch_ops(spec.layers, dtype, gpu(home.index or 0)) if home.type == "cuda" else ()), *self._host.notes)
 
     @property
     def _on_gpu(self) -> list[tuple[int, LayerSpec]]:
@@ -458,7 +457,7 @@ class GpuModel(DecoderModel):
         assert self._inputs_norm is not None
         norm, scale = self._inputs_norm
         parts = len(self._layers), len(norm.weight)
-        rows = self._rows(ids.flatten(), inputs.table).view(*ids.shape, *parts) * inputs.table_multiplier
+        rows = self._table_rows(ids.flatten(), inputs.table).view(*ids.shape, *parts) * inputs.table_multiplier
         projected = PackedProjection(inputs.projection)(x).view(*ids.shape, *parts)
         return add_normed(projected, rows, norm, None, scale)[0]
 
@@ -483,17 +482,6 @@ class GpuModel(DecoderModel):
         return ((columns > rows - window) & (columns <= rows))[None]
 
     # Both
-
-    def _embedded(self, ids: Tensor) -> Tensor:
-        """Hidden states [t, K] of ids [t]."""
-        x = self._rows(ids, self.spec.embedding)
-        return x if self.spec.embedding_multiplier == 1.0 else x * self.spec.embedding_multiplier
-
-    def _rows(self, ids: Tensor, table: Packed | Tensor) -> Tensor:
-        """Rows [t, K] of an embedding."""
-        if isinstance(table, Packed):
-            return embedding(ids, table, dtype=self.dtype)
-        return table.index_select(0, ids.clamp(min=0)).to(self.dtype)
 
     def _head(self, x: Tensor) -> Tensor:
         """Logits [M, N] of normed rows [M, K], in the type of activations, before `spec.logits`."""

@@ -7,11 +7,17 @@ read, instead of a list of what matters: so nothing can be forgotten.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import wraps
 from itertools import chain
 from operator import attrgetter, eq, is_
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+
+from halfbyte.bounded import by_object
+
+M = TypeVar("M", bound=nn.Module)
+V = TypeVar("V")
 
 _version = attrgetter("_version")
 class_of = attrgetter("__class__")
@@ -33,19 +39,17 @@ class Frozen:
 
     containers: tuple[type, ...] = (nn.Module, dict, list, tuple)
 
-    def __init__(self, module: nn.Module, rewritten: Collection[nn.Module] = (), seen: set[int] | None = None) -> None:
+    def __init__(self, module: nn.Module, rewritten: Collection[nn.Module] = ()) -> None:
         """Remember the state of a module.
 
         Args:
             module: The module. It is not kept alive.
             rewritten: Submodules whose own forward replaces their buffers; only their submodules and hooks are compared.
-            seen: Ids of what is compared elsewhere; those of what is compared here are added.
         """
         self._dicts, self._lists = list[dict[Any, Any]](), list[list[Any]]()
         self._tensor_dicts, self._parts = list[Mapping[str, Tensor | None]](), list[nn.Module]()
         self._attributes = list[dict[str, Any]]()  # of modules and configurations
-        self._seen = set[int]() if seen is None else seen
-        self._seen.add(id(module))
+        self._seen = {id(module)}
         self._add(module, rewritten)
         self._sizes = list(map(len, self._attributes))
         named = [(attributes, name) for attributes in self._attributes for name in attributes if name not in _NOT_COMPARED]
@@ -106,6 +110,27 @@ class Frozen:
                 entries = value if isinstance(value, dict) else vars(value)
                 (self._dicts if isinstance(value, dict) else self._attributes).append(entries)
                 self._look_into(entries.values(), rewritten)
+
+
+def while_unchanged(freeze: Callable[[nn.Module], Frozen] = Frozen) -> Callable[[Callable[[M], V]], Callable[[M], V]]:
+    """Memoize a function of a module as long as that lives, which the result must not refer to, and is unchanged.
+
+    Args:
+        freeze: Remembers the state that the result follows from.
+    """
+
+    def decorate(function: Callable[[M], V]) -> Callable[[M], V]:
+        @by_object(lambda entry: entry[1].is_unchanged())
+        def result_and_state(module: M) -> tuple[V, Frozen]:
+            return function(module), freeze(module)
+
+        @wraps(function)
+        def memoized(module: M) -> V:
+            return result_and_state(module)[0]
+
+        return memoized
+
+    return decorate
 
 
 def _values(dicts: Iterable[Any]) -> list[object]:

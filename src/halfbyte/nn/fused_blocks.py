@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfbyte.bounded import by_object
-from halfbyte.nn.frozen import Frozen
+from halfbyte.nn.frozen import Frozen, while_unchanged
 from halfbyte.nn.fused_transformers import compiled
 from halfbyte.nn.modules.conv import QuantConv2d
 from halfbyte.nn.modules.quantized import has_global_hooks, has_hooks
@@ -122,12 +122,12 @@ def _native(*pairs: tuple[nn.Module, nn.Module], activated: bool) -> NormedConvs
     return NormedConvs(stages, activated=activated)
 
 
-@by_object(lambda compiled: compiled[1].is_unchanged())
-def _compiled_block(block: nn.Module) -> tuple[NormedConvs | None, Frozen]:
-    """The native call of a ResnetBlock2D, and the state of the layers that this follows from."""
+@while_unchanged()
+def _compiled_block(block: nn.Module) -> NormedConvs | None:
+    """The native call of a ResnetBlock2D."""
     norm1, conv1, norm2, conv2, activation, dropout = (block.get_submodule(name) for name in _LAYERS)
     usual = _is_exactly(activation, nn.SiLU) and _is_exactly(dropout, nn.Dropout) and not dropout.training
-    return _native((norm1, conv1), (norm2, conv2), activated=True) if usual else None, Frozen(block)
+    return _native((norm1, conv1), (norm2, conv2), activated=True) if usual else None
 
 
 @by_object(lambda compiled, conv: compiled[2]() is conv and compiled[1].is_unchanged() and compiled[3].is_unchanged())
@@ -169,7 +169,7 @@ class _Block(_Mixin):
     def _natively(self, x: Tensor, temb: Tensor | None) -> Tensor | None:
         if not plain(x):
             return None
-        convs, _ = _compiled_block(self)
+        convs = _compiled_block(self)
         if convs is None or not convs.fits(x, temb) or self._needs_gradients():
             return None
         return convs(x, self._embedded(temb), self._shortcut(x))
@@ -199,14 +199,14 @@ class _Block(_Mixin):
         return cast(Tensor, shortcut(x, channels_last=True) if type(shortcut) is QuantConv2d else shortcut(x))
 
 
-@by_object(lambda compiled: compiled[1].is_unchanged())
-def _compiled_upsample(block: nn.Module) -> tuple[UpsampledConv | None, Frozen]:
-    """The native call of an Upsample2D's convolution, and the state of the layers that this follows from."""
-    conv, native = cast(nn.Module, block._modules.get("conv")), None
+@while_unchanged()
+def _compiled_upsample(block: nn.Module) -> UpsampledConv | None:
+    """The native call of an Upsample2D's convolution."""
+    conv = cast(nn.Module, block._modules.get("conv"))
     if _is_exactly(conv, QuantConv2d) and conv.padding_mode == "zeros" and conv.packed_data.is_cpu:
         numbers = window_numbers(conv.packed.sizes.kernel, conv.stride, conv.padding, conv.dilation)
-        native = UpsampledConv(conv.packed, conv.bias, numbers, conv.compute, conv.activation)
-    return native, Frozen(block)
+        return UpsampledConv(conv.packed, conv.bias, numbers, conv.compute, conv.activation)
+    return None
 
 
 class _Upsample(_Mixin):
@@ -223,7 +223,7 @@ class _Upsample(_Mixin):
         x, usual = hidden_states, self.use_conv and not self.use_conv_transpose and self.interpolate and self.norm is None
         if usual and self.name == "conv" and output_size is None and not (args or kwargs or has_global_hooks()) and plain(x):
             differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *self.parameters()))
-            native = None if differentiable else _compiled_upsample(self)[0]
+            native = None if differentiable else _compiled_upsample(self)
             if native is not None and (y := native(x)) is not None:
                 return y
         return cast(Tensor, super().forward(x, output_size, *args, **kwargs))
@@ -265,7 +265,7 @@ class _TransformerBlock(_Mixin):
     @property
     def halfbyte_remark(self) -> str:
         """What `halfbyte.report` says of the block."""
-        block, _ = compiled(self)
+        block = compiled(self)
         return f"left to diffusers: {block}" if isinstance(block, str) else "one native call"
 
     def forward(
@@ -283,7 +283,7 @@ class _TransformerBlock(_Mixin):
         x, context = hidden_states, encoder_hidden_states
         given = attention_mask is None and encoder_attention_mask is None and not cross_attention_kwargs
         if given and context is not None and not (self._is_watched() or self._needs_gradients(x, context)):
-            block, _ = compiled(self)
+            block = compiled(self)
             if not isinstance(block, str) and block.fits(x, context):
                 return block(x, context)
         inputs = x, attention_mask, context, encoder_attention_mask, timestep, cross_attention_kwargs

@@ -9,8 +9,7 @@ from typing import Protocol, cast
 
 from torch import nn
 
-from halfbyte.bounded import by_object
-from halfbyte.nn.frozen import Frozen
+from halfbyte.nn.frozen import while_unchanged
 from halfbyte.nn.modules.quantized import QuantLinear, has_hooks
 from halfbyte.ops.transformer.cross_block import CrossBlock, why_not
 from halfbyte.ops.transformer.sublayers import Norm
@@ -19,10 +18,10 @@ from halfbyte.ops.transformer.weights import Weight
 _PROCESSORS = "diffusers.models.attention_processor"
 
 
-@by_object(lambda compiled: compiled[1].is_unchanged())
-def compiled(block: nn.Module) -> tuple[CrossBlock | str, Frozen]:
-    """The native block, or why diffusers computes it; and the state of the layers that this follows from."""
-    return _lowered(cast(_Block, block), block), Frozen(block)
+@while_unchanged()
+def compiled(block: nn.Module) -> CrossBlock | str:
+    """The native block, or why diffusers computes it."""
+    return _lowered(cast(_Block, block), block)
 
 
 class _Attention(Protocol):

@@ -29,6 +29,7 @@ from halfbyte.integrations.transformers.decoder.live_layer import layer_spec, sh
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
 from halfbyte.integrations.transformers.optimize import forwards
 from halfbyte.integrations.transformers.optimize.forwards import replace_forwards_
+from halfbyte.integrations.transformers.optimize.self_check import relative_difference, tolerance
 from halfbyte.machine import GPUS
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
@@ -382,6 +383,17 @@ def test_a_layer_that_changed(device: torch.device, calls: list[bool]) -> None:
         assert calls == [True, True]
 
 
+@pytest.mark.parametrize("kind", ["llama", "glm4", "qwen2_moe", "gemma4, inputs of layers' own"])
+def test_products_of_integers(kind: str, device: torch.device, calls: list[bool], prompts: list[bool]) -> None:
+    """Activations are quantized as in the modules, each in blocks; those that round otherwise differ by a code."""
+    plain, short = pair(kind, device, compute="int8")
+    caches = fixed(short, 64), StaticCache(config=plain.config, max_cache_len=64)
+    found, expected = (logits(model, cache, (9, 1, 1)) for model, cache in zip((short, plain), caches, strict=True))
+    assert relative_difference(found.float(), expected.float()) <= tolerance(plain)
+    assert calls == decoded(short, (9, 1, 1))
+    assert prompts == [takes_prompts(device)] * 2
+
+
 def custom_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **how: Any) -> tuple[Tensor, None]:
     """Masks what it masks by itself."""
     assert mask is None
@@ -441,7 +453,7 @@ def test_layers_are_alike_that_launch_the_same(kind: str, device: torch.device) 
     first, second = short.model.layers
     for index in (0, 1):
         found = [layer_gpu.lower_layer(layer, layer_spec(layer)) for layer in (first, second)]
-        numbers = [lowered and lowered.layer.launch_id for lowered in found]
+        numbers = [lowered and lowered.launch_id for lowered in found]
         assert None not in numbers
         assert (numbers[0] == numbers[1]) == (index == 0)
         owner, name = CHANGES[kind](second)

@@ -15,7 +15,6 @@ from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.transformers.cache.kv_entry import KVEntry, sees_what_it_should
 from halfbyte.integrations.transformers.decoder.live_layer import is_distributed, needs_eager
 from halfbyte.integrations.transformers.decoder.run import Call, Run
-from halfbyte.integrations.transformers.optimize.hooked import watched
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
 from halfbyte.ops.transformer.sublayers import Heads
 
@@ -25,20 +24,11 @@ if TYPE_CHECKING:
 _FEW_ROWS = 64  # tokens that take several layers at once
 
 
-def lower_layer(layer: Part, spec: LayerSpec | str, index: int) -> DecoderLayer | str:
-    """Lower the layer of an index in its stack, or say why transformers computes it."""
+def lower_layer(layer: Part, spec: LayerSpec | str) -> DecoderLayer | str:
+    """Lower a layer, or say why transformers computes it."""
     if isinstance(spec, str):
         return spec
-    if (reason := why_not_lowered(layer, spec)) is not None:
-        return reason
-    if watched(layer):
-        return "it has a hook"
-    if any("forward" in vars(part) for part in layer.modules()):
-        return "the forward of a part was replaced"
-    attention = layer.self_attn
-    if layer.training or not attention.is_causal or attention.layer_idx != index:
-        return "it is in training, not causal, or of another place"
-    return DecoderLayer(spec.attention, spec.mlp, spec.per_layer_input)
+    return why_not_lowered(layer, spec) or DecoderLayer(spec.attention, spec.mlp, spec.per_layer_input)
 
 
 def why_not_lowered(layer: Part, spec: LayerSpec) -> str | None:

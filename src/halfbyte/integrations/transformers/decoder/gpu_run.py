@@ -12,7 +12,7 @@ that `GpuModel` computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,10 @@ from transformers.cache_utils import StaticLayer
 
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, decode, prefill, prefill_with
 from halfbyte.decoder.spec import LayerSpec
-from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer
-from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, family_of, is_distributed, query_scale_from
+from halfbyte.integrations.transformers.decoder.layer_gpu import is_prefilled
+from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, query_scale_from
 from halfbyte.integrations.transformers.decoder.run import Call, Run
-from halfbyte.machine import Gpu, gpu
+from halfbyte.machine import gpu
 from halfbyte.ops.modes import in_mode, plain
 from halfbyte.ops.transformer.prefill_ops import why_not_many
 
@@ -38,45 +38,29 @@ if TYPE_CHECKING:
 class GpuRun(Run):
     """A call through the layers of a stack, computed by kernels of a GPU where these support the layer and the call."""
 
-    def __init__(
-        self,
-        layers: Sequence[LoweredLayer | None],
-        stack: Part,
-        call: Call,
-        changed: Callable[[int], Sequence[LoweredLayer | None] | None] | None = None,
-    ) -> None:
-        """Prepare a call.
-
-        Args:
-            layers: The lowered layers; None where transformers computes a layer.
-            stack: The module of transformers.
-            call: The arguments of all layers.
-            changed: Called with a layer's index before its launches, while the GPU computes the layer before it. Returns None if the live
-                layer has not changed since it was lowered, else all lowered layers anew. None: no layer can have changed.
-        """
+    def __init__(self, layers: Sequence[GpuLayer | None], stack: Part, call: Call) -> None:
+        """Prepare a call. layers: Lowered; None where transformers computes one."""
         super().__init__(stack, call)
-        self._lowered, self._changed = layers, changed
+        self._lowered = layers
         self._scales_queries = query_scale_from(stack.layers[0]) is not None  # by position, which no kernel does
 
     def _next_layers(self, x: Tensor, first: int) -> tuple[Tensor, int]:
         """`Run._next_layers`: one layer."""
-        if self._changed is not None and (layers := self._changed(first)) is not None:
-            self._lowered = layers
         lowered, y = self._lowered[first], None
         if lowered is not None and self._accepts(lowered, x, first):
             y = self._decode_layer(lowered, x, first)
             y = self._prefill_layer(lowered, x, first) if y is None else y
         return self._by_transformers(x, first) if y is None else y, first + 1
 
-    def _accepts(self, lowered: LoweredLayer, x: Tensor, index: int) -> bool:
+    def _accepts(self, lowered: GpuLayer, x: Tensor, index: int) -> bool:
         """Whether kernels may compute this call of a layer, as far as that depends neither on the number of tokens nor on the cache."""
         cos = self._call.rotary[index][0]
         return (
             x.device.type in DEVICES
             and cos.dim() == 3
-            and lowered.layer.attention.heads.accepts_rope_of(cos.shape[2])
+            and lowered.attention.heads.accepts_rope_of(cos.shape[2])
             and not self._scales_queries
-            and (self._call.per_layer is None) == (lowered.layer.per_layer is None)
+            and (self._call.per_layer is None) == (lowered.per_layer is None)
             and self._modules[index].self_attn.is_causal
             and not torch.is_grad_enabled()
         )
@@ -89,20 +73,20 @@ class GpuRun(Run):
         is_strided = rows.stride(2) == 1 and rows.stride(0) == rows.stride(1) * rows.shape[1]
         return rows if is_strided else rows.contiguous()
 
-    def _decode_layer(self, lowered: LoweredLayer, x: Tensor, index: int) -> Tensor | None:
+    def _decode_layer(self, lowered: GpuLayer, x: Tensor, index: int) -> Tensor | None:
         """Compute a layer for one token of each sequence, x [B, 1, K], with a static cache; return None if that is not supported."""
         call, sharing = self._call, self._kv_sharing[index]
         cache_layers: Sequence[Any] = () if call.past is None else call.past.layers
         cache_index: int | None = sharing.source if sharing.reuses else self._modules[index].self_attn.layer_idx
         if cache_index is None or (sharing.reuses and sharing.kind not in call.shared):
             return None
-        if not lowered.decodes or not _supports_decode(x, cache_layers, cache_index):
+        if not _supports_decode(x, cache_layers, cache_index):
             return None
         cache_layer, mask = cache_layers[cache_index], call.masks[index]
         if not self._is_decode_mask(mask, cache_layer.keys.shape[2]):
             return None
         cos, sin = call.rotary[index]
-        rope_cache = (cos[:, 0], sin[:, 0]) if lowered.layer.attention.heads.rotary_dim else None
+        rope_cache = (cos[:, 0], sin[:, 0]) if lowered.attention.heads.rotary_dim else None
         row_mask = None if mask is None else mask[:, 0, 0]
         length = cache_layer.cumulative_length
         cache = KeyValues(cache_layer.keys, cache_layer.values, length)
@@ -110,7 +94,7 @@ class GpuRun(Run):
         # that this length changes, so torch increments it. The kernel increments the lengths of the other layers.
         is_first = cache_index == 0
         advance = 0 if is_first or sharing.reuses else 1
-        y = decode(lowered.layer, x, rope_cache, cache, row_mask, self._per_layer_input(index), advance=advance)
+        y = decode(lowered, x, rope_cache, cache, row_mask, self._per_layer_input(index), advance=advance)
         if sharing.reuses:
             return y
         if is_first:
@@ -119,11 +103,11 @@ class GpuRun(Run):
             call.shared[sharing.kind] = cache_layer.keys, cache_layer.values
         return y
 
-    def _prefill_layer(self, lowered: LoweredLayer, x: Tensor, index: int) -> Tensor | None:
+    def _prefill_layer(self, lowered: GpuLayer, x: Tensor, index: int) -> Tensor | None:
         """Compute a layer for x [B, t, K], t > 1, or t = 1 if it reuses keys and values; return None if that is not supported."""
-        call, module, sharing, heads = self._call, self._modules[index], self._kv_sharing[index], lowered.layer.attention.heads
+        call, module, sharing, heads = self._call, self._modules[index], self._kv_sharing[index], lowered.attention.heads
         is_prefill = (x.shape[1] > 1 or sharing.reuses) and plain(x) and not getattr(call.past, "offloading", False) and not module.training
-        if not is_prefill or not lowered.prefills or (x.is_cuda and why_not_many(heads, x.dtype, gpu(x.get_device())) is not None):
+        if not is_prefill or not is_prefilled(lowered) or (x.is_cuda and why_not_many(heads, x.dtype, gpu(x.get_device())) is not None):
             return None
         given_mask = call.masks[index]
         if not self._is_prefill_mask(given_mask, x.shape[1]):
@@ -137,20 +121,20 @@ class GpuRun(Run):
             reused = self._reused(module, sharing, x, given_mask)
             if reused is None:
                 return None
-            return prefill(lowered.layer, x, rope_cache, reused, mask, per_layer_input, name="others")
+            return prefill(lowered, x, rope_cache, reused, mask, per_layer_input, name="others")
         cache_index: int = module.self_attn.layer_idx
         cache_layer: Any = None if call.past is None or cache_index >= len(call.past.layers) else call.past.layers[cache_index]
         if isinstance(cache_layer, StaticLayer) and not cache_layer.is_initialized:
             # Create the length on the GPU: `lazy_initialization` would copy it from the host, and wait for the GPU.
             cache_layer.cumulative_length = torch.zeros_like(cache_layer.cumulative_length, device=x.device)
         if type(cache_layer) is StaticLayer:
-            y, states = _prefill_static(lowered.layer, x, mask, rope_cache, cache_layer, per_layer_input)
+            y, states = _prefill_static(lowered, x, mask, rope_cache, cache_layer, per_layer_input)
         else:
             update = None if call.past is None else partial(call.past.update, layer_idx=cache_index)
-            y, states = prefill_with(lowered.layer, x, rope_cache, update, mask, per_layer_input)
+            y, states = prefill_with(lowered, x, rope_cache, update, mask, per_layer_input)
         if sharing.provides:
             call.shared[sharing.kind] = states
-        return y if lowered.layer.mlp is not None else _add_mlp(module, lowered.spec, y)
+        return y
 
     def _is_decode_mask(self, mask: Tensor | None, size: int) -> bool:
         """Whether `attend` masks scores as the layer's attention does, with a cache of `size` places.
@@ -233,24 +217,6 @@ def _prefill_static(
     y = prefill(layer, x, rope_cache, KeyValues(keys, values, length), mask, per_layer_input)
     length.add_(x.shape[1])
     return y, (keys, values)
-
-
-def _add_mlp(module: Part, spec: LayerSpec, h: Tensor) -> Tensor:
-    """Compute a layer's output h + multiplier * mlp(norm(h)) by the modules of transformers, from h after the attention sublayer."""
-    family = family_of(module)
-    assert family is not None
-    assert family.norms[2] is not None
-    output = getattr(module, family.mlp)(getattr(module, family.norms[2])(h))
-    y: Tensor = output[0] if isinstance(output, tuple) else output  # gpt-oss returns (y, router weights)
-    multiplier = spec.attention.residual_multiplier
-    return h + (y if multiplier == 1 else y * multiplier)
-
-
-def why_not_prefilled(layer: Part, spec: LayerSpec, here: Gpu) -> str | None:
-    """Return the reason why kernels do not prefill a layer, whether or not they decode it; None if they do."""
-    if is_distributed(layer):
-        return "its weights are distributed over processes"
-    return why_not_many(spec.attention.heads, dtype_of(spec), here)
 
 
 def dtype_of(spec: LayerSpec) -> torch.dtype:

@@ -15,29 +15,27 @@ is compiled again. On a GPU each layer is compared just before its launches, whi
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from halfbyte.decoder.family import SLIDING
-from halfbyte.decoder.kernels_gpu import layer_kernels
+from halfbyte.decoder.gpu_layer import GpuLayer
+from halfbyte.decoder.kernels_gpu import torch_ops
 from halfbyte.decoder.lower_cpu import CpuModel
 from halfbyte.decoder.lower_gpu import GpuModel
-from halfbyte.decoder.program import layer_ops
 from halfbyte.decoder.spec import LayerSpec, Logits, tensors_of
 from halfbyte.errors import HalfbyteError
 from halfbyte.integrations.transformers.decoder import cpu_run, gpu_run, layer_gpu
 from halfbyte.integrations.transformers.decoder.cpu_run import CpuRun
 from halfbyte.integrations.transformers.decoder.gpu_run import GpuRun
-from halfbyte.integrations.transformers.decoder.layer_gpu import LoweredLayer, lower_layer, lower_traced
+from halfbyte.integrations.transformers.decoder.layer_gpu import is_prefilled, lower_layer, lower_traced
 from halfbyte.integrations.transformers.decoder.live_ends import Head, decoder_spec, longrope_switch
-from halfbyte.integrations.transformers.decoder.live_layer import family_of, layer_spec, needs_eager, query_scale_from
+from halfbyte.integrations.transformers.decoder.live_layer import family_of, is_distributed, layer_spec, needs_eager, query_scale_from
 from halfbyte.integrations.transformers.decoder.run import FULL, LayerKinds, layer_kinds, prepare
 from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import (
@@ -51,8 +49,8 @@ from halfbyte.integrations.transformers.optimize.calls import (
     unset,
     why_unknown,
 )
-from halfbyte.integrations.transformers.optimize.frozen import FrozenLayers
-from halfbyte.integrations.transformers.optimize.hooked import is_capturing
+from halfbyte.integrations.transformers.optimize.frozen import Frozen
+from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
 from halfbyte.integrations.transformers.optimize.replaced import (
     LAYER_BY_LAYER,
     ReplacedForward,
@@ -63,7 +61,9 @@ from halfbyte.integrations.transformers.optimize.replaced import (
     why_unknown_output,
 )
 from halfbyte.machine import gpu
+from halfbyte.nn.frozen import while_unchanged
 from halfbyte.nn.modules.quantized import has_global_hooks
+from halfbyte.nn.parallel.parallelize import part_of
 from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.decoder import DecoderLayer
 from halfbyte.ops.transformer.weights import Weight
@@ -145,17 +145,14 @@ def _run(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
     if not plain(given) or given.device.type not in ("cpu", "cuda"):
         return None
-    if given.device.type == "cpu" and "cpu" not in gpu_run.DEVICES:  # in tests a CPU stands in for a GPU
-        now = compiled(stack)
-        x = None if isinstance(now, str) else now.run(stack, call, past)
-    else:
-        now = compiled_outside(stack)
-        x = None if isinstance(now, str) else now.run_on_gpu(stack, call, past, functools.partial(_changed, stack))
+    on_cpu = given.device.type == "cpu" and "cpu" not in gpu_run.DEVICES  # in tests a CPU stands in for a GPU
+    now = compiled(stack)
+    x = None if isinstance(now, str) else now.run(stack, call, past, on_cpu=on_cpu)
     return None if x is None else (x, past)
 
 
 def _traced(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
-    """`_run` under torch.compile, for GPUs alone. Layers are lowered within the traced code, as tracing cannot read `_stacks`."""
+    """`_run` under torch.compile, for GPUs alone. Layers are lowered within the traced code: tracing cannot read what `compiled` keeps."""
     if (past := _cache(stack, call)) is _NOT_TAKEN:
         return None
     given: Tensor = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
@@ -190,36 +187,11 @@ def _cache(stack: Part, call: Arguments) -> Any:
     return past if past is None or (use_cache and isinstance(past, Cache)) else _NOT_TAKEN
 
 
-# For each stack, as long as it lives: what it was compiled to, or why it was not, and the state of its modules at that time. Threads may
-# compile one stack at the same time; the later result stays.
-_stacks: WeakKeyDictionary[nn.Module, tuple[CompiledStack | str, FrozenLayers]] = WeakKeyDictionary()
-
-
+@while_unchanged(lambda stack: Frozen(stack, _rewritten(cast("Part", stack))))
 def compiled(stack: Part) -> CompiledStack | str:
     """Return the compiled stack of modules as they are now, or why transformers calls its layers one by one."""
-    entry = _stacks.get(stack)
-    return entry[0] if entry is not None and entry[1].is_unchanged() else _compile(stack)
-
-
-def compiled_outside(stack: Part) -> CompiledStack | str:
-    """`compiled` without comparing what the layers consist of, which `_changed` does for each layer."""
-    entry = _stacks.get(stack)
-    return entry[0] if entry is not None and entry[1].is_unchanged_outside() else _compile(stack)
-
-
-def _changed(stack: Part, index: int) -> list[LoweredLayer | None] | None:
-    """Return None if the layer of an index is as it was compiled; otherwise all layers lowered again."""
-    if _stacks[stack][1].layers[index].is_unchanged():
-        return None
-    now = _compile(stack)
-    return [None] * len(stack.layers) if isinstance(now, str) else now.on_gpu(stack)
-
-
-def _compile(stack: Part) -> CompiledStack | str:
     reason, kinds = _why_not(stack), layer_kinds(stack)
-    result = reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
-    _stacks[stack] = result, FrozenLayers(stack, stack.layers, _rewritten(stack))
-    return result
+    return reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
 
 
 def _rewritten(stack: Part) -> tuple[nn.Module, ...]:
@@ -247,6 +219,17 @@ def _why_not(stack: Part) -> str | None:
     return None
 
 
+def _why_changed(layer: Part, index: int) -> str | None:
+    """Why the layer of an index in its stack is left to transformers, whatever it computes; None if it is not."""
+    if watched(layer):
+        return "it has a hook"
+    if any("forward" in vars(part) and part_of(part) is None for part in layer.modules()):
+        return "the forward of a part was replaced"
+    if layer.training or not layer.self_attn.is_causal or layer.self_attn.layer_idx != index:
+        return "it is in training, not causal, or of another place"
+    return None
+
+
 class CompiledStack:
     """The layers of a stack, lowered when they are first called on a device. Valid while the modules are unchanged (`compiled`).
 
@@ -260,7 +243,7 @@ class CompiledStack:
         self.kinds = kinds
         self._specs: list[LayerSpec | str] | None = None
         self._on_cpu: list[DecoderLayer | str] | None = None
-        self._on_gpu: list[LoweredLayer | None] | None = None
+        self._on_gpu: list[GpuLayer | None] | None = None
         self._steps: dict[tuple[int, Logits], TokenStep | None] = {}
         self._gpu_model: tuple[Head, Logits, GpuModel | str] | None = None
         self.gpu_lock = threading.Lock()
@@ -269,18 +252,19 @@ class CompiledStack:
         """The specifications of the layers, or the reason why transformers computes them."""
         if self._specs is None:
             kinds, ropes = self.kinds, sorted({*self.kinds.ropes})
-            layers = zip(stack.layers, kinds.ropes, kinds.windows, strict=True)
-            self._specs = [layer_spec(layer, ropes.index(rope), window) for layer, rope, window in layers]
+            layers = enumerate(zip(stack.layers, kinds.ropes, kinds.windows, strict=True))
+            self._specs = [
+                _why_changed(layer, index) or layer_spec(layer, ropes.index(rope), window) for index, (layer, rope, window) in layers
+            ]
         return self._specs
 
     def on_cpu(self, stack: Part) -> list[DecoderLayer | str]:
         """The layers on a CPU: lowered, or the reason why transformers computes them."""
         if self._on_cpu is None:
-            layers = zip(stack.layers, self.specs(stack), strict=True)
-            self._on_cpu = [cpu_run.lower_layer(layer, spec, index) for index, (layer, spec) in enumerate(layers)]
+            self._on_cpu = [cpu_run.lower_layer(layer, spec) for layer, spec in zip(stack.layers, self.specs(stack), strict=True)]
         return self._on_cpu
 
-    def on_gpu(self, stack: Part) -> list[LoweredLayer | None]:
+    def on_gpu(self, stack: Part) -> list[GpuLayer | None]:
         """The layers on a GPU: what kernels read, or None where transformers computes them."""
         if self._on_gpu is None:
             self._on_gpu = [lower_layer(layer, spec) for layer, spec in zip(stack.layers, self.specs(stack), strict=True)]
@@ -306,18 +290,16 @@ class CompiledStack:
 
     def _remarks_on_gpu(self, stack: Part, index: int, device: torch.device) -> list[str]:
         """Which ops of a layer torch computes, and why."""
-        spec, here = self.specs(stack)[index], gpu(device.index or 0)
+        spec = self.specs(stack)[index]
         assert not isinstance(spec, str)
-        kernels = layer_kernels(layer_ops(spec), here, dtype=gpu_run.dtype_of(spec))
         told = ["single tokens in calls with a cache that grows: transformers' layers"]
-        told += [f"{lowered.op.name}: {lowered.reason}" for lowered in kernels if lowered.reason is not None]
-        reason = gpu_run.why_not_prefilled(stack.layers[index], spec, here)
-        return told if reason is None else [*told, f"prompts: {reason}"]
+        told += ["prompts: its weights are distributed over processes"] if is_distributed(stack.layers[index]) else []
+        return [*told, *torch_ops([spec], gpu_run.dtype_of(spec), gpu(device.index or 0))]
 
-    def run(self, stack: Part, call: Arguments, past: Cache | None) -> Tensor | None:
-        """Compute the normed hidden states on a CPU; None if transformers has to."""
+    def run(self, stack: Part, call: Arguments, past: Cache | None, *, on_cpu: bool) -> Tensor | None:
+        """Compute the normed hidden states on a CPU or a GPU; None if transformers has to."""
         ids, mask = call.get("input_ids"), call.get("attention_mask")
-        if ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
+        if on_cpu and ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
             step = self.step(stack)
             y = None if step is None else step(ids, mask, call.get("position_ids"), past.layers)
             if y is not None:
@@ -326,24 +308,10 @@ class CompiledStack:
         if prepared is None:
             return None
         x, layer_call = prepared
-        if (limit := query_scale_from(stack.layers[0])) is not None and int(layer_call.rope_positions.max()) >= limit:
+        limit = query_scale_from(stack.layers[0]) if on_cpu else None
+        if limit is not None and int(layer_call.rope_positions.max()) >= limit:
             return None
-        normed: Tensor = getattr(stack, self.kinds.family.final_norm)(CpuRun(self.on_cpu(stack), stack, layer_call)(x))
-        return normed
-
-    def run_on_gpu(
-        self,
-        stack: Part,
-        call: Arguments,
-        past: Cache | None,
-        changed: Callable[[int], Sequence[LoweredLayer | None] | None],
-    ) -> Tensor | None:
-        """Compute the normed hidden states on a GPU; None if transformers has to. `changed` is that of `GpuRun`."""
-        prepared = prepare(stack, self.kinds, call, past)
-        if prepared is None:
-            return None
-        x, layer_call = prepared
-        run = GpuRun(self.on_gpu(stack), stack, layer_call, changed)
+        run = CpuRun(self.on_cpu(stack), stack, layer_call) if on_cpu else GpuRun(self.on_gpu(stack), stack, layer_call)
         normed: Tensor = getattr(stack, self.kinds.family.final_norm)(run(x))
         return normed
 
@@ -379,10 +347,8 @@ class CompiledStack:
     def _new_gpu_model(self, stack: Part, head: Head, logits: Logits) -> GpuModel | str:
         specs, lowered = self.specs(stack), self.on_gpu(stack)
         layers = [spec for spec in specs if isinstance(spec, LayerSpec)]
-        if len(layers) < len(specs) or not all(layer is not None and layer.decodes and layer.prefills for layer in lowered):
+        if len(layers) < len(specs) or not all(layer is not None and is_prefilled(layer) for layer in lowered):
             return "transformers computes some of its layers"
-        if any(not layer.self_attn.is_causal or layer.training or layer.self_attn.layer_idx != i for i, layer in enumerate(stack.layers)):
-            return "a layer is in training, not causal, or of another place"
         spec = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), head, logits)
         if isinstance(spec, str):
             return spec

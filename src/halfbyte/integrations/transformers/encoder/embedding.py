@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.bounded import by_object
 from halfbyte.decoder.families.encoders import EMBEDDING_LAYERS, TOKEN_TYPES
 from halfbyte.integrations.transformers.optimize.calls import Arguments, Understood, any_value, bind, unset, why_unknown
 from halfbyte.integrations.transformers.optimize.frozen import Frozen
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, name_in_transformers, original, replace_class
+from halfbyte.nn.frozen import while_unchanged
 from halfbyte.nn.modules.quantized import QuantEmbedding
 from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.embed import NormedEmbeddings, ids_fit
@@ -115,17 +115,11 @@ def _module_function(cls: type) -> Callable[[Tensor, int], Tensor] | None:
     return getattr(sys.modules[cls.__module__], _COUNTS, None)
 
 
+@while_unchanged(Frozen)
 def _fused(module: Part) -> NormedEmbeddings | None:
     """The module's tables and norm in one, as they are now; None where a part was replaced, or is watched."""
-    fused = _fused_and_frozen(module)
-    return None if fused is None else fused[0]
-
-
-@by_object(lambda fused: fused is not None and fused[1].is_unchanged())
-def _fused_and_frozen(module: Part) -> tuple[NormedEmbeddings, Frozen] | None:
-    """`_fused`, and the module's state that it was computed from."""
     if why_not(module) is not None:
         return None
     tables = [getattr(module, name) for name in tables_of(module) or ()]
     norm = Norm(module.LayerNorm.weight, module.LayerNorm.eps, layer_norm=True, bias=module.LayerNorm.bias)
-    return NormedEmbeddings([table.packed for table in tables], norm), Frozen(module)
+    return NormedEmbeddings([table.packed for table in tables], norm)

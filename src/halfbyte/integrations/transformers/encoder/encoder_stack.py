@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import create_bidirectional_mask
 
-from halfbyte.bounded import by_object
 from halfbyte.decoder.families.encoders import ENCODER_STACKS, Stack
 from halfbyte.integrations.transformers.decoder.run import visible
 from halfbyte.integrations.transformers.encoder.encoding import lowered_layer
@@ -34,6 +33,7 @@ from halfbyte.integrations.transformers.optimize.replaced import (
     why_left,
     why_unknown_output,
 )
+from halfbyte.nn.frozen import while_unchanged
 from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.encoder import EncoderLayer, run_layers
@@ -209,21 +209,20 @@ class EncoderStack(ReplacedForward):
             call = bind(self.argument_names, args, kwargs, kind.arguments)
             given = None if call is None else kind.begin(self, call)
             if call is not None and given is not None and all(t is None or (plain(t) and t.is_cpu) for t in given):
-                return kind.end(self, _through(_compiled(self), getattr(self, kind.layers), given), call)
+                return kind.end(self, _through(_compiled(self), _layers(self), given), call)
         # super() in a class that is made at run time: torch.compile follows the plain call.
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
+@while_unchanged(lambda stack: Frozen(_layers(stack)))
 def _compiled(stack: nn.Module) -> list[EncoderLayer | str]:
     """The layers as they are now: compiled, or why transformers computes them."""
-    return _compiled_and_frozen(stack)[0]
+    return [lowered_layer(layer) for layer in _layers(stack)]
 
 
-@by_object(lambda compiled: compiled[1].is_unchanged())
-def _compiled_and_frozen(stack: nn.Module) -> tuple[list[EncoderLayer | str], Frozen]:
-    """`_compiled`, and the state of the layers that it was computed from."""
-    layers = getattr(stack, _kind(stack).layers)
-    return [lowered_layer(layer) for layer in layers], Frozen(layers)
+def _layers(stack: nn.Module) -> nn.ModuleList:
+    layers: nn.ModuleList = getattr(stack, _kind(stack).layers)
+    return layers
 
 
 def _through(compiled: Sequence[EncoderLayer | str], modules: nn.ModuleList, given: Input) -> Tensor:
