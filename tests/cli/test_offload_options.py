@@ -68,7 +68,7 @@ def test_explain(run: Run, folder: Path) -> None:
     assert "CPU memory " in text
     assert "GPU memory 4.5 TB/s and link 25.0 GB/s assumed, as the GPU is not here\n" in text
     assert re.search(r"\nexpected of a token: .* \(GPU .*, CPU .*, crossings 5.00 us\)\n", text)
-    assert re.search(r"\nexpected of a prompt of 512 tokens: .* with experts computed on the CPU, .* where the GPU computes some", text)
+    assert re.search(r"\nexpected of a prompt of 512 tokens: .* with experts computed on the CPU, .* where they cross to the GPU", text)
     assert text.count(" on the CPU  ") == 3
     found = run(*asked, "--gpu-memory", "1 GB", "--json").json
     assert found["plan"]["experts_on_cpu"] == 0

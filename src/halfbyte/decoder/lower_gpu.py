@@ -413,7 +413,7 @@ class GpuModel(DecoderModel):
         """
         longest, before = max(map(len, prompts)), cache.length
         tokens, rows = longest, _rows_of_prompt(longest)
-        on_gpu = not self._first and (not self._host or self._host.streamed_share(rows) > 0)
+        on_gpu = not self._first and (not self._host or self._host.streams(rows))
         if on_gpu and (cache.most is None or before + rows <= cache.most):
             tokens = rows
         cache.reserve(tokens)

@@ -51,15 +51,6 @@ def test_longer_prompts_take_longer(sizes: Sizes, rates: Rates, tokens: int) -> 
             assert prompt_seconds(plan, tokens, rates, streamed=True) == prompt_seconds(plan, tokens, rates)
 
 
-@given(SIZES, RATES, st.integers(1, CHUNK))
-def test_two_devices_take_less_than_the_cpu(sizes: Sizes, rates: Rates, tokens: int) -> None:
-    """But for the experts of the first layer, for which the GPU waits; if the GPU itself is no slower than the CPU."""
-    rates = rates._replace(gpu_bandwidth=1e13, gpu_operations=1e16)
-    for plan in plans(sizes):
-        waits = max(layer.experts for layer in sizes.layers) / rates.link_bandwidth
-        assert prompt_seconds(plan, tokens, rates, streamed=True) <= (prompt_seconds(plan, tokens, rates) + waits) * (1 + 1e-9)
-
-
 def test_by_hand() -> None:
     """Two layers, of whose 100 experts a token chooses 2; those of both are on the CPU."""
     layer = LayerSize(10**8, 10**10, 0, 0.02, 2 * 10**8, 2 * 10**10)
@@ -70,10 +61,10 @@ def test_by_hand() -> None:
     assert isclose(crossings, 1e-5)
     # On the CPU each token takes 2 * 0.02 * 2e10 operations of each layer; the link takes 0.2 s for each layer, the first one waits for it.
     assert isclose(prompt_seconds(plan, 1000, MACHINE), 1e-4 + 2 * (1e-3 + 1000 * 8e8 / 4e12 + 5e-6), rel_tol=1e-9)
-    # The CPU takes .2 s as well, .3 while experts cross, so that .6 of them do, which the GPU reads in 6 ms; it waits for the first ones.
-    assert isclose(prompt_seconds(plan, 1000, MACHINE, streamed=True), 1e-4 + (1e-3 + 0.12 + 0.006) + (1e-3 + 0.12), rel_tol=1e-8)
+    # The GPU waits for the first ones, which it reads in 10 ms; the second ones cross meanwhile.
+    assert isclose(prompt_seconds(plan, 1000, MACHINE, streamed=True), 1e-4 + (1e-3 + 0.2 + 0.01) + 0.2, rel_tol=1e-8)
     found = expected(plan, MACHINE, prompt_tokens=1000)
-    assert "402 ms with experts computed on the CPU, 248 ms where the GPU computes some of them" in str(found)
+    assert "402 ms with experts computed on the CPU, 411 ms where they cross to the GPU" in str(found)
     assert found.to_json()["token_seconds"] == gpu + cpu + crossings
     several = expected(plan, MACHINE, 8)
     assert isclose(several.cpu_seconds, 2 * 1e10 * (1 - 0.98**8) / 1e11)

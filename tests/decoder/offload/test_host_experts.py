@@ -242,7 +242,7 @@ def test_experts_without_a_native_call(specs: Models, monkeypatch: pytest.Monkey
     assert_close(split.decode([5], read(split, ids_of(9))), one.decode([5], read(one, ids_of(9))), TOLERANCE[False])
 
 
-def test_the_share_of_experts_that_cross_is_measured(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_experts_cross_is_measured(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the computation of one layer, all of whose experts are used; once, and not for a few tokens."""
     _, split = both(specs("Qwen3MoeDecoderLayer"), 2)
     used: list[Tensor] = []
@@ -251,13 +251,13 @@ def test_the_share_of_experts_that_cross_is_measured(specs: Models, monkeypatch:
     monkeypatch.setattr(host_experts, "link_bandwidth", lambda device: 1e15)
     host = HostExperts(split._host._mixtures, torch.device("cpu"))
     monkeypatch.setattr(host, "_device", torch.device("cuda", 0))
-    assert host.streamed_share(rates.FEWEST_ROWS - 1) == 0
+    assert not host.streams(rates.FEWEST_ROWS - 1)
     assert not used
-    assert host.streamed_share(rates.FEWEST_ROWS) == 1, "the link takes no time"
+    assert host.streams(rates.FEWEST_ROWS), "the link takes no time"
     assert [len(ids) for ids in used] == [rates.FEWEST_ROWS] * 2
     assert used[0].unique().tolist() == list(range(len(next(iter(host._mixtures.values())).router)))
     host.__dict__.update(_link_seconds=1.0, _cpu_seconds=rates.SecondsOfRows([(16, 0.02), (32, 1.0), (64, 3.0)]))
-    assert [host.streamed_share(rows) for rows in (16, 32, 64, 6400)] == [0.0, 0.6, 1.0, 1.0]
+    assert [host.streams(rows) for rows in (16, 32, 33, 64, 6400)] == [False, False, True, True, True]
 
 
 def test_experts_elsewhere_than_placed(specs: Models) -> None:

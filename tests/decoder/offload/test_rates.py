@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfbyte.decoder.offload import rates
-from halfbyte.decoder.offload.rates import Rates, SecondsOfRows, link_bandwidth, rates_of, share_of_link
+from halfbyte.decoder.offload.rates import Rates, SecondsOfRows, link_bandwidth, rates_of
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.cpu import probe
 from halfbyte.machine import GPUS, machine
@@ -76,14 +76,6 @@ def test_products_of_prompts_are_measured() -> None:
 def test_the_link_is_measured_by_copies() -> None:
     """Of pinned memory; between CPUs of main memory, which reads and writes at least 100 MB/s and less than 10 TB/s."""
     assert 1e8 < link_bandwidth(torch.device("cpu")) < 1e13
-
-
-def test_a_link_and_a_cpu_end_at_the_same_time() -> None:
-    for cpu, link in ((1.0, 3.0), (1.0, 1.0), (1.5, 1.0)):
-        share = share_of_link(cpu, link)
-        assert link * share == pytest.approx(rates.CONTENTION * cpu * (1 - share), rel=1e-9)
-        assert link * share <= cpu * (1 + 1e-9)
-    assert [share_of_link(cpu, 1.0) for cpu in (0.0, 0.33, 1.6)] == [0.0, 0.0, 1.0], "one of them alone"
 
 
 def test_seconds_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from halfbyte.decoder.spec import DecoderSpec
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.crossing import DONE, READY
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.routing import Routed, add_experts, add_first, mixed, route
+from halfbyte.ops.transformer.routing import add_experts
 
 Models = Callable[[str], DecoderSpec]
 
@@ -34,9 +34,9 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The layers whose experts were computed where they were copied to."""
     layers, add = list[int](), StreamedExperts.add
 
-    def counted(self: StreamedExperts, layer: int, x: Tensor, routed: Routed | None = None) -> Tensor:
+    def counted(self: StreamedExperts, layer: int, x: Tensor) -> Tensor:
         layers.append(layer)
-        return add(self, layer, x, routed)
+        return add(self, layer, x)
 
     monkeypatch.setattr(StreamedExperts, "add", counted)
     return layers
@@ -58,15 +58,12 @@ def test_more_layers_than_slots(piece: int, specs: Models, monkeypatch: pytest.M
             assert torch.equal(streamed.add(layer, x), add_experts(x, one))
 
 
-@pytest.mark.parametrize("share", [0.01, 0.5, 1.0])
 @pytest.mark.parametrize("kind", ["Qwen3MoeDecoderLayer", "Qwen2MoeDecoderLayer", "GptOssDecoderLayer"])
-def test_both_devices_compute_experts_of_prompts(
-    kind: str, share: float, specs: Models, streamed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first expert there, half of them, and all: the same logits."""
+def test_experts_of_prompts_cross(kind: str, specs: Models, streamed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same logits, and not for a few tokens."""
     spec = specs(kind)
     one, split = both(spec, len(spec.layers))
-    monkeypatch.setattr(HostExperts, "streamed_share", lambda _, rows: share if rows >= FEWEST_ROWS else 0.0)
+    monkeypatch.setattr(HostExperts, "streams", lambda _, rows: rows >= FEWEST_ROWS)
     caches = [Cache(model.spec, where=model.where) for model in (one, split)]
     mixtures = [index for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, Experts)]
     for count, expected in ((65, mixtures), (5, []), (71, mixtures)):
@@ -76,36 +73,18 @@ def test_both_devices_compute_experts_of_prompts(
         assert streamed == expected
 
 
-def test_experts_that_did_not_cross_are_not_read(specs: Models) -> None:
-    """What a slot has behind those that did may be anything: NaN of another layer, too."""
-    half = specs("Qwen3MoeDecoderLayer").layers[0].mlp
-    assert isinstance(half, Experts)
-    streamed = StreamedExperts({0: half}, torch.device("cpu"))
-    streamed.begin()
-    streamed._slots[0].data.fill_(255)
-    streamed.begin(0.5)
-    assert streamed.count(0) == len(half.router) // 2
-    x = torch.randn(40, half.k, generator=torch.Generator().manual_seed(2))
-    routed = route(x, half)
-    rest = mixed(routed.z, routed.ids, routed.weights, half, streamed.count(0))
-    assert torch.allclose(streamed.add(0, x, routed) + rest, add_experts(x, half), atol=1e-6 * float(x.abs().max()), rtol=1e-5)
-    assert mixed(routed.z, routed.ids, routed.weights, half, len(half.router)).count_nonzero() == 0
-
-
-@pytest.mark.parametrize("where", ["the GPU's experts", "the shared expert"])
-def test_a_failure_between_rows_that_were_sent_and_their_experts(where: str, specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_between_rows_that_were_sent_and_their_experts(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory or Ctrl-C: rows that were sent are not taken for the next ones."""
     spec = specs("Qwen2MoeDecoderLayer")
     _, split = both(spec, len(spec.layers))
-    streams = where == "the GPU's experts"
-    monkeypatch.setattr(HostExperts, "streamed_share", lambda _, rows: 0.5 if streams else 0.0)
+    monkeypatch.setattr(HostExperts, "streams", lambda _, rows: False)
     expected = split.prefill(ids_of(40), Cache(spec, where=split.where))
 
     def fails(*args: object) -> Tensor:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(*(streamed_experts, "add_first") if streams else (host_experts, "shared_output"), fails)
+        patch.setattr(host_experts, "shared_output", fails)
         with pytest.raises(KeyboardInterrupt):
             split.prefill(ids_of(40), Cache(spec, where=split.where))
     words = split._host._crossing._words
@@ -113,24 +92,11 @@ def test_a_failure_between_rows_that_were_sent_and_their_experts(where: str, spe
     assert torch.equal(split.prefill(ids_of(40), Cache(spec, where=split.where)), expected)
 
 
-def test_infinite_outputs_of_experts_that_rows_did_not_choose(specs: Models) -> None:
-    """Rows whose experts are on the CPU are multiplied by others, times 0: these may overflow."""
-    half = specs("Qwen3MoeDecoderLayer").layers[0].mlp
-    assert isinstance(half, Experts)
-    assert half.top_k < len(half.router)
-    x = torch.randn(8, half.k, generator=torch.Generator().manual_seed(2))
-    routed = route(x, half)
-    elsewhere = routed._replace(ids=torch.full_like(routed.ids, len(half.router) - 1))  # of experts that are not among the first
-    bias = torch.full((len(half.router), half.k), torch.inf)
-    infinite = half._replace(down_proj=half.down_proj._replace(bias=bias))
-    assert torch.equal(add_first(x, elsewhere, infinite, 1), x)
-
-
 def test_decode_steps_are_never_streamed(specs: Models, streamed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many sequences they have, also where they are not captured: only prompts copy experts."""
     spec = specs("Qwen3MoeDecoderLayer")
     one, split = both(spec, len(spec.layers))
-    monkeypatch.setattr(HostExperts, "streamed_share", lambda _, rows: 0.5)
+    monkeypatch.setattr(HostExperts, "streams", lambda _, rows: True)
     slots = [Slots(spec, 4, where=model.where) for model in (one, split)]
     for seed in range(4):
         for model, some in zip((one, split), slots, strict=True):

@@ -288,7 +288,7 @@ def mixtures_of_many_rows(announce: Announce) -> None:
             place = at(flush)
             up, down = (_weight(stack, bias, place) for stack, bias in zip(stacks, biases, strict=True))
             with _allocating(flush), _two_threads():
-                y = many_rows(up, down, place(x), place(ids), place(weights), clamped, 1)
+                y = many_rows(up, down, place(x), place(ids), place(weights), clamped)
             wanted = y if wanted is None else wanted
             same(y, wanted)
 

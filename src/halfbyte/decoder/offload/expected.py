@@ -2,8 +2,8 @@
 
     seconds of a part = max(bytes read / bandwidth, operations / operations per second)
 
-The GPU, the CPU and the link work one after the other, but for experts of prompts that CPU and GPU share: while the CPU computes those of
-a layer, others cross to the GPU for the next one. Attention between tokens is not counted: it is little of a prompt of some hundred tokens.
+The GPU, the CPU and the link work one after the other, but for experts of prompts that cross to the GPU: those of the next layer do while
+one computes. Attention between tokens is not counted: it is little of a prompt of some hundred tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from halfbyte.decoder.offload.placement import LayerSize, Plan
-from halfbyte.decoder.offload.rates import CONTENTION, Rates, share_of_link
+from halfbyte.decoder.offload.rates import Rates
 from halfbyte.timing import time_text
 
 PROMPT = 512  # tokens, of which `expected` tells the time
@@ -27,7 +27,7 @@ class Expected(NamedTuple):
         gpu_seconds, cpu_seconds, crossing_seconds: Of a token of each sequence, which takes their sum.
         prompt_tokens: Tokens of a prompt that is read at once.
         prompt_seconds: Of this prompt with everything computed where its weights are.
-        streamed_seconds: Of this prompt where some experts cross to the GPU while the CPU computes the others; None: there are none, or no
+        streamed_seconds: Of this prompt where experts on the CPU cross to the GPU, as they do if it saves time; None: there are none, or no
             memory for their buffers.
     """
 
@@ -54,7 +54,7 @@ class Expected(NamedTuple):
         parts = f" (GPU {gpu}, CPU {cpu}, crossings {crossing})" if self.cpu_seconds else ""
         prompt = f"a prompt of {self.prompt_tokens} tokens: {time_text(self.prompt_seconds)}"
         if self.streamed_seconds is not None:
-            prompt += f" with experts computed on the CPU, {time_text(self.streamed_seconds)} where the GPU computes some of them"
+            prompt += f" with experts computed on the CPU, {time_text(self.streamed_seconds)} where they cross to the GPU"
         token = "a token" if self.sequences == 1 else f"a token of each of {self.sequences} sequences"
         return f"{self.rates}\nexpected of {token}: {time_text(self.token_seconds)}{parts}\nexpected of {prompt}"
 
@@ -89,7 +89,7 @@ def prompt_seconds(plan: Plan, tokens: int, rates: Rates, *, streamed: bool = Fa
         plan: What is where.
         tokens: Of the prompt.
         rates: Of the machine.
-        streamed: Whether the GPU computes some of the routed experts on the CPU, of layers on the GPU, as many as cross the link meanwhile.
+        streamed: Whether the routed experts on the CPU of layers on the GPU cross to it.
     """
     seconds, overlaps = plan.sizes.head / rates.gpu_bandwidth, False
     for index, layer in enumerate(plan.sizes.layers):
@@ -98,13 +98,8 @@ def prompt_seconds(plan: Plan, tokens: int, rates: Rates, *, streamed: bool = Fa
         if not (streamed and experts and not rest):
             seconds += here + _experts_seconds(layer, tokens, rates, cpu=experts) + (_CROSSING if experts and not rest else 0.0)
             continue
-        on_cpu, on_gpu = (_experts_seconds(layer, tokens, rates, cpu=cpu) for cpu in (True, False))
-        share = share_of_link(on_cpu, link := layer.experts / rates.link_bandwidth)
-        of_cpu, of_gpu = (1 - share) * on_cpu * (CONTENTION if share else 1), share * on_gpu
-        if overlaps:
-            seconds += max(here + max(of_cpu, of_gpu), share * link)
-        else:  # the GPU waits for the first experts; the CPU does not
-            seconds += here + max(of_cpu, share * link + of_gpu)
+        computing, link = here + _experts_seconds(layer, tokens, rates, cpu=False), layer.experts / rates.link_bandwidth
+        seconds += max(computing, link) if overlaps else computing + link  # the GPU waits for the first experts
         overlaps = True
     return seconds
 

@@ -3,8 +3,8 @@
     GPU   … attention, norm, router, top-k ─ z, ids, weights → pinned memory ─ shared expert ─ … ─ y → GPU, residual …
     CPU                                            routed experts: z → y, from the time that z is there
 
-Rows cross as `crossing.py` has it. Of prompts the GPU computes the first experts of each layer (`streamed_experts.py`), as many as cross
-the link while the CPU computes the others. Called by `lower_gpu.py` for each layer. Without a GPU the same code runs on a CPU, as tests do.
+Rows cross as `crossing.py` has it. For prompts that would take the CPU longer than the link takes for all experts, these cross instead
+(`streamed_experts.py`). Called by `lower_gpu.py` for each layer. Without a GPU the same code runs on a CPU, as tests do.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from halfbyte.decoder.offload.crossing import AT_ONCE, Crossing, Host, Rows
 from halfbyte.decoder.offload.placement import CHUNK
-from halfbyte.decoder.offload.rates import FEWEST_ROWS, SecondsOfRows, link_bandwidth, share_of_link
+from halfbyte.decoder.offload.rates import FEWEST_ROWS, SecondsOfRows, link_bandwidth
 from halfbyte.decoder.offload.streamed_experts import StreamedExperts
 from halfbyte.errors import UnsupportedError
 from halfbyte.ops.transformer.experts import Experts, Mixture, why_no_mixture
 from halfbyte.ops.transformer.routing import mixed, route, shared_output
 
 _MOST_TIMES = 8  # the time of the link, up to which the CPU is measured: more rows take in proportion
-LEAST_ROWS, _UNMEASURED_SHARE = 64, 0.5  # where there is no link to measure: from so many rows on half of the experts cross
+LEAST_ROWS = 64  # of a prompt whose experts cross, where there is no link to measure
 
 
 class HostExperts:
@@ -71,13 +71,14 @@ class HostExperts:
         """Whether there is a copy of the experts from which they cross to the device."""
         return self._streamed is not None
 
-    def streamed_share(self, rows: int) -> float:
-        """Return which part of the experts of each layer crosses to the GPU for so many rows of a prompt; the CPU computes the others."""
+    def streams(self, rows: int) -> bool:
+        """Return whether the experts of each layer cross to the GPU for so many rows of a prompt: if they do in less time than the CPU
+        computes them."""
         if self._streamed is None or rows < FEWEST_ROWS:
-            return 0.0
+            return False
         if self._device.type != "cuda":
-            return _UNMEASURED_SHARE if rows >= LEAST_ROWS else 0.0
-        return share_of_link(self._cpu_seconds(rows), self._link_seconds)
+            return rows >= LEAST_ROWS
+        return self._link_seconds < self._cpu_seconds(rows)
 
     @cached_property
     def _link_seconds(self) -> float:
@@ -99,31 +100,10 @@ class HostExperts:
 
     def begin(self, rows: int) -> Callable[[int, Tensor], Tensor]:
         """Prepare for the layers of so many rows of a prompt; return the function that computes them, which is called in their order."""
-        share = self.streamed_share(rows)
-        if self._streamed is None or not share:
+        if self._streamed is None or not self.streams(rows):
             return partial(self.add, host=AT_ONCE)
-        self._streamed.begin(share)
-        return partial(self._add_on_both, self._streamed)
-
-    def _add_on_both(self, streamed: StreamedExperts, layer: int, x: Tensor) -> Tensor:
-        """Compute x + experts(norm(x)) of a layer, x [..., K] on the device, by the first experts there and the others on the CPU."""
-        mixture, crossing, first = self._mixtures[layer], self._crossing, streamed.count(layer)
-        if first == len(mixture.router):
-            return streamed.add(layer, x)
-        routed = route(x, mixture)
-        rows = crossing.rows(routed, is_captured=False)
-        with crossing.settles():
-            crossing.send(routed, rows)
-            y = streamed.add(layer, x, routed)
-            self._compute_from(layer, rows, first)
-        return crossing.receive(y, rows, None)
-
-    def _compute_from(self, layer: int, rows: Rows, first: int) -> None:
-        """Compute y of rows, without the experts before `first`, as soon as they are there."""
-        self._crossing.wait()
-        self._crossing.check()
-        rows.y.copy_(mixed(rows.z, rows.ids, rows.weights, self._mixtures[layer], first))
-        self._crossing.done()
+        self._streamed.begin()
+        return self._streamed.add
 
     def add(self, layer: int, x: Tensor, host: Host) -> Tensor:
         """Compute x + experts(norm(x)) of a layer, x [..., K] on the device, with the routed experts on the CPU."""

@@ -19,10 +19,6 @@ _LINK = 25e9  # bytes per second, where there is no GPU to measure: 16 lanes of 
 _COPIED = 32 << 20  # bytes of pinned memory
 _COPIES = 4
 FEWEST_ROWS = 16  # of a prompt whose experts may cross the link
-CONTENTION = 1.5  # times the CPU's own time while the link reads the same memory: assumed, not measured
-# The part of a work that crosses, if two devices share it. If it were less than a third, the CPU alone would take less time, by CONTENTION;
-# if more than _MOST_SHARE, the link alone takes at most 1.5 times as long.
-_LEAST_SHARE, _MOST_SHARE = 1 / 3, 0.7
 _OF_PRODUCTS = 0.8  # of a GPU's 16-bit peak, which prompts reach
 _PRODUCT = 2048, 2048, 256  # N, K and rows of the product by which a CPU is measured
 
@@ -111,23 +107,6 @@ def link_bandwidth(device: torch.device) -> float:
     """Measure the bytes per second that cross from pinned memory to a device; takes a few ms. A CPU stands in for a GPU in tests."""
     source = torch.zeros(_COPIED, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
     return _COPIED / _copy_seconds(torch.empty_like(source, device=device), source)
-
-
-def share_of_link(cpu: float, link: float) -> float:
-    """Return which part of a work the link brings to a GPU while the CPU does the rest, so that both end at the same time.
-
-        link * share = CONTENTION * cpu * (1 - share)
-
-    Args:
-        cpu, link: Seconds of all of it.
-
-    Returns:
-        The part; 0 or 1 where one of them alone is about as fast.
-    """
-    if not cpu:
-        return 0.0
-    share = CONTENTION * cpu / (CONTENTION * cpu + link)
-    return 0.0 if share < _LEAST_SHARE else 1.0 if share > _MOST_SHARE else share
 
 
 class SecondsOfRows:

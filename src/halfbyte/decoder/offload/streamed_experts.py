@@ -4,8 +4,7 @@
     GPU                      attention | experts, slot 0 | attention, experts, slot 1 | …
 
 A second copy of the experts, in the order of a GPU's kernels, lies in pinned memory, so that a layer crosses the link by two copies of
-many megabytes, on a stream of its own, while the layer before it computes. The first experts of each layer cross, or all of them;
-`host_experts.py` computes the others meanwhile. Without a GPU the same copies are made on a CPU, as tests do.
+many megabytes, on a stream of its own, while the layer before it computes. Without a GPU the same copies are made on a CPU, as tests do.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from halfbyte.layouts.base import Packed, round_up
 from halfbyte.memory import available_memory, size_text
 from halfbyte.ops.functions import pack, unpack
 from halfbyte.ops.transformer.experts import Experts
-from halfbyte.ops.transformer.routing import Routed, add_experts, add_first
+from halfbyte.ops.transformer.routing import add_experts
 from halfbyte.ops.transformer.weights import Weight
 
 _SLOTS = 2  # layers whose experts are on the GPU at the same time
@@ -93,38 +92,26 @@ class StreamedExperts:
         self._sizes = [max(round_up(both[i].data.nbytes, _ALIGNMENT) for both in self._stacks.values()) for i in range(2)]
         self.layer_bytes = sum(stack.data.nbytes for both in self._stacks.values() for stack in both) / len(mixtures)
         self._slots = list[_Slot]()
-        self._share = 1.0
 
-    def begin(self, share: float = 1.0) -> None:
-        """Start to copy the experts of the first layers.
-
-        Args:
-            share: Which part of each layer's experts crosses, the first ones; at least one does.
-        """
-        self._share = share
+    def begin(self) -> None:
+        """Start to copy the experts of the first layers."""
         if not self._slots:
             self._slots = [_Slot(sum(self._sizes), self._device) for _ in range(min(_SLOTS, len(self._order)))]
         for index in range(len(self._slots)):
             self._copy(index)
 
-    def count(self, layer: int) -> int:
-        """Return how many experts of a layer cross since the last `begin`."""
-        return max(1, round(self._share * len(self._mixtures[layer].router)))
-
-    def add(self, layer: int, x: Tensor, routed: Routed | None = None) -> Tensor:
-        """Compute x + experts(norm(x)) of a layer, by the experts that cross, and start to copy those of a later one.
+    def add(self, layer: int, x: Tensor) -> Tensor:
+        """Compute x + experts(norm(x)) of a layer, and start to copy the experts of a later one.
 
         Args:
             layer: In the order of layers.
             x: [..., K] on the device.
-            routed: Rows and their experts; None: all experts cross.
         """
         index = self._order.index(layer)
         slot = self._slots[index % _SLOTS]
         if slot.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(slot.copied)
-        mixture = self._in_slot(layer, slot)
-        y = add_experts(x, mixture) if routed is None else add_first(x, routed, mixture, self.count(layer))
+        y = add_experts(x, self._in_slot(layer, slot))
         if slot.consumed is not None:
             slot.consumed.record(torch.cuda.current_stream(self._device))
         if index + _SLOTS < len(self._order):
@@ -138,8 +125,7 @@ class StreamedExperts:
             if self._stream is not None and slot.consumed is not None:
                 self._stream.wait_event(slot.consumed)
             for stack, memory in zip(self._stacks[layer], slot.data.split(self._sizes), strict=True):
-                source = stack.data.view(stack.shape[0], -1)[: self.count(layer)].flatten()
-                memory[: source.nbytes].copy_(source, non_blocking=True)
+                memory[: stack.data.nbytes].copy_(stack.data, non_blocking=True)
             if self._stream is not None and slot.copied is not None:
                 slot.copied.record(self._stream)
 

@@ -123,23 +123,20 @@ class Mixture:
         self._of_few_rows.serve(rows, top_k, CrossingAddresses(*(tensor.data_ptr() for tensor in (flags, x, ids, weights, out))))
 
 
-def many_rows(
-    gate_up: Weight, down: Weight, x: Tensor, ids: Tensor, weights: Tensor, clamped: Clamped | None = None, first: int = 0
-) -> Tensor:
+def many_rows(gate_up: Weight, down: Weight, x: Tensor, ids: Tensor, weights: Tensor, clamped: Clamped | None = None) -> Tensor:
     """Compute what `Mixture` does, for weights of any sizes and at least one row, without its checks -> float32 [M, K].
 
     Args:
         gate_up, down: As in `Mixture`, on the CPU.
         x, ids, weights: Rows, their experts, each in 0 … E - 1, and the weights of these.
         clamped: As in `Mixture`.
-        first: Experts before this one are left out of the sums.
     """
     from halfbyte.kernels.cpu.transformer.experts import items
 
     tensors = TensorAddresses()
     products = tensors.product(gate_up), tensors.product(down)
     operands = x.to(torch.float32).contiguous(), ids.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
-    return items.run(products, *operands, None if clamped is None else clamped.native(), first)
+    return items.run(products, *operands, None if clamped is None else clamped.native())
 
 
 class SharedExpert(NamedTuple):

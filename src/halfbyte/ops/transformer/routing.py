@@ -3,7 +3,7 @@
     y = x + sum over t of w[t] * expert[id[t]](z) + shared_expert(z),  z = pre_norm(x),  ids and w by the router of z
 
 On an NVIDIA GPU five or six kernels compute it for decoding, some more for prompts, and those of the shared expert; elsewhere torch's
-operations with `halfbyte::grouped_linear`. `route`, `mixed`, `add_first` and `shared_output` are its parts, for experts on another device
+operations with `halfbyte::grouped_linear`. `route`, `mixed` and `shared_output` are its parts, for experts on another device
 (decoder/offload). What experts consist of is in experts.py, which also computes few rows on a CPU in one native call.
 """
 
@@ -104,38 +104,18 @@ def route(x: Tensor, mixture: Experts) -> Routed:
     return _route_in_torch(a)
 
 
-def mixed(z: Tensor, ids: Tensor, weights: Tensor, mixture: Experts, first: int = 0) -> Tensor:
+def mixed(z: Tensor, ids: Tensor, weights: Tensor, mixture: Experts) -> Tensor:
     """Return the sum of the routed experts of normed rows by their weights, float32 [M, K].
 
-        y[m] = sum over t with ids[m, t] >= first of  weights[m, t] * expert[ids[m, t]](z[m])
+        y[m] = sum over t of  weights[m, t] * expert[ids[m, t]](z[m])
 
     Args:
         z: [M, K]
         ids, weights: [M, T]
         mixture: The experts. All is on one device.
-        first: Experts before this one are left out, on a CPU.
     """
     a, down = _arguments(z, mixture), _arguments(z, _computing_as(mixture, mixture.down_proj))
-    return a.mixed(z, ids, weights, down, first)
-
-
-def add_first(x: Tensor, routed: Routed, mixture: Experts, count: int) -> Tensor:
-    """Compute x + the first `count` experts of rows by their weights + the shared expert, for rows that were routed.
-
-    Args:
-        x: [..., K]
-        routed: `route(x, mixture)`.
-        mixture: The experts; those from `count` on may hold anything.
-        count: At least 1.
-    """
-    a, (z, ids, weights, shared_logits) = _arguments(x, mixture), routed
-    kept = Routed(z, ids % count, torch.where(ids < count, weights, 0.0), shared_logits)  # others are experts that are there, times 0
-    if x.is_cuda and x.numel() and _has_one_compute(mixture) and (choice := choose(a.problem(), gpu(x.get_device()))).taken is not None:
-        return _add_routed_on_gpu(a, kept, choice)
-    y = _arguments(z, mixture).experts(z, kept.ids, _arguments(z, _computing_as(mixture, mixture.down_proj))).float()
-    y.masked_fill_((kept.weights == 0).unsqueeze(-1), 0.0)  # which may be infinite
-    total, shared = (y * kept.weights.unsqueeze(-1)).sum(1), shared_output(routed, mixture)
-    return add_mixed(x, total if shared is None else total.add_(shared))
+    return a.mixed(z, ids, weights, down)
 
 
 def shared_output(routed: Routed, mixture: Experts) -> Tensor | None:
@@ -285,16 +265,15 @@ class _Arguments(NamedTuple):
         """Return the outputs of the experts of rows, [M, T, K]; `down`: with the compute of the second product, if it has another."""
         return (down or self).product(self.gated(self.product(z, ids, down=False)).to(z.dtype), ids, down=True)
 
-    def mixed(self, z: Tensor, ids: Tensor, weights: Tensor, down: _Arguments | None = None, first: int = 0) -> Tensor:
-        """Return the sum of the routed experts by their weights, float32 [M, K]; `down` as for `experts`, `first` as for `mixed`."""
+    def mixed(self, z: Tensor, ids: Tensor, weights: Tensor, down: _Arguments | None = None) -> Tensor:
+        """Return the sum of the routed experts by their weights, float32 [M, K]; `down` as for `experts`."""
         if z.is_cpu and 0 not in (z.numel(), ids.numel(), self.inner):
-            return self._mixed_on_cpu(z, ids, weights, down or self, first)
-        assert first == 0 or z.numel() == 0, "experts are left out on CPUs alone"
+            return self._mixed_on_cpu(z, ids, weights, down or self)
         return (self.experts(z, ids, down).float() * weights.unsqueeze(-1)).sum(1)
 
-    def _mixed_on_cpu(self, z: Tensor, ids: Tensor, weights: Tensor, of_down: _Arguments, first: int) -> Tensor:
+    def _mixed_on_cpu(self, z: Tensor, ids: Tensor, weights: Tensor, of_down: _Arguments) -> Tensor:
         up, down = (a.stack_as_weight(z, ids, down=is_down) for a, is_down in ((self, False), (of_down, True)))
-        return many_rows(up, down, z, ids, weights, None if self.clamped is None else Clamped(*self.clamped), first)
+        return many_rows(up, down, z, ids, weights, None if self.clamped is None else Clamped(*self.clamped))
 
     def stack_as_weight(self, x: Tensor, ids: Tensor, *, down: bool) -> Weight:
         """Return the `gate_up` or `down` stacks on a CPU. Raise ArgumentError where they do not fit, or ids are out of range."""

@@ -60,7 +60,7 @@ ITEMS = Block(
         "top_k",
         *("memory", "thread_bytes"),  # `_ThreadMemory` of all threads, and the bytes of one
         *("gate_up", "activations", "down_rows"),  # offsets in bytes of the parts of `_ThreadMemory`
-        "products",  # float32 [R + 1, K]: outputs of the down product in the order of `order`; the last row is 0
+        "products",  # float32 [R, K]: outputs of the down product in the order of `order`
         *("rows", "k"),  # M, K
         "weights",  # float32 [M, T]
         "product_rows",  # int64 [M, T]: the row of products that belongs to (m, t)
@@ -190,9 +190,7 @@ class _Items(Emitter):
                 sum_at(i, "float")
 
 
-def run(
-    products: tuple[Product, Product], x: Tensor, ids: Tensor, weights: Tensor, clamped: Clamped | None = None, first: int = 0
-) -> Tensor:
+def run(products: tuple[Product, Product], x: Tensor, ids: Tensor, weights: Tensor, clamped: Clamped | None = None) -> Tensor:
     """Compute y, float32 [M, K].
 
     Args:
@@ -201,12 +199,11 @@ def run(
         ids: int64 [M, T], each in 0 … E - 1, which the caller checks.
         weights: float32 [M, T].
         clamped: Parameters of clamped gates; None: silu(gate) * up.
-        first: Experts before this one are left out of the sums.
     """
     y, top_k = torch.empty_like(x), ids.shape[1]
     rows = max(1, _PRODUCTS_BYTES // (4 * top_k * x.shape[1]))
     for part in zip(*(tensor.split(rows) for tensor in (x, ids, weights, y)), strict=True):
-        _run(products, _Tensors(*part), clamped, first)
+        _run(products, _Tensors(*part), clamped)
     return y
 
 
@@ -219,14 +216,14 @@ class _Tensors(NamedTuple):
     y: Tensor
 
 
-def _run(products: tuple[Product, Product], tensors: _Tensors, clamped: Clamped | None, first: int) -> None:
+def _run(products: tuple[Product, Product], tensors: _Tensors, clamped: Clamped | None) -> None:
     """Compute y in one native call. All numpy arrays whose addresses are among its arguments live until it has returned."""
     (gate_up, down), (x, ids, weights, y) = products, tensors
     (m, k), top_k, available = x.shape, ids.shape[1], runtime.threads()
-    order, product_rows, counts = _sorted(ids.reshape(-1).numpy(), first)
+    order, product_rows, counts = _sorted(ids.reshape(-1).numpy())
     most_rows = min(_MOST_ROWS, max(_LEAST_ROWS, len(order) // (_ITEMS_A_THREAD * available)))
     items = _items(counts, most_rows)
-    threads = max(1, min(available, len(items.rows)))
+    threads = min(available, len(items.rows))
 
     up_blocks, up_bytes = _blocks(gate_up, items)
     down_blocks, down_bytes = _blocks(down, items)
@@ -236,9 +233,7 @@ def _run(products: tuple[Product, Product], tensors: _Tensors, clamped: Clamped 
     of_thread = _ThreadMemory.of(
         up_bytes, most_rows * up_stride, 0 if clamped is None else 4 * most_rows * down.k, down_bytes, gate_up.kernel.isa.lanes
     )
-    memory = PLANS.expert_items.of(threads * of_thread.nbytes + 4 * k * (len(order) + 1))
-    product_memory = memory + threads * of_thread.nbytes
-    ctypes.memset(product_memory + 4 * k * len(order), 0, 4 * k)
+    memory = PLANS.expert_items.of(threads * of_thread.nbytes + 4 * k * len(order))
     phases = [compiled(build, ItemsPhase(kind, clamped is not None and kind == "items"), gate_up.kernel.isa) for kind in ("items", "sums")]
     arguments = ITEMS.buffer(
         {
@@ -256,7 +251,7 @@ def _run(products: tuple[Product, Product], tensors: _Tensors, clamped: Clamped 
             "gate_up": of_thread.gate_up,
             "activations": of_thread.activations,
             "down_rows": of_thread.down_rows,
-            "products": product_memory,
+            "products": memory + threads * of_thread.nbytes,
             "rows": m,
             "k": k,
             "weights": weights.data_ptr(),
@@ -300,22 +295,20 @@ class _ThreadMemory(NamedTuple):
 _Integers: TypeAlias = NDArray[np.int64]
 
 
-def _sorted(experts: _Integers, first: int) -> tuple[_Integers, _Integers, _Integers]:
+def _sorted(experts: _Integers) -> tuple[_Integers, _Integers, _Integers]:
     """Sort routed rows by expert.
 
     Args:
         experts: [M * T], of each routed row.
-        first: Rows of experts before this one are left out.
 
     Returns:
-        order: [R], the routed rows that are not left out, by expert.
-        product_rows: [M * T], where in `order` each routed row is; R, the row of zeros, of those that are left out.
+        order: [R], the routed rows by expert.
+        product_rows: [R], where in `order` each routed row is.
         counts: [E], rows in `order` of each expert.
     """
     counts = np.bincount(experts).astype(np.int64, copy=False)
-    order = np.argsort(experts, kind="stable")[counts[:first].sum() :].astype(np.int64, copy=False)
-    counts[:first] = 0
-    product_rows = np.full(len(experts), len(order), dtype=np.int64)
+    order = np.argsort(experts, kind="stable").astype(np.int64, copy=False)
+    product_rows = np.empty_like(order)
     product_rows[order] = np.arange(len(order), dtype=np.int64)
     return order, product_rows, counts
 
@@ -359,4 +352,4 @@ def _blocks(product: Product, items: _ItemTable) -> tuple[_Integers, int]:
     if product.bias:
         blocks[:, _COLUMN["bias"]] = product.bias + items.experts * (4 * product.n)
     blocks[:, _COLUMN["clamp"]] = _NO_CLAMP
-    return blocks, max((nbytes for _, nbytes in plans.values()), default=0)
+    return blocks, max(nbytes for _, nbytes in plans.values())
