@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,20 @@ CALLS = 64  # that a weight keeps
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple that is not below n."""
     return -(-n // multiple) * multiple
+
+
+class Section(NamedTuple):
+    """A part of a packed matrix, as strips that hold all rows.
+
+    Attributes:
+        start: Its first byte.
+        strips: Their number.
+        strip_bytes: Bytes of one, in the order of rows, each row's or panel's share of them.
+    """
+
+    start: int
+    strips: int
+    strip_bytes: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -46,7 +46,7 @@ from torch import Tensor
 from halfbyte.errors import FormatError, lookup
 from halfbyte.formats.codes import Codes, pack_nibbles, unpack_nibbles
 from halfbyte.formats.spec import Format
-from halfbyte.layouts.base import Packed, round_up
+from halfbyte.layouts.base import Packed, Section, round_up
 from halfbyte.layouts.sparse import GROUP, KEPT
 from halfbyte.memory import side_by_side
 
@@ -94,6 +94,10 @@ class Geometry:
     k: int
     sparse: bool = False
 
+    @property
+    def layout(self) -> str:
+        return SPARSE if self.sparse else NAME
+
     @functools.cached_property
     def block(self) -> int:
         """Real elements of a record: the format's block, or a piece of it where it is too long."""
@@ -132,6 +136,10 @@ class Geometry:
         return -(-self.n // PANEL)
 
     @functools.cached_property
+    def n_padded(self) -> int:
+        return self.panels * PANEL
+
+    @functools.cached_property
     def scale_bytes(self) -> int:
         return self.format.scale.itemsize
 
@@ -159,6 +167,11 @@ class Geometry:
     @functools.cached_property
     def nbytes(self) -> int:
         return self.panels * self.panel_bytes
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """Panels follow one another."""
+        return (Section(0, 1, self.nbytes),)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -292,10 +305,9 @@ def _per_row(per_block: Tensor, n: int, geo: Geometry) -> Tensor:
 def unpack(packed: Packed) -> Codes:
     """The exact inverse of `pack`."""
     fmt, shape, geo = packed.format, packed.shape, geometry(packed.format, packed.shape, sparse=packed.layout == SPARSE)
-    layout = SPARSE if geo.sparse else NAME
-    if packed.layout != layout or packed.data.numel() != geo.nbytes:
+    if packed.layout != geo.layout or packed.data.numel() != geo.nbytes:
         got = f"{packed.data.numel()} in layout {packed.layout}"
-        raise FormatError(f"{fmt} of shape {list(shape)} takes {geo.nbytes} bytes in layout {layout}, got {got}")
+        raise FormatError(f"{fmt} of shape {list(shape)} takes {geo.nbytes} bytes in layout {geo.layout}, got {got}")
     n, k, full = geo.n, geo.k, geo.blocks - 1
     if k == 0 or n == 0:
         return Codes.zeros(fmt, shape)

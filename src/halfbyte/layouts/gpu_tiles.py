@@ -47,7 +47,7 @@ from halfbyte.errors import FormatError
 from halfbyte.formats.codes import Codes, pack_nibbles, stored_tensors, unpack_nibbles
 from halfbyte.formats.spec import Format
 from halfbyte.layouts import gpu_sparse
-from halfbyte.layouts.base import Packed, round_up
+from halfbyte.layouts.base import Packed, Section, round_up
 from halfbyte.layouts.sparse import GROUP, KEPT
 
 NAME = "gpu_tiles"
@@ -165,6 +165,13 @@ class Geometry:
         if self.n == 0 or self.k == 0:
             return 0
         return self.zero_offset + round_up(self.zero_bytes, _SECTION) + self.paired * _SECTION
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """Codes, of which panels follow one another, and rows of scales and of zeros."""
+        per_block = ((self.scale_offset, self.scale_bytes), (self.zero_offset, self.zero_bytes))
+        rows = (Section(start, self.block_rows, nbytes // self.block_rows) for start, nbytes in per_block if nbytes)
+        return Section(0, 1, self.codes_bytes), *rows
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,7 +20,7 @@ from torch import Tensor
 from halfbyte.decoder.offload.placement import bytes_on_gpu
 from halfbyte.errors import UnsupportedError
 from halfbyte.layouts.base import Packed, round_up
-from halfbyte.memory import available_memory, size_text
+from halfbyte.memory import available_memory, in_huge_pages, size_text
 from halfbyte.ops.functions import pack, unpack
 from halfbyte.ops.transformer.experts import Experts
 from halfbyte.ops.transformer.routing import add_experts
@@ -167,7 +167,7 @@ def _for_device(stack: Packed, device: torch.device) -> Packed:
 
 def _main_memory(nbytes: int, device: torch.device) -> Tensor:
     """Main memory from which a GPU copies by itself. torch's pinned memory would take a power of 2 of bytes."""
-    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    memory = in_huge_pages(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
     if device.type == "cuda":
         runtime = torch.cuda.cudart()
         try:
