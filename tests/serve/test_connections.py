@@ -15,7 +15,10 @@ from serving import Server, make_model, serve
 
 from halfbyte.language.generate import Batch
 from halfbyte.language.model import LanguageModel
+from halfbyte.serve import app, connection
 from halfbyte.serve import server as serve_server
+from halfbyte.serve.connection import Connection
+from halfbyte.versions import TESTED, VersionRange, why_untested
 
 PROMPT = "the quick brown fox"
 LONG = {"max_tokens": 3000, "ignore_eos": True, "stream": True}
@@ -98,7 +101,7 @@ def test_too_many_running_requests_are_refused(few_connections: Server, monkeypa
 
 
 def test_a_request_that_never_ends(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_server, "_HEAD_TIMEOUT", 0.3)
+    monkeypatch.setattr(connection, "_HEAD_TIMEOUT", 0.3)
     with serve(model) as server, connect(server) as quiet, connect(server) as again, connect(server) as drop:
         again.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert again.recv(1 << 12).startswith(b"HTTP/1.1 200")
@@ -113,16 +116,57 @@ def test_a_request_that_never_ends(model: LanguageModel, monkeypatch: pytest.Mon
 
 
 def test_a_reader_that_never_reads(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_server, "_SEND_TIMEOUT", 0.3)
-    lost, abort = threading.Event(), serve_server._Connection.abort
+    monkeypatch.setattr(connection, "_SEND_TIMEOUT", 0.3)
+    lost, abort = threading.Event(), Connection.abort
 
-    def aborted(self: serve_server._Connection) -> None:
+    def aborted(self: Connection) -> None:
         abort(self)
         lost.set()
 
-    monkeypatch.setattr(serve_server._Connection, "abort", aborted)
+    monkeypatch.setattr(Connection, "abort", aborted)
     with serve(model) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         sock.connect((server.client.base_url.host, server.client.base_url.port))
         sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000)
         assert lost.wait(20)
+
+
+def test_bodies_that_arrive_slowly_take_bounded_memory(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones are refused while others fill what all may take; small ones are not."""
+    monkeypatch.setattr(app, "_MOST_AT_ONCE", 2)
+    size = 100_000
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n".encode()
+    fitting = 2 * size // (size - 1 - app._MOST_PARSED_HERE)
+    with serve(model, body_bytes=size) as server, ExitStack() as stack:
+        clients = [stack.enter_context(connect(server)) for _ in range(fitting)]
+        for client in clients:
+            client.sendall(head + b" " * (size - 1))
+        large = {"prompt": PROMPT, "max_tokens": 1, "user": "x" * (size - 1000)}
+        deadline = time.monotonic() + 20
+        while (found := server.client.post("/v1/completions", json=large)).status_code == 200 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert found.status_code == 503
+        assert found.headers["Retry-After"] == "1"
+        assert "the bodies of requests take too much memory at the moment: ask again later" in found.text
+        assert server.complete(PROMPT, max_tokens=1).status_code == 200
+        for client in clients:
+            client.close()
+        while (found := server.client.post("/v1/completions", json=large)).status_code == 503 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert found.status_code == 200
+
+
+def test_a_uvicorn_that_was_not_tested(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own protocol serves, without the limits that need private parts of it, and a warning says so."""
+    monkeypatch.setitem(TESTED, "uvicorn", VersionRange("0.1", "0.2", "connections have no limits of time"))
+    monkeypatch.setattr(Connection, "connection_made", lambda *_: pytest.fail("the private protocol is used"))
+    why_untested.cache_clear()
+    try:
+        with pytest.warns(
+            RuntimeWarning, match=r"uvicorn .* is newer than 0.2, .*: connections have no limits of time; install uvicorn 0.1"
+        ):
+            assert serve_server._protocol() == "h11"
+        with serve(model) as server:
+            assert server.complete(PROMPT, max_tokens=2).status_code == 200
+    finally:
+        why_untested.cache_clear()

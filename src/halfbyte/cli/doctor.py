@@ -21,7 +21,7 @@ from halfbyte.versions import TESTED, installed_version, why_untested
 if TYPE_CHECKING:
     from halfbyte.cli.shared.selftest import Result
 
-_PACKAGES = ("torch", "triton", "llvmlite", "numpy", "safetensors", "transformers", "diffusers", "peft", "vllm")
+_PACKAGES = ("torch", "triton", "llvmlite", "numpy", "safetensors", "transformers", "diffusers", "peft", "uvicorn", "vllm")
 
 
 def add(commands: Commands) -> None:

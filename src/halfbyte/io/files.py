@@ -101,10 +101,23 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         with open(temporary, "xb") as file:
             file.write(content)
+        sync(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk, so that they survive a power failure. Windows cannot flush folders."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _visible(folder: Path) -> list[Path]:

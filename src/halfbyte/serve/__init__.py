@@ -10,11 +10,12 @@ Requests, on the event loop
   structured.py    response_format → a logits processor; logit_bias
   replies.py       JSON responses, errors in OpenAI's shape, server-sent events
   metrics.py       Prometheus metrics
-  page.py          the chat page, page.html
+  page/            the chat page, page.html
 Models, in threads of their own
   engine.py        `Engine`: the thread that owns a `Batch`; `Request`: sequences of one request, as the event loop sees them
   encoder.py       `Encoder`: the thread that owns a sentence encoder
 Process
   settings.py      `Settings`: limits and addresses
   server.py        `serve`: socket, signals, orderly end
+  connection.py    a client's connection: uvicorn's protocol with limits of time and number
 """

@@ -7,7 +7,8 @@ import hmac
 import ipaddress
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,9 +20,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from halfbyte.serve import metrics as prometheus
-from halfbyte.serve import page
 from halfbyte.serve.completions import TextService
 from halfbyte.serve.metrics import Metrics
+from halfbyte.serve.page import page
 from halfbyte.serve.protocol import ApiRequest, ChatRequest, CompletionRequest, EmbeddingRequest, LoadRequest, RerankRequest, parse
 from halfbyte.serve.replies import ApiError, event, json_reply
 from halfbyte.serve.settings import Settings
@@ -32,6 +33,7 @@ _PUBLIC_PATHS = ("/", "/health")  # need no key
 _BODY_TIMEOUT = 60.0  # seconds that a client has to send its body
 _MOST_PARSED_HERE = 1 << 16  # bytes of a body that is parsed on the event loop; a larger one would delay other requests
 _MOST_DRAINED = 16  # times the limit: as much is read of a body that is too large, so that its client sees the response
+_MOST_AT_ONCE = 16  # times the limit: what all bodies that are read at the same time may take
 R = TypeVar("R", bound=ApiRequest)
 S = TypeVar("S", TextService, VectorService)
 
@@ -182,7 +184,12 @@ class _Handlers:
     """The endpoints: each parses its request and calls the service that answers it."""
 
     def __init__(self, services: Services, settings: Settings) -> None:
-        self._text, self._vectors, self._metrics, self._settings = services.text, services.vectors, services.metrics, settings
+        self._text, self._vectors, self._metrics, self._bodies = (
+            services.text,
+            services.vectors,
+            services.metrics,
+            _Bodies(settings.body_bytes),
+        )
         self._created = int(time.time())
 
     async def page(self, request: Request) -> Response:
@@ -273,37 +280,58 @@ class _Handlers:
         if content != "application/json" and not content.endswith("+json"):
             # Web pages of other sites can send bodies of some other types without being asked by the browser for permission.
             raise ApiError(400, f"the body is JSON, got Content-Type {content[:100]!r}: send the header Content-Type: application/json")
-        body = await _read_body(request, self._settings.body_bytes)
-        return parse(kind, body) if len(body) < _MOST_PARSED_HERE else await asyncio.to_thread(parse, kind, body)
+        async with self._bodies.read(request) as body:
+            return parse(kind, body) if len(body) < _MOST_PARSED_HERE else await asyncio.to_thread(parse, kind, body)
 
 
-async def _read_body(request: Request, most: int) -> bytes:
-    """Read the body of a request.
+class _Bodies:
+    """Reads the bodies of requests, with limits for each and for all that are read and parsed at the same time.
 
-    Args:
-        request: The request.
-        most: Bytes of a body, at most.
-
-    Raises:
-        ApiError: The body is larger, or has not arrived in time.
+    The first _MOST_PARSED_HERE bytes of each are not counted in the sum: large bodies that arrive slowly do not keep small ones out.
     """
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT):
-            return await _read_limited(request, most)
-    except TimeoutError as e:
-        raise ApiError(408, f"the body did not arrive within {_BODY_TIMEOUT:g} seconds: send it faster", "timeout") from e
+
+    def __init__(self, most: int) -> None:
+        """most: bytes of a body."""
+        self._most, self._left = most, _MOST_AT_ONCE * most
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """Read a body, which is counted until the block ends.
+
+        Raises:
+            ApiError: It is larger than one may be, it and others are larger than all may be, or it has not arrived in time.
+        """
+        body = bytearray()
+        try:
+            try:
+                async with asyncio.timeout(_BODY_TIMEOUT):
+                    await self._receive(request, body)
+            except TimeoutError as e:
+                raise ApiError(408, f"the body did not arrive within {_BODY_TIMEOUT:g} seconds: send it faster", "timeout") from e
+            yield bytes(body)
+        finally:
+            self._left += _counted(len(body))
+
+    async def _receive(self, request: Request, body: bytearray) -> None:
+        size = 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= self._most:
+                more = _counted(size) - _counted(len(body))
+                if more > self._left:
+                    raise ApiError(
+                        503, "the bodies of requests take too much memory at the moment: ask again later", "overloaded",
+                        headers={"Retry-After": "1", "Connection": "close"},
+                    )  # fmt: skip
+                self._left -= more
+                body += chunk
+            elif size > _MOST_DRAINED * self._most:
+                break
+        if size > self._most:
+            text = f"a body has {self._most} bytes at most, got {size} or more: send less"
+            raise ApiError(413, text, "body_too_large", headers={"Connection": "close"})
 
 
-async def _read_limited(request: Request, most: int) -> bytes:
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= most:
-            chunks.append(chunk)
-        elif size > _MOST_DRAINED * most:
-            break
-    if size > most:
-        raise ApiError(
-            413, f"a body has {most} bytes at most, got {size} or more: send less", "body_too_large", headers={"Connection": "close"}
-        )
-    return b"".join(chunks)
+def _counted(size: int) -> int:
+    """The bytes of a body that count in the sum of all."""
+    return max(0, size - _MOST_PARSED_HERE)

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from halfbyte.errors import ArgumentError
 from halfbyte.language.model import LanguageModel
@@ -27,11 +26,10 @@ from halfbyte.serve.engine import Engine
 from halfbyte.serve.metrics import Metrics
 from halfbyte.serve.settings import Settings
 from halfbyte.serve.vectors import VectorService
+from halfbyte.versions import why_untested
 
 _BACKLOG = 1024  # connections that the system accepts before the server does
 _KEEP_ALIVE = 30  # seconds that a connection may be idle
-_HEAD_TIMEOUT = 60.0  # seconds that a client has for the head of a request, from the connection or the last response on
-_SEND_TIMEOUT = 60.0  # seconds that a client may read nothing of a response
 _SPARE_CONNECTIONS = 256  # beyond those of the sequences that run and wait
 _OTHER_FILES = 128  # file descriptors of the process that are no connections
 _FLUSH = 2.0  # seconds for the last bytes of responses, after the time of grace
@@ -151,69 +149,6 @@ class Serving:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-class _Connection(H11Protocol):
-    """A connection with limits of time and number.
-
-    Where there are too many, the one whose client has been silent for the longest time is closed, as nginx does with its idle connections:
-    idle ones first, then those whose request has not arrived. So clients that open connections and send nothing, or a byte now and then,
-    take no place from others. Where all wait for responses, uvicorn answers 503 by its `limit_concurrency`. h11 limits heads to 64 KiB.
-    """
-
-    _head_timer: asyncio.TimerHandle | None = None
-    _send_timer: asyncio.TimerHandle | None = None
-    _silent_since = 0.0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect_head()
-        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            others = [one for one in self.connections if one is not self and isinstance(one, _Connection)]
-            victims = [one for one in others if one._is_idle] or [one for one in others if one.cycle.more_body]
-            if victims:
-                min(victims, key=lambda one: one._silent_since).abort()
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        if not self._is_idle and self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer, self._silent_since = None, self.loop.time()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._is_idle:  # not where the client had sent another request already
-            self._expect_head()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._send_timer = self.loop.call_later(_SEND_TIMEOUT, self.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        for timer in (self._head_timer, self._send_timer):
-            if timer is not None:
-                timer.cancel()
-
-    def abort(self) -> None:
-        """Close the connection without waiting for the client to read what was sent, which it might never do."""
-        self.connections.discard(self)  # at once, not when the loop gets to it: this connection is not to be chosen again
-        self.transport.abort()
-
-    @property
-    def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
-
-    def _expect_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-        self._silent_since = self.loop.time()
-        self._head_timer = self.loop.call_later(_HEAD_TIMEOUT, self.abort)
-
-
 def _most_connections(settings: Settings) -> int:
     """Return how many connections a server has at most. Raises the process's limit of file descriptors, as far as the system lets it."""
     wanted = settings.parallel + settings.queue + _SPARE_CONNECTIONS
@@ -262,12 +197,21 @@ class _Server(uvicorn.Server):
         self._serving.end()
 
 
+def _protocol() -> type[asyncio.Protocol] | Literal["h11"]:
+    """What handles a connection: with limits of time in the versions of uvicorn that were tested, its own protocol in others."""
+    if why_untested("uvicorn") is not None:
+        return "h11"
+    from halfbyte.serve.connection import Connection
+
+    return Connection
+
+
 def make_server(serving: Serving, settings: Settings) -> uvicorn.Server:
     """Make the HTTP server of an application, which does not listen yet."""
     config = uvicorn.Config(
         serving.app,
         loop="asyncio",
-        http=_Connection,
+        http=_protocol(),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -41,6 +41,7 @@ from pathlib import Path
 
 from halfbyte.checkpoint.native.manifest import CONFIG, SECTION, STAGING, Manifest, read_manifest
 from halfbyte.errors import ArgumentError, CheckpointError, unwritable
+from halfbyte.io.files import sync
 from halfbyte.io.safetensors import load_json
 from halfbyte.io.tensors import JOURNAL
 
@@ -86,8 +87,8 @@ class Staging:
             CheckpointError: Another process has created `folder` meanwhile.
         """
         for path in sorted(self.path.rglob("*"), reverse=True):
-            _sync(path)
-        _sync(self.path)
+            sync(path)
+        sync(self.path)
         try:
             os.rename(self.path, self.folder)
         except OSError as e:
@@ -96,7 +97,7 @@ class Staging:
             raise CheckpointError(
                 f"another process has written {self.folder} meanwhile, which stays as it is: choose another folder, or remove that one"
             ) from e
-        _sync(self.folder.parent)
+        sync(self.folder.parent)
 
     def commit(self, config: Mapping[str, object], manifest: Manifest) -> None:
         """Publish the checkpoint: write config.json with the manifest, then rename the fresh folder, or do steps 2 and 3.
@@ -115,14 +116,14 @@ class Staging:
             self.commit_folder()
             return
         for path in sorted(self.path.rglob("*"), reverse=True):
-            _sync(path)
-        _sync(self.path)
+            sync(path)
+        sync(self.path)
         # config.json comes last: until its replacement readers find the old checkpoint, from then on the new one.
         for name in manifest.files:
             os.rename(self.path / name, self.folder / name)
-        _sync(self.folder)
+        sync(self.folder)
         os.replace(self.path / CONFIG, self.folder / CONFIG)
-        _sync(self.folder)
+        sync(self.folder)
 
 
 @contextmanager
@@ -204,9 +205,9 @@ def replacing_file(target: Path, *, resume: bool = False) -> Iterator[Path]:
         _make_parent(target)
         with _work(target, resume) as folder:
             yield folder / target.name
-            _sync(folder / target.name)
+            sync(folder / target.name)
             os.replace(folder / target.name, target)
-            _sync(target.parent)
+            sync(target.parent)
     except OSError as e:
         raise unwritable(target, e) from e
 
@@ -391,14 +392,3 @@ def _locked(folder: Path, target: Path | None = None) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile shares the lock
         finally:
             os.close(descriptor)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk, so that they survive a power failure. Windows cannot flush folders."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,7 +12,7 @@ from browser import Browser, chromium, needs_chromium
 from serving import Server, make_model, serve
 
 from halfbyte.language.generate import Batch
-from halfbyte.serve import page
+from halfbyte.serve.page import page
 
 
 def test_the_page_fetches_nothing_else() -> None:

@@ -1,0 +1,1 @@
+"""The chat page: page.html, and its headers in page.py."""
