@@ -257,13 +257,13 @@ def test_of_hybrids_layers_with_attention(more: dict[str, Any], reason: str | No
 
 
 def test_layers_that_read_others_keys_with_static_caches(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of static caches take transformers' steps, and so do the layers that read them."""
+    """Windows of static caches take transformers' steps, but not the layers that read them: the mask tells which keys are seen."""
     monkeypatch.setitem(
         KINDS, "gemma4", lambda: gemma4(**PER_LAYER, num_hidden_layers=6, layer_types=SHARED, sliding_window=7, num_kv_shared_layers=3)
     )
     plain, short = pair("gemma4", SHARED)
     assert close(*(logits(model, StaticCache(config=plain.config, max_cache_len=64), (5, 1, 30, 1, 1)) for model in (short, plain)))
-    assert calls == [kind == "full_attention" for _ in range(5) for kind in SHARED]
+    assert calls == [kind == "full_attention" or index >= 3 for _ in range(5) for index, kind in enumerate(SHARED)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

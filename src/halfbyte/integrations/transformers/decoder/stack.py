@@ -66,7 +66,6 @@ from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.nn.parallel.parallelize import part_of
 from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.decoder import DecoderLayer
-from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
@@ -235,7 +234,7 @@ class CompiledStack:
 
     Attributes:
         kinds: In what the layers differ.
-        gpu_lock: Held by the thread that generates text by `gpu_model`.
+        gpu_lock: Held by the thread that generates text by the `GpuModel`.
     """
 
     def __init__(self, kinds: LayerKinds) -> None:
@@ -244,8 +243,8 @@ class CompiledStack:
         self._specs: list[LayerSpec | str] | None = None
         self._on_cpu: list[DecoderLayer | str] | None = None
         self._on_gpu: list[GpuLayer | None] | None = None
-        self._steps: dict[tuple[int, Logits], TokenStep | None] = {}
-        self._gpu_model: tuple[Head, Logits, GpuModel | str] | None = None
+        # Keys: whether for a CPU, and whether without a head.
+        self._lowered: dict[tuple[bool, bool], tuple[Head | None, Logits, TokenStep | GpuModel | str]] = {}
         self.gpu_lock = threading.Lock()
 
     def specs(self, stack: Part) -> list[LayerSpec | str]:
@@ -300,8 +299,8 @@ class CompiledStack:
         """Compute the normed hidden states on a CPU or a GPU; None if transformers has to."""
         ids, mask = call.get("input_ids"), call.get("attention_mask")
         if on_cpu and ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
-            step = self.step(stack)
-            y = None if step is None else step(ids, mask, call.get("position_ids"), past.layers)
+            step = self.lowered(stack, None, None, on_cpu=True)
+            y = step(ids, mask, call.get("position_ids"), past.layers) if isinstance(step, TokenStep) else None
             if y is not None:
                 return y
         prepared = prepare(stack, self.kinds, call, past)
@@ -315,21 +314,25 @@ class CompiledStack:
         normed: Tensor = getattr(stack, self.kinds.family.final_norm)(run(x))
         return normed
 
-    def step(self, stack: Part, head: Weight | None = None, logits: Logits = None) -> TokenStep | None:
-        """The decode step of the whole stack; None if some of it is not compiled.
+    def lowered(self, stack: Part, head: Head | None, logits: Logits, *, on_cpu: bool) -> TokenStep | GpuModel | str:
+        """Return the whole stack with an output embedding, lowered, or why it is not: for a CPU its decode step.
 
         Args:
             stack: The module of transformers.
-            head: The model's output embedding, if the step is to end with logits.
+            head: The model's output embedding; None: the result is the normed hidden states.
             logits: Function of the logits.
+            on_cpu: For which device.
         """
-        key = 0 if head is None else id(head.packed.data), logits
-        if key not in self._steps:
-            self._steps[key] = self._new_step(stack, head, logits)
-        return self._steps[key]
+        key = on_cpu, head is None
+        before, function, found = self._lowered.get(key, (None, None, None))
+        is_same = head is None or (before is not None and head.is_same(before))
+        if found is None or not is_same or function != logits:
+            found = self._lower(stack, head, logits, on_cpu=on_cpu)
+            self._lowered[key] = head, logits, found
+        return found
 
     def why_not_text(self, stack: Part, positions: Sequence[int], most: int) -> str | None:
-        """Why `gpu_model` does not write a text of at most so many tokens, whose next tokens have these positions; None if it does."""
+        """Why a `GpuModel` does not write a text of at most so many tokens, whose next tokens have these positions; None if it does."""
         limit, switch = query_scale_from(stack.layers[0]), longrope_switch(stack)
         if limit is not None and most > limit:
             return f"queries of positions from {limit} on have a factor that depends on these"
@@ -337,41 +340,25 @@ class CompiledStack:
             return f"frequencies of its rope change when the text has more than {switch} tokens"
         return None
 
-    def gpu_model(self, stack: Part, head: Head, logits: Logits) -> GpuModel | str:
-        """The whole model with an output embedding and a function of the logits, lowered for a GPU, or why it is not."""
-        cached = self._gpu_model
-        if cached is None or not cached[0].is_same(head) or cached[1] != logits:
-            cached = self._gpu_model = head, logits, self._new_gpu_model(stack, head, logits)
-        return cached[2]
-
-    def _new_gpu_model(self, stack: Part, head: Head, logits: Logits) -> GpuModel | str:
-        specs, lowered = self.specs(stack), self.on_gpu(stack)
-        layers = [spec for spec in specs if isinstance(spec, LayerSpec)]
-        if len(layers) < len(specs) or not all(layer is not None and is_prefilled(layer) for layer in lowered):
+    def _lower(self, stack: Part, head: Head | None, logits: Logits, *, on_cpu: bool) -> TokenStep | GpuModel | str:
+        if on_cpu:
+            is_lowered = [isinstance(layer, DecoderLayer) for layer in self.on_cpu(stack)]
+        else:
+            is_lowered = [layer is not None and is_prefilled(layer) for layer in self.on_gpu(stack)]
+        layers = [spec for spec in self.specs(stack) if isinstance(spec, LayerSpec)]
+        if not all(is_lowered) or len(layers) < len(is_lowered):
             return "transformers computes some of its layers"
+        if any(needs_eager(layer.attention.heads) for layer in layers) and stack.config._attn_implementation != "eager":
+            return "its attention is not transformers' eager one"
         spec = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), head, logits)
         if isinstance(spec, str):
             return spec
-        if len({tensor.device for tensor in tensors_of(spec)}) > 1:
+        dtype, (device, *others) = spec.norm.weight.dtype, {tensor.device for tensor in tensors_of(spec)}
+        if others or (on_cpu and device.type != "cpu"):
             return "it is on several devices"
         try:
-            return GpuModel(spec, spec.norm.weight.device, spec.norm.weight.dtype)
+            if on_cpu:
+                return TokenStep(CpuModel(spec), query_scale_from(stack.layers[0]), dtype)
+            return GpuModel(spec, device, dtype)
         except HalfbyteError as error:
             return str(error)
-
-    def _new_step(self, stack: Part, head: Weight | None, logits: Logits) -> TokenStep | None:
-        specs = zip(self.specs(stack), self.on_cpu(stack), strict=True)
-        layers = [spec for spec, lowered in specs if isinstance(spec, LayerSpec) and isinstance(lowered, DecoderLayer)]
-        reuses = [layer.kv_source is not None for layer in layers]
-        if len(layers) < len(stack.layers) or reuses != sorted(reuses):
-            return None
-        if any(needs_eager(layer.attention.heads) for layer in layers) and stack.config._attn_implementation != "eager":
-            return None
-        ends = None if head is None else Head(head, None), logits
-        spec = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), *ends)
-        if isinstance(spec, str) or any(not tensor.is_cpu for tensor in tensors_of(spec)):
-            return None
-        try:
-            return TokenStep(CpuModel(spec), query_scale_from(stack.layers[0]), spec.norm.weight.dtype)
-        except HalfbyteError:
-            return None

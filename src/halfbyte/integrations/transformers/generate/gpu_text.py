@@ -19,9 +19,8 @@ from halfbyte.decoder.cache import Cache
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
 from halfbyte.integrations.transformers.cache.transfer import give_back, taken, why_not_transferred
-from halfbyte.integrations.transformers.decoder.live_ends import Head
 from halfbyte.integrations.transformers.decoder.stack import CompiledStack
-from halfbyte.integrations.transformers.generate.steps import ARGUMENTS, Choice, Step, Text, compiled_decoder, lengths, stack_of
+from halfbyte.integrations.transformers.generate.steps import ARGUMENTS, Choice, LiveModel, Step, Text, lengths
 from halfbyte.integrations.transformers.optimize.calls import Arguments, bind, cache_name
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
 from halfbyte.ops.modes import plain
@@ -54,7 +53,7 @@ class GpuText:
 
         Args:
             model: It computes the text.
-            stack: Whose `gpu_model` it is. Its lock is held by this thread, and released by `close`.
+            stack: Of which `model` is made. Its lock is held by this thread, and released by `close`.
             cache: Of the prompts.
             ids: Of the prompts, [B, t].
             first: The first tokens after these, [B].
@@ -99,13 +98,13 @@ class GpuText:
 
 def lowered(model: Part) -> tuple[GpuModel, CompiledStack, Part] | str:
     """A model lowered for a GPU, its stack compiled, and that of transformers; or why `GpuModel` does not compute it."""
-    decoder, stack = compiled_decoder(model), stack_of(model)
-    if decoder is None or stack is None or watched(model):
+    live = LiveModel.of(model)
+    if live is None or watched(model):
         return "it has more parts than compiled layers and a head, a hook, or is in training"
-    if (head := Head.of(model.lm_head)) is None:
+    if live.head is None:
         return "its head is no linear layer by itself"
-    found = decoder[0].gpu_model(stack, head, decoder[1])
-    return found if isinstance(found, str) else (found, decoder[0], stack)
+    found = live.compiled.lowered(live.stack, live.head, live.logits, on_cpu=False)
+    return (found, live.compiled, live.stack) if isinstance(found, GpuModel) else str(found)
 
 
 def read_prompts(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.transformers.decoder.live_ends import Head
 from halfbyte.integrations.transformers.decoder.live_layer import family_of
 from halfbyte.integrations.transformers.decoder.stack import CompiledStack, compiled, is_compiled_stack
+from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, cache_name, is_true, unset
 from halfbyte.integrations.transformers.optimize.hooked import why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers, original
@@ -206,13 +207,13 @@ def native_step(model: Part) -> Callable[[Arguments], Tensor | None] | None:
     The step takes the arguments of a call of the model, which must not have changed, and returns the logits [B, 1, N]; None for a call of
     another kind than one token of each sequence with a cache.
     """
-    decoder, stack = compiled_decoder(model), stack_of(model)
-    if decoder is None or stack is None or why_hooked(model) is not None:
+    live = LiveModel.of(model)
+    if live is None or why_hooked(model) is not None:
         return None
-    (compiled_stack, logits), head = decoder, Head.of(model.lm_head)
-    weight = head.weight if head is not None and isinstance(head.weight, Weight) else None
-    step = compiled_stack.step(stack, weight, None if weight is None else logits)
-    if step is None:
+    head, logits = live.head, live.logits
+    ends_with_logits = head is not None and isinstance(head.weight, Weight)
+    step = live.compiled.lowered(live.stack, *((head, logits) if ends_with_logits else (None, None)), on_cpu=True)
+    if not isinstance(step, TokenStep):
         return None
 
     def compute(arguments: Arguments) -> Tensor | None:
@@ -223,13 +224,40 @@ def native_step(model: Part) -> Callable[[Arguments], Tensor | None] | None:
         if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or not plain(ids):
             return None
         y = step(ids, call.get("attention_mask"), call.get("position_ids"), past.layers)
-        return y if y is None or weight is not None else logits_in_torch(model.lm_head(y), logits)
+        return y if y is None or ends_with_logits else logits_in_torch(model.lm_head(y), logits)
 
     return compute
 
 
-def stack_of(model: Part) -> Part | None:
-    """Return the compiled stack of a model that consists of the stack, a head, and perhaps parts that embed images; None for others."""
+class LiveModel(NamedTuple):
+    """A causal language model that consists of a compiled stack, an output embedding, and perhaps parts that embed images.
+
+    Attributes:
+        stack: The module of transformers that has the layers.
+        compiled: These, compiled.
+        head: The output embedding; None where it is no linear layer by itself.
+        logits: Function of the logits.
+    """
+
+    stack: Part
+    compiled: CompiledStack
+    head: Head | None
+    logits: Logits
+
+    @classmethod
+    def of(cls, model: Part) -> LiveModel | None:
+        """Return what a model consists of, as it is now; None where it has other parts, or is in training."""
+        stack = _stack_of(model)
+        if stack is None or model.training or has_global_hooks():
+            return None
+        now, family = compiled(stack), family_of(stack.layers[0])
+        if isinstance(now, str) or family is None:
+            return None
+        return cls(stack, now, Head.of(model.lm_head), _logits(model, family, stack.config))
+
+
+def _stack_of(model: Part) -> Part | None:
+    """Return the compiled stack of a model; None where the model has other parts than those of `LiveModel`."""
     inner = getattr(model, "model", None)
     stack = getattr(inner, "language_model", inner)
     if not is_compiled_stack(stack) or model.config.get_text_config(decoder=True) is not stack.config:
@@ -248,15 +276,6 @@ def lengths(ids: Tensor, config: GenerationConfig, arguments: Arguments) -> tupl
     before = max(0, *(count - ids.shape[1] for count in whole))
     assert config.max_length is not None
     return before, before + config.max_length
-
-
-def compiled_decoder(model: Part) -> tuple[CompiledStack, Logits] | None:
-    """Return the compiled stack of a causal language model (`stack_of`) and the function of its logits; None for other models."""
-    stack = stack_of(model)
-    if stack is None or model.training or has_global_hooks():
-        return None
-    now, family = compiled(stack), family_of(stack.layers[0])
-    return None if isinstance(now, str) or family is None else (now, _logits(model, family, stack.config))
 
 
 def _logits(model: Part, family: Family, config: Config) -> Logits:
