@@ -6,11 +6,12 @@
     _Stack.forward     takes calls whose arguments are in ARGUMENTS, without gradients, on a device that has kernels; others go to
                        transformers' forward, and so do training and requests for hidden states or attentions
     compiled           finds, or makes, the `CompiledStack` of the modules as they are now
-    CompiledStack.run  computes a call on a CPU, `run_on_gpu` on a GPU, `_traced` under torch.compile on a GPU
+    CompiledStack.run  computes a call, `_traced` one under torch.compile on a GPU
+    CompiledStack.lowered  is the whole stack as one native call on a CPU, or as a `GpuModel`, for single tokens and `generate`
 
 Layers that have no kernels on the device, as those with hooks or without quantized weights, are called as transformers calls them, between
-the others (run.py). Before each call `FrozenLayers` compares everything that the stack consists of; where anything has changed, the stack
-is compiled again. On a GPU each layer is compared just before its launches, while the GPU computes the layer before it.
+the others (run.py). Before each call `Frozen` compares everything that the stack consists of; where anything has changed, the stack is
+compiled again.
 """
 
 from __future__ import annotations
