@@ -200,7 +200,7 @@ def test_queries_with_a_factor_are_left(taken: list[bool]) -> None:
 def _has_step(model: Any) -> bool:
     found = compiled(model.model)
     assert not isinstance(found, str)
-    return isinstance(found.lowered(model.model, None, None, on_cpu=True), TokenStep)
+    return isinstance(found.lowered(None, None, on_cpu=True), TokenStep)
 
 
 def test_what_goes_the_long_way(taken: list[bool]) -> None:

@@ -86,15 +86,15 @@ class GpuText:
             self._stack.gpu_lock.release()
 
 
-def lowered(model: Part) -> tuple[GpuModel, CompiledStack, Part] | str:
-    """A model lowered for a GPU, its stack compiled, and that of transformers; or why `GpuModel` does not compute it."""
+def lowered(model: Part) -> tuple[GpuModel, CompiledStack] | str:
+    """A model lowered for a GPU, and its compiled stack; or why `GpuModel` does not compute it."""
     live = LiveModel.of(model)
     if live is None or watched(model):
         return "it has more parts than compiled layers and a head, a hook, or is in training"
     if live.head is None:
         return "its head is no linear layer by itself"
-    found = live.compiled.lowered(live.stack, live.head, live.logits, on_cpu=False)
-    return (found, live.compiled, live.stack) if isinstance(found, GpuModel) else str(found)
+    found = live.stack.lowered(live.head, live.logits, on_cpu=False)
+    return (found, live.stack) if isinstance(found, GpuModel) else str(found)
 
 
 def read_prompts(request: Request) -> GpuText | Step | None:
@@ -110,10 +110,10 @@ def read_prompts(request: Request) -> GpuText | Step | None:
     length = ids.shape[1] + request.cached
     if isinstance(found := lowered(request.model), str):
         return None
-    gpu_model, stack, module = found
+    gpu_model, stack = found
     if len(ids) > gpu_model.most_decode or why_not_transferred(past, gpu_model.spec, most) is not None:
         return None
-    if stack.why_not_text(module, [length], most) is not None or stack.gpu_lock.locked():
+    if stack.why_not_text([length], most) is not None or stack.gpu_lock.locked():
         return None
     if past.get_seq_length() or not _is_alone(request, starts):
         step = Step(request, request.prefill())
@@ -130,9 +130,9 @@ def _after_forward(request: Request, step: Step, starts: Sequence[int]) -> GpuTe
     length = int(past.get_seq_length())
     if isinstance(found, str) or length != ids.shape[1] + request.cached:
         return None
-    gpu_model, stack, module = found
+    gpu_model, stack = found
     positions = _positions(step.prepared(ids), len(ids), length, mrope=stack.kinds.family.mrope)
-    if not positions or stack.why_not_text(module, positions, request.most) is not None or stack.gpu_lock.locked():
+    if not positions or stack.why_not_text(positions, request.most) is not None or stack.gpu_lock.locked():
         return None
     if why_not_transferred(past, gpu_model.spec, request.most) is not None:
         return None

@@ -151,7 +151,7 @@ def native_step(model: Part) -> Callable[[Arguments], Tensor | None] | None:
         return None
     head, logits = live.head, live.logits
     ends_with_logits = head is not None and isinstance(head.weight, Weight)
-    step = live.compiled.lowered(live.stack, *((head, logits) if ends_with_logits else (None, None)), on_cpu=True)
+    step = live.stack.lowered(*((head, logits) if ends_with_logits else (None, None)), on_cpu=True)
     if not isinstance(step, TokenStep):
         return None
 
@@ -172,14 +172,12 @@ class LiveModel(NamedTuple):
     """A causal language model that consists of a compiled stack, an output embedding, and perhaps parts that embed images.
 
     Attributes:
-        stack: The module of transformers that has the layers.
-        compiled: These, compiled.
+        stack: The compiled stack.
         head: The output embedding; None where it is no linear layer by itself.
         logits: Function of the logits.
     """
 
-    stack: Part
-    compiled: CompiledStack
+    stack: CompiledStack
     head: Head | None
     logits: Logits
 
@@ -192,7 +190,7 @@ class LiveModel(NamedTuple):
         now, family = compiled(stack), family_of(stack.layers[0])
         if isinstance(now, str) or family is None:
             return None
-        return cls(stack, now, Head.of(model.lm_head), _logits(model, family, stack.config))
+        return cls(now, Head.of(model.lm_head), _logits(model, family, stack.config))
 
 
 def _stack_of(model: Part) -> Part | None:
