@@ -30,7 +30,7 @@ from halfbyte.ops.transformer.weights import Weight, why_not_packed
 from halfbyte.ops.transformer.whole_model_decode import MOST_CONSECUTIVE, WholeModelDecode
 
 _FEW = 32  # tokens of a prompt up to which several layers are one native call, which has memory for the results of each
-_STEP = "decode step"  # the native call
+STEP = "decode step"  # the native call
 _NORMS = "rms_norm", "layer_norm"
 # The kernels of ops with a step of their own, linear layers excepted.
 _STEPS = {"embedding": "dequantize", "attention": "attend", "router": "router", "residual": "scale", "qk_norm": "norm"}
@@ -378,10 +378,10 @@ def layer_kernels(ops: Sequence[Op]) -> Iterator[Lowered]:
         elif isinstance(op.part, Weight):
             (n, k), compute = op.part.packed.shape[-2:], check_compute(op.part.compute)
             problem = Problem("linear", 1, n, k, op.part.packed.format, torch.float32, compute, op.part.activation)
-            yield Lowered(op, choose(problem, current()).options[0].candidate.name, call=_STEP)
+            yield Lowered(op, choose(problem, current()).options[0].candidate.name, call=STEP)
         else:
             kernel = "" if home is not None else "attend_whole" if op.setting("bidirectional") else _STEPS[op.kind]
-            yield Lowered(op, kernel, home, _STEP)
+            yield Lowered(op, kernel, home, STEP)
 
 
 def _fused_into(op: Op, readers: Sequence[Op], by_name: Mapping[str, Op]) -> str | None:
