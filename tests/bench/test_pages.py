@@ -25,6 +25,7 @@ from halfbyte.bench.pages.step import step_page
 from halfbyte.bench.report import Absence, Ceilings, Measurement, Report, Sample
 from halfbyte.bench.step import StepOp, StepReport
 from halfbyte.cli.main import main
+from halfbyte.decoder.explain import Explained
 from halfbyte.decoder.program import Lowered, Op
 from halfbyte.errors import ArgumentError
 
@@ -209,7 +210,7 @@ def test_linear_layers_are_timed_with_their_own_settings(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(step, "explain", timed)
     lowered = tuple(Lowered(Op("linear", f"op{i}", 0, ("x",), (64, 64), "q4_0", each), "int8") for i, each in enumerate(settings))
-    explanation: Any = SimpleNamespace(groups=[((0,), lowered)], rows=1, dtype=torch.float32, machine="the CPU")
+    explanation: Any = SimpleNamespace(groups=[Explained(tuple(lowered), (0,))], rows=1, dtype=torch.float32, machine="the CPU")
     report = step.measure_step(explanation, "cpu", "model", 1e-3)
     assert asked == [("auto", "block", False), ("float", "block", False), ("auto", "row", False), ("auto", "block", True)]
     assert [op.seconds for op in report.ops] == [1e-6, 2e-6, 3e-6, 4e-6]

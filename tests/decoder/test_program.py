@@ -210,7 +210,7 @@ def test_what_kernels_of_a_gpu_do_not_compute(tmp_path: Path) -> None:
 def test_explanation(tmp_path: Path) -> None:
     spec = spec_of("Qwen3MoeDecoderLayer", tmp_path / "m")
     found = explain_decoder(spec, rows=2)
-    assert [layers for layers, _ in found.groups] == [(), (0, 2), (1,), (), ()][: len(found.groups)]
+    assert [group.layers for group in found.groups] == [(), (0, 2), (1,), (), ()][: len(found.groups)]
     document = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert (document["machine"], document["rows"], document["native_calls"]) == ("the CPU", 2, ["decode step"])
     ops = {op["name"]: op for op in document["groups"][1]["ops"]}

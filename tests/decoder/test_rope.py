@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings against transformers', and blocks of cosines and sines against their definition."""
+"""Frequencies of rotary embeddings against transformers', and cosines and sines against their definition."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_longrope_switches_after_the_original_length(length: int) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 256), (255, 257), (300, 301), (100, 800), (512, 512 + 256)])
-def test_blocks_are_cosines_and_sines_of_positions(start: int, stop: int) -> None:
+def test_tables_are_cosines_and_sines_of_positions(start: int, stop: int) -> None:
     frequencies = torch.tensor([1.0, 0.3, 0.007])
     rope = Rope(frequencies, 1.5)
     cosines, sines = rope.tables(start, stop, stop)
@@ -104,9 +104,9 @@ def test_blocks_are_cosines_and_sines_of_positions(start: int, stop: int) -> Non
     # positions times frequencies are rounded to 24 bits: 800 * 2^-24
     torch.testing.assert_close(cosines[0].double(), 1.5 * angles.cos(), rtol=0, atol=1e-4)
     torch.testing.assert_close(sines[0].double(), 1.5 * angles.sin(), rtol=0, atol=1e-4)
-    table, row = rope.block(stop - 1, stop)
-    assert torch.equal(table[row, 0], cosines[0, -1])
-    assert torch.equal(table[row, 1], sines[0, -1])
+    first = stop - 1 - (stop - 1) % 256  # a decode step has the bits of a prompt, whatever positions are computed together
+    for one, several in zip(rope.tables(first, first + 256, stop), (cosines, sines), strict=True):
+        assert torch.equal(one[0, stop - 1 - first], several[0, -1])
 
 
 @pytest.mark.parametrize(

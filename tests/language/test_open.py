@@ -338,7 +338,7 @@ def test_skipped_layers_run_in_floating_point(case: str, dtype: torch.dtype, tmp
     assert said in model.notes[0]
     document = cast(list[str], model.report().to_json()["in_floating_point"])
     assert set(document) >= {name for name in SKIPPED[case] if "*" not in name and name != "lm_head"}
-    assert {op.format for op in model.explain().program.ops if op.name == "down_proj"} <= {"q8_0", str(dtype)[6:]}
+    assert {lowered.op.format for lowered in model.explain().kernels if lowered.op.name == "down_proj"} <= {"q8_0", str(dtype)[6:]}
 
 
 # inputs_first: files have the experts of GPT-OSS as [E, K, N], which nothing says of codes in floating point.

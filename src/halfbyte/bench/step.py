@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import halfbyte
 from halfbyte.bench.cpu import versions
-from halfbyte.decoder.explain import DecoderExplanation
+from halfbyte.decoder.explain import Explanation
 from halfbyte.decoder.program import Op
 from halfbyte.dispatch.explain import explain
 from halfbyte.errors import FormatError
@@ -129,7 +129,7 @@ class _Times(NamedTuple):
 
 
 def measure_step(
-    explanation: DecoderExplanation,
+    explanation: Explanation,
     device: str,
     model: str,
     step_seconds: float,
@@ -147,7 +147,7 @@ def measure_step(
     Returns:
         The times. Linear layers of equal shape, format, kernel and settings are timed once.
     """
-    not_fused = [(layers, lowered, group) for layers, group in explanation.groups for lowered in group if lowered.fused_into is None]
+    not_fused = [(layers, lowered, group) for group, layers, *_ in explanation.groups for lowered in group if lowered.fused_into is None]
     timed: dict[tuple[object, ...], _Times] = {}
     ops = []
     for done, (layers, lowered, group) in enumerate(not_fused):
@@ -181,7 +181,7 @@ def measure_step(
     )
 
 
-def _time(op: Op, explanation: DecoderExplanation, device: str) -> _Times:
+def _time(op: Op, explanation: Explanation, device: str) -> _Times:
     """Time one call of a quantized linear layer; other ops are not timed."""
     if op.kind != "linear" or len(op.shape) != 2:
         return _Times(None, None)

@@ -30,11 +30,12 @@ from halfbyte.ops.transformer.weights import Weight, why_not_packed
 from halfbyte.ops.transformer.whole_model_decode import MOST_CONSECUTIVE, WholeModelDecode
 
 _FEW = 32  # tokens of a prompt up to which several layers are one native call, which has memory for the results of each
-_STEP = "decode step"  # the native call
+STEP = "decode step"  # the native call
 _NORMS = "rms_norm", "layer_norm"
 # The kernels of ops with a step of their own, linear layers excepted.
 _STEPS = {"embedding": "dequantize", "attention": "attend", "router": "router", "residual": "scale", "qk_norm": "norm"}
 _STEPS |= {"rms_norm": "norm", "layer_norm": "norm", "softcap": "each", "logit_scale": "each"}
+_ROPE_BLOCK = 256  # positions whose cosines and sines are computed at a time
 _CHUNK = 512  # tokens of a prompt at a time: masks of sliding windows and intermediate results stay small
 # Kernels of a few rows sum in another order than those of more, whose results do not depend on the number of rows. So a prompt has the same
 # logits, bit by bit, in whatever parts it is read, if each has at least so many tokens; not where experts get rows of their own.
@@ -168,7 +169,7 @@ class CpuModel(DecoderModel):
         # Layers from here on add no keys and values: only tokens whose outputs are wanted take them.
         self._first_reusing = first_reusing(spec)
         self._rotary_dim = max((layer.rotary for layer in self._layers), default=0)
-        self._rows: dict[tuple[int, bool], Tensor] = {}
+        self._rope_blocks: dict[tuple[int, bool], Tensor] = {}  # by their number, and whether frequencies are those of long sequences
         self.most_decode = most_decode(spec)
         self.most_verify = min(MOST_CONSECUTIVE, self.most_decode)
         self.least_prefill, self.most_prompts, self.prefill_chunk = LEAST_PREFILL, 1, _CHUNK
@@ -195,17 +196,17 @@ class CpuModel(DecoderModel):
     def rope_row(self, position: int, length: int) -> tuple[Tensor, int]:
         """The table that has a position's cosines and sines of all ropes in sequences of a length, [block, ropes, 2, R], and the address of
         the position in it."""
-        block, row = self.spec.ropes[0].block(position, length)
-        key = position // len(block), any(rope.switch is not None and length > rope.switch for rope in self.spec.ropes)
-        table = self._rows.get(key)
+        number, row = divmod(position, _ROPE_BLOCK)
+        key = number, any(rope.switch is not None and length > rope.switch for rope in self.spec.ropes)
+        table = self._rope_blocks.get(key)
         if table is None:
             with torch.inference_mode(False), torch.no_grad():
-                table = torch.zeros(len(block), len(self.spec.ropes), 2, self._rotary_dim, dtype=torch.float32, device="cpu")
+                table = torch.zeros(_ROPE_BLOCK, len(self.spec.ropes), 2, self._rotary_dim, dtype=torch.float32, device="cpu")
                 for index, rope in enumerate(self.spec.ropes):
-                    block, _ = rope.block(position, length)
-                    width = min(self._rotary_dim, block.shape[2])
-                    table[:, index, :, :width] = block[..., :width]
-            self._rows[key] = table
+                    both = torch.stack(rope.tables(number * _ROPE_BLOCK, (number + 1) * _ROPE_BLOCK, length), 2)[0]
+                    width = min(self._rotary_dim, both.shape[2])
+                    table[:, index, :, :width] = both[..., :width]
+            self._rope_blocks[key] = table
         return table, table.data_ptr() + row * table.stride(0) * 4
 
     @torch.inference_mode()
@@ -377,10 +378,10 @@ def layer_kernels(ops: Sequence[Op]) -> Iterator[Lowered]:
         elif isinstance(op.part, Weight):
             (n, k), compute = op.part.packed.shape[-2:], check_compute(op.part.compute)
             problem = Problem("linear", 1, n, k, op.part.packed.format, torch.float32, compute, op.part.activation)
-            yield Lowered(op, choose(problem, current()).options[0].candidate.name, call=_STEP)
+            yield Lowered(op, choose(problem, current()).options[0].candidate.name, call=STEP)
         else:
             kernel = "" if home is not None else "attend_whole" if op.setting("bidirectional") else _STEPS[op.kind]
-            yield Lowered(op, kernel, home, _STEP)
+            yield Lowered(op, kernel, home, STEP)
 
 
 def _fused_into(op: Op, readers: Sequence[Op], by_name: Mapping[str, Op]) -> str | None:

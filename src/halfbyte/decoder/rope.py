@@ -21,14 +21,13 @@ from torch import Tensor
 from halfbyte.decoder.config import is_number
 from halfbyte.errors import CheckpointError, UnsupportedError
 
-BLOCK = 256  # positions whose cosines and sines are computed at a time
 _LEAST_POSITIONS = 2048  # of `RopeTables`
 _LONG = 1 << 62  # a length beyond every `switch`
 _NAMES = {"default", "linear", "llama3", "yarn", "longrope", "proportional"}
 
 
 class Rope:
-    """Cosines and sines of positions, computed once per block of positions and kept.
+    """Cosines and sines of positions.
 
     Attributes:
         rotary_dim: Elements of a head that are rotated.
@@ -47,7 +46,6 @@ class Rope:
         self.rotary_dim, self.switch = 2 * len(frequencies), switch
         self._frequencies = (frequencies, frequencies if long_frequencies is None else long_frequencies)
         self._scaling = scaling
-        self._blocks: dict[tuple[int, bool], Tensor] = {}
 
     @property
     def is_finite(self) -> bool:
@@ -55,30 +53,12 @@ class Rope:
         finite = all(bool(f.isfinite().all()) and bool(f.any()) for f in self._frequencies)
         return finite and self._scaling <= torch.finfo(torch.float32).max
 
-    def block(self, position: int, length: int) -> tuple[Tensor, int]:
-        """Return the table of cosines and sines that has a position, [BLOCK, 2, rotary_dim / 2] float32, and the position's row.
-
-        Args:
-            position: Of the token.
-            length: Of the sequence, with the token, which decides between short and long frequencies.
-        """
-        number, row = divmod(position, BLOCK)
-        is_long = self.switch is not None and length > self.switch
-        table = self._blocks.get((number, is_long))
-        if table is None:
-            with torch.inference_mode(False), torch.no_grad():
-                positions = torch.arange(number * BLOCK, (number + 1) * BLOCK, dtype=torch.float32, device="cpu")
-                angles = positions[:, None] * self._frequencies[is_long]
-                table = torch.stack((angles.cos(), angles.sin()), 1) * self._scaling
-            self._blocks[number, is_long] = table
-        return table, row
-
     def tables(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, each [1, stop - start, rotary_dim / 2] float32, of the positions start … stop - 1."""
-        blocks = [self.block(number * BLOCK, length)[0] for number in range(start // BLOCK, -(-stop // BLOCK))]
-        first = start - start % BLOCK
-        both = torch.cat(blocks)[start - first : stop - first]
-        return both[None, :, 0].contiguous(), both[None, :, 1].contiguous()
+        """Return cosines and sines, each [1, stop - start, rotary_dim / 2] float32, of the positions start … stop - 1 in a sequence of
+        a length, which decides between short and long frequencies."""
+        is_long = self.switch is not None and length > self.switch
+        angles = torch.arange(start, stop, dtype=torch.float32, device="cpu")[None, :, None] * self._frequencies[is_long]
+        return angles.cos() * self._scaling, angles.sin() * self._scaling
 
 
 class RopeTables:

@@ -32,7 +32,7 @@ from halfbyte.language.tokenizer import Tokenizer
 from halfbyte.memory import size_text
 
 if TYPE_CHECKING:
-    from halfbyte.decoder.explain import DecoderExplanation
+    from halfbyte.decoder.explain import Explanation
     from halfbyte.nn.config import Config
 
 Message = Mapping[str, object]
@@ -282,7 +282,7 @@ class LanguageModel:
         expectation = expected(self.plan, rates_of(self.spec.embedding.device))
         return LanguageReport(replace(self._times), self.plan, expectation, self._in_floating_point)
 
-    def explain(self, device: torch.device | str | None = None, rows: int = 1, *, dtype: torch.dtype | None = None) -> DecoderExplanation:
+    def explain(self, device: torch.device | str | None = None, rows: int = 1, *, dtype: torch.dtype | None = None) -> Explanation:
         """Say which kernels decode one new token of each of several sequences: the model's program, op by op.
 
         Args:

@@ -257,13 +257,36 @@ def test_of_hybrids_layers_with_attention(more: dict[str, Any], reason: str | No
 
 
 def test_layers_that_read_others_keys_with_static_caches(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of static caches take transformers' steps, and so do the layers that read them."""
+    """Windows of static caches take transformers' steps, but not the layers that read them: the mask tells which keys are seen."""
     monkeypatch.setitem(
         KINDS, "gemma4", lambda: gemma4(**PER_LAYER, num_hidden_layers=6, layer_types=SHARED, sliding_window=7, num_kv_shared_layers=3)
     )
     plain, short = pair("gemma4", SHARED)
     assert close(*(logits(model, StaticCache(config=plain.config, max_cache_len=64), (5, 1, 30, 1, 1)) for model in (short, plain)))
-    assert calls == [kind == "full_attention" for _ in range(5) for kind in SHARED]
+    assert calls == [kind == "full_attention" or index >= 3 for _ in range(5) for index, kind in enumerate(SHARED)]
+
+
+@pytest.mark.parametrize("widths", [(5, 30, 4), (3, 2)])  # the window has 7 tokens
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", [None, DynamicCache, StaticCache])
+def test_layers_that_read_others_keys_on_a_gpu(
+    kind: Any, padded: bool, widths: tuple[int, ...], calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in parts, on a CPU as if that were one: kernels compute all layers."""
+    monkeypatch.setattr(gpu_run, "DEVICES", ("cpu",))
+    monkeypatch.setitem(
+        KINDS, "gemma4", lambda: gemma4(**PER_LAYER, num_hidden_layers=6, layer_types=SHARED, sliding_window=7, num_kv_shared_layers=3)
+    )
+    plain, short = pair("gemma4", SHARED)
+    mask = torch.ones(2, sum(widths), dtype=torch.int64)
+    mask[1, :2] = 0
+    sizes = {"max_cache_len": 64} if kind is StaticCache else {}
+    found = []
+    for model in (short, plain):
+        cache = None if kind is None else kind(config=plain.config, **sizes)
+        found.append(logits(model, cache, widths if kind else widths[:1], mask if padded else None, batch=2))
+    assert close(*found)
+    assert calls == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,6 +20,7 @@ from transformers import DynamicCache
 
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
 from halfbyte.integrations.transformers.decoder.stack import compiled
+from halfbyte.integrations.transformers.decoder.token_step import TokenStep
 from halfbyte.integrations.transformers.optimize.forwards import replace_forwards_
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
@@ -199,7 +200,7 @@ def test_queries_with_a_factor_are_left(taken: list[bool]) -> None:
 def _has_step(model: Any) -> bool:
     found = compiled(model.model)
     assert not isinstance(found, str)
-    return found.step(model.model) is not None
+    return isinstance(found.lowered(None, None, on_cpu=True), TokenStep)
 
 
 def test_what_goes_the_long_way(taken: list[bool]) -> None:

@@ -34,7 +34,7 @@ from halfbyte.errors import ArgumentError
 from halfbyte.integrations.transformers import text
 from halfbyte.integrations.transformers.generate import generating, graphs
 from halfbyte.integrations.transformers.generate.generating import generate_fast
-from halfbyte.integrations.transformers.generate.steps import Inputs, Step
+from halfbyte.integrations.transformers.generate.steps import Step, StepArguments
 from halfbyte.integrations.transformers.optimize.calls import cache_name
 from halfbyte.integrations.transformers.optimize.forwards import replace_forwards_
 from halfbyte.integrations.transformers.optimize.replaced import original
@@ -77,7 +77,9 @@ class Imitated:
     def capture(self, run: Callable[[], Tensor]) -> Tensor:
         step = run.__closure__  # what it changes: the arguments and the cache of its step
         assert step is not None
-        inputs, owner = (next(c.cell_contents for c in step if isinstance(c.cell_contents, kind)) for kind in (Inputs, graphs.GraphStep))
+        inputs, owner = (
+            next(c.cell_contents for c in step if isinstance(c.cell_contents, kind)) for kind in (StepArguments, graphs.GraphStep)
+        )
         self.run, self.cache = run, owner._cache
         tensors = [*_tensors(inputs.values), inputs._index, owner._graph_tokens]
         tensors += [t for layer in graphs.layers_with_states(self.cache) for t in (layer.keys, layer.values, layer.cumulative_length)]

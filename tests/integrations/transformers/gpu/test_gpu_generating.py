@@ -19,7 +19,7 @@ from transformers import DynamicCache, LogitsProcessorList, StaticCache, Stoppin
 
 import halfbyte as hb
 from halfbyte.integrations.transformers.decoder.stack import is_compiled_stack
-from halfbyte.integrations.transformers.generate.steps import likeliest
+from halfbyte.integrations.transformers.generate.request import likeliest
 from halfbyte.kernels.gpu.runtime import scratch
 
 

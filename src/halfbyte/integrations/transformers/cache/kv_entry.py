@@ -6,18 +6,14 @@ The cache itself changes only when `enter` is called: a layer that turns out to 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from halfbyte.integrations.transformers.cache import growing
-from halfbyte.integrations.transformers.decoder.live_layer import SharedKV
 from halfbyte.layouts.records import from_records
-
-if TYPE_CHECKING:
-    from halfbyte.integrations.transformers.modules import Part
 
 _CACHES = (*growing.LAYERS, StaticLayer)
 SharedStates = dict[str | None, tuple[Tensor, Tensor]]  # keys and values of layers that others reuse, by the type of the layers
@@ -70,36 +66,15 @@ class KVEntry(NamedTuple):
         return cls(keys, values, grown.length - grown.first - begin)
 
     @classmethod
-    def reuse(
-        cls,
-        layer: Part,
-        sharing: SharedKV,
-        tokens: int,
-        dtype: torch.dtype,
-        mask: Tensor | None,
-        past: Cache | None,
-        shared: SharedStates,
-    ) -> KVEntry | None:
-        """Find the keys and values of an earlier layer that a layer reads, those of new tokens included.
+    def reuse(cls, keys: Tensor, values: Tensor, cache: Any, tokens: int) -> KVEntry | None:
+        """Return keys and values of an earlier layer, those of new tokens included, which lie in a layer of a cache, or in none.
 
         Returns:
-            None if they are not known, or lie in a cache of another kind.
+            None if native calls do not read tensors of these strides.
         """
-        attention, index, found = layer.self_attn, sharing.source, shared.get(sharing.kind)
-        if found is None or index is None or (past is not None and index >= len(past.layers)):
+        if keys.stride(3) != 1 or values.stride(3) != 1:
             return None
-        keys, values = found
-        size, cache = keys.shape[2], None if past is None else past.layers[index]
-        if isinstance(cache, StaticLayer):
-            known = type(cache) is StaticLayer and cache.keys is keys
-        else:
-            known = cache is None or type(cache) in growing.LAYERS
-        if not known or keys.dtype != dtype or not keys.is_cpu or keys.stride(3) != 1 or values.stride(3) != 1:
-            return None
-        window = attention.sliding_window
-        if (mask is None and window is not None and size > window) or (mask is not None and mask.shape[3] != size):
-            return None
-        return cls(keys, values, (int(cache.cumulative_length) if isinstance(cache, StaticLayer) else size) - tokens)
+        return cls(keys, values, (int(cache.cumulative_length) if type(cache) is StaticLayer else keys.shape[2]) - tokens)
 
     def enter(self, cache: Any, tokens: int) -> None:
         """Count so many tokens, whose keys and values have been written, in the layer of the cache."""

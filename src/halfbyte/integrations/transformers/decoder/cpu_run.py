@@ -89,7 +89,8 @@ class CpuRun(Run):
         if (layer.per_layer_width is None) != (call.per_layer is None) or not self._is_mask(heads, mask, seen):
             return None
         if shared.reuses:
-            entry = KVEntry.reuse(self._modules[index], shared, x.shape[1], self._dtype, seen, past, call.shared)
+            states = self._shared_states(index, x)
+            entry = None if states is None else KVEntry.reuse(*states, x.shape[1])
         elif past is not None and index >= len(past.layers):
             return None
         else:

@@ -23,7 +23,7 @@ from transformers.cache_utils import StaticLayer
 from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, decode, prefill, prefill_with
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.transformers.decoder.layer_gpu import is_prefilled
-from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, query_scale_from
+from halfbyte.integrations.transformers.decoder.live_layer import query_scale_from
 from halfbyte.integrations.transformers.decoder.run import Call, Run
 from halfbyte.machine import gpu
 from halfbyte.ops.modes import in_mode, plain
@@ -118,7 +118,7 @@ class GpuRun(Run):
         cos, sin = call.rotary[index]
         rope_cache = None if heads.rotary_dim == 0 else (_with_unit_stride(cos), _with_unit_stride(sin))
         if sharing.reuses:
-            reused = self._reused(module, sharing, x, given_mask)
+            reused = self._reused(index, x)
             if reused is None:
                 return None
             return prefill(lowered, x, rope_cache, reused, mask, per_layer_input, name="others")
@@ -163,28 +163,16 @@ class GpuRun(Run):
         bool_mask = self._as_bool_mask(mask)
         return bool_mask is not None and bool_mask.dtype == torch.bool
 
-    def _reused(self, module: Part, sharing: SharedKV, x: Tensor, mask: Tensor | None) -> KeyValues | None:
-        """Return keys and values that an earlier layer provides to this one, those of the tokens x [B, t, K] included.
-
-        None if there are none, or if it is not known which of them are those of x.
-        """
-        past, source, provided = self._call.past, sharing.source, self._call.shared
-        if source is None or sharing.kind not in provided or (past is not None and source >= len(past.layers)):
+    def _reused(self, index: int, x: Tensor) -> KeyValues | None:
+        """Return keys and values that an earlier layer provides to this one (`Run._shared_states`)."""
+        states = self._shared_states(index, x)
+        if states is None:
             return None
-        keys, values = provided[sharing.kind]
-        cache_layer: Any = None if past is None else past.layers[source]
-        tokens = x.shape[1]
-        if keys.dtype != x.dtype or keys.device != x.device:
-            return None
+        keys, values, cache_layer = states
         if type(cache_layer) is StaticLayer:
-            return KeyValues(keys, values, cache_layer.cumulative_length - tokens)
-        if mask is not None:  # it masks later tokens, so no length is needed
-            return KeyValues(keys, values, None) if mask.shape[3] == keys.shape[2] else None
-        window, before = module.self_attn.sliding_window, keys.shape[2] - tokens
-        if isinstance(cache_layer, StaticLayer) or (window is not None and keys.shape[2] > window):
-            return None
-        length = torch.full((1,), before, dtype=torch.int64, device=x.device) if before else None
-        return KeyValues(keys, values, length)
+            return KeyValues(keys, values, cache_layer.cumulative_length - x.shape[1])
+        before = keys.shape[2] - x.shape[1] if self._call.masks[index] is None else 0  # a mask hides later tokens
+        return KeyValues(keys, values, torch.full((1,), before, dtype=torch.int64, device=x.device) if before else None)
 
 
 def _supports_decode(x: Tensor, cache_layers: Sequence[Any], index: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.decoder.family import PER_LAYER_INPUTS, Family
-from halfbyte.decoder.rope import BLOCK, Rope
+from halfbyte.decoder.rope import Rope
 from halfbyte.decoder.spec import DecoderSpec, LayerSpec, Logits, tensors_of
 from halfbyte.integrations.transformers.decoder.live_layer import norm_of, weight_of
 from halfbyte.integrations.transformers.optimize.hooked import watched
@@ -43,14 +43,6 @@ class _LiveRope(Rope):
             positions = torch.cat((positions, far), 1) if length > self.switch else positions.clamp(max=self.switch - 1)
         cos, sin = self._rotary(self._x, positions[None].expand(3, -1, -1) if self._mrope else positions, *self._kinds)
         return cos[:, : stop - start], sin[:, : stop - start]
-
-    def block(self, position: int, length: int) -> tuple[Tensor, int]:
-        number, row = divmod(position, BLOCK)
-        key = number, self.switch is not None and length > self.switch
-        if key not in self._blocks:
-            with torch.inference_mode(False), torch.no_grad():
-                self._blocks[key] = torch.stack(self.tables(number * BLOCK, (number + 1) * BLOCK, length), 2)[0].float()
-        return self._blocks[key], row
 
 
 def longrope_switch(stack: Part) -> int | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from halfbyte.decoder.family import SLIDING, Family
@@ -196,6 +197,27 @@ class Run:
         positions = {"position_ids": call.positions, "position_embeddings": call.rotary[index]}
         y: Tensor = module(x.to(self._dtype), attention_mask=call.masks[index], **positions, **more)
         return y
+
+    def _shared_states(self, index: int, x: Tensor) -> tuple[Tensor, Tensor, Any] | None:
+        """Find keys and values [B, Hkv, T, D] that an earlier layer provides to this one, those of the tokens x [B, t, K] included.
+
+        Returns:
+            These, and the layer of the cache that has them, or None; None if there are none, or if it is not known which are those of x.
+        """
+        source, past, mask = self._kv_sharing[index].source, self._call.past, self._call.masks[index]
+        states = self._call.shared.get(self._kv_sharing[index].kind)
+        if states is None or source is None or (past is not None and source >= len(past.layers)):
+            return None
+        (keys, values), cache_layer = states, None if past is None else past.layers[source]
+        size, window = keys.shape[2], self._modules[index].self_attn.sliding_window
+        if mask is not None:  # it masks later tokens
+            is_known = mask.shape[3] == size
+        elif isinstance(cache_layer, StaticLayer):  # others of fixed size are ring buffers
+            is_known = type(cache_layer) is StaticLayer
+        else:
+            is_known = window is None or size <= window
+        is_known = is_known and keys.dtype == self._dtype and keys.device == x.device
+        return (keys, values, cache_layer) if is_known else None
 
     def _as_bool_mask(self, mask: Tensor | None) -> Tensor | None:
         """Return the equivalent bool mask of a mask of the call, or that mask if there is none (`visible`). Synchronizes with a GPU."""

@@ -6,17 +6,20 @@
     _Stack.forward     takes calls whose arguments are in ARGUMENTS, without gradients, on a device that has kernels; others go to
                        transformers' forward, and so do training and requests for hidden states or attentions
     compiled           finds, or makes, the `CompiledStack` of the modules as they are now
-    CompiledStack.run  computes a call on a CPU, `run_on_gpu` on a GPU, `_traced` under torch.compile on a GPU
+    CompiledStack.run  computes a call, `_traced` one under torch.compile on a GPU
+    CompiledStack.lowered  is the whole stack as one native call on a CPU, or as a `GpuModel`, for single tokens and `generate`
 
 Layers that have no kernels on the device, as those with hooks or without quantized weights, are called as transformers calls them, between
-the others (run.py). Before each call `FrozenLayers` compares everything that the stack consists of; where anything has changed, the stack
-is compiled again. On a GPU each layer is compared just before its launches, while the GPU computes the layer before it.
+the others (run.py). Before each call `Frozen` compares everything that the stack consists of; where anything has changed, the stack is
+compiled again.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
@@ -66,7 +69,6 @@ from halfbyte.nn.modules.quantized import has_global_hooks
 from halfbyte.nn.parallel.parallelize import part_of
 from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.decoder import DecoderLayer
-from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Part
@@ -126,7 +128,7 @@ class _Stack(ReplacedForward):
         """What `halfbyte.report` says of the stack."""
         stack = cast("Part", self)
         now, device = compiled(stack), next(stack.parameters()).device
-        return now if isinstance(now, str) else now.remark(stack, device)
+        return now if isinstance(now, str) else now.remark(device)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if (call := bind(self.argument_names, args, kwargs, ARGUMENTS)) is not None:
@@ -147,7 +149,7 @@ def _run(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
         return None
     on_cpu = given.device.type == "cpu" and "cpu" not in gpu_run.DEVICES  # in tests a CPU stands in for a GPU
     now = compiled(stack)
-    x = None if isinstance(now, str) else now.run(stack, call, past, on_cpu=on_cpu)
+    x = None if isinstance(now, str) else now.run(call, past, on_cpu=on_cpu)
     return None if x is None else (x, past)
 
 
@@ -191,7 +193,7 @@ def _cache(stack: Part, call: Arguments) -> Any:
 def compiled(stack: Part) -> CompiledStack | str:
     """Return the compiled stack of modules as they are now, or why transformers calls its layers one by one."""
     reason, kinds = _why_not(stack), layer_kinds(stack)
-    return reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(kinds))
+    return reason or (LAYER_BY_LAYER if kinds is None else CompiledStack(stack, kinds))
 
 
 def _rewritten(stack: Part) -> tuple[nn.Module, ...]:
@@ -234,74 +236,71 @@ class CompiledStack:
     """The layers of a stack, lowered when they are first called on a device. Valid while the modules are unchanged (`compiled`).
 
     Attributes:
-        kinds: In what the layers differ.
-        gpu_lock: Held by the thread that generates text by `gpu_model`.
+        kinds: In what its layers differ.
+        gpu_lock: Held by the thread that generates text by the `GpuModel`.
     """
 
-    def __init__(self, kinds: LayerKinds) -> None:
+    def __init__(self, stack: Part, kinds: LayerKinds) -> None:
         """Make one for a stack for which `_why_not` has no reason."""
-        self.kinds = kinds
-        self._specs: list[LayerSpec | str] | None = None
-        self._on_cpu: list[DecoderLayer | str] | None = None
-        self._on_gpu: list[GpuLayer | None] | None = None
-        self._steps: dict[tuple[int, Logits], TokenStep | None] = {}
-        self._gpu_model: tuple[Head, Logits, GpuModel | str] | None = None
+        self.kinds, self._stack = kinds, weakref.ref(stack)  # `compiled` keeps it as long as the stack lives
+        # Keys: whether for a CPU, and whether without a head.
+        self._lowered: dict[tuple[bool, bool], tuple[Head | None, Logits, TokenStep | GpuModel | str]] = {}
         self.gpu_lock = threading.Lock()
 
-    def specs(self, stack: Part) -> list[LayerSpec | str]:
+    @property
+    def stack(self) -> Part:
+        """The module of transformers."""
+        stack = self._stack()
+        assert stack is not None
+        return stack
+
+    @cached_property
+    def specs(self) -> list[LayerSpec | str]:
         """The specifications of the layers, or the reason why transformers computes them."""
-        if self._specs is None:
-            kinds, ropes = self.kinds, sorted({*self.kinds.ropes})
-            layers = enumerate(zip(stack.layers, kinds.ropes, kinds.windows, strict=True))
-            self._specs = [
-                _why_changed(layer, index) or layer_spec(layer, ropes.index(rope), window) for index, (layer, rope, window) in layers
-            ]
-        return self._specs
+        ropes, layers = sorted({*self.kinds.ropes}), zip(self.stack.layers, self.kinds.ropes, self.kinds.windows, strict=True)
+        return [_why_changed(layer, i) or layer_spec(layer, ropes.index(rope), window) for i, (layer, rope, window) in enumerate(layers)]
 
-    def on_cpu(self, stack: Part) -> list[DecoderLayer | str]:
+    @cached_property
+    def on_cpu(self) -> list[DecoderLayer | str]:
         """The layers on a CPU: lowered, or the reason why transformers computes them."""
-        if self._on_cpu is None:
-            self._on_cpu = [cpu_run.lower_layer(layer, spec) for layer, spec in zip(stack.layers, self.specs(stack), strict=True)]
-        return self._on_cpu
+        return [cpu_run.lower_layer(layer, spec) for layer, spec in zip(self.stack.layers, self.specs, strict=True)]
 
-    def on_gpu(self, stack: Part) -> list[GpuLayer | None]:
+    @cached_property
+    def on_gpu(self) -> list[GpuLayer | None]:
         """The layers on a GPU: what kernels read, or None where transformers computes them."""
-        if self._on_gpu is None:
-            self._on_gpu = [lower_layer(layer, spec) for layer, spec in zip(stack.layers, self.specs(stack), strict=True)]
-        return self._on_gpu
+        return [lower_layer(layer, spec) for layer, spec in zip(self.stack.layers, self.specs, strict=True)]
 
-    def remark(self, stack: Part, device: torch.device) -> str:
+    def remark(self, device: torch.device) -> str:
         """What `halfbyte.report` says of the stack on a device."""
-        layers = stack.layers
         if device.type == "cpu":
-            reasons = [layer if isinstance(layer, str) else None for layer in self.on_cpu(stack)]
+            reasons = [layer if isinstance(layer, str) else None for layer in self.on_cpu]
         elif device.type in gpu_run.DEVICES:
             reasons = [
                 spec if isinstance(spec, str) else layer_gpu.why_not_decoded(layer, spec)
-                for layer, spec in zip(layers, self.specs(stack), strict=True)
+                for layer, spec in zip(self.stack.layers, self.specs, strict=True)
             ]
         else:
             return f"{LAYER_BY_LAYER}: kernels are for CPUs and NVIDIA GPUs, not for {device.type}"
         native = reasons.count(None)
         told, left = [f"{native} of {len(reasons)} layers take native calls"], why_left(reasons)
         if device.type != "cpu" and native:
-            told += self._remarks_on_gpu(stack, reasons.index(None), device)
+            told += self._remarks_on_gpu(reasons.index(None), device)
         return "; ".join([*told, *left])
 
-    def _remarks_on_gpu(self, stack: Part, index: int, device: torch.device) -> list[str]:
+    def _remarks_on_gpu(self, index: int, device: torch.device) -> list[str]:
         """Which ops of a layer torch computes, and why."""
-        spec = self.specs(stack)[index]
+        spec = self.specs[index]
         assert not isinstance(spec, str)
         told = ["single tokens in calls with a cache that grows: transformers' layers"]
-        told += ["prompts: its weights are distributed over processes"] if is_distributed(stack.layers[index]) else []
+        told += ["prompts: its weights are distributed over processes"] if is_distributed(self.stack.layers[index]) else []
         return [*told, *torch_ops([spec], gpu_run.dtype_of(spec), gpu(device.index or 0))]
 
-    def run(self, stack: Part, call: Arguments, past: Cache | None, *, on_cpu: bool) -> Tensor | None:
+    def run(self, call: Arguments, past: Cache | None, *, on_cpu: bool) -> Tensor | None:
         """Compute the normed hidden states on a CPU or a GPU; None if transformers has to."""
-        ids, mask = call.get("input_ids"), call.get("attention_mask")
+        stack, ids, mask = self.stack, call.get("input_ids"), call.get("attention_mask")
         if on_cpu and ids is not None and ids.dim() == 2 and ids.shape[1] == 1 and past is not None and not isinstance(mask, Mapping):
-            step = self.step(stack)
-            y = None if step is None else step(ids, mask, call.get("position_ids"), past.layers)
+            step = self.lowered(None, None, on_cpu=True)
+            y = step(ids, mask, call.get("position_ids"), past.layers) if isinstance(step, TokenStep) else None
             if y is not None:
                 return y
         prepared = prepare(stack, self.kinds, call, past)
@@ -311,67 +310,55 @@ class CompiledStack:
         limit = query_scale_from(stack.layers[0]) if on_cpu else None
         if limit is not None and int(layer_call.rope_positions.max()) >= limit:
             return None
-        run = CpuRun(self.on_cpu(stack), stack, layer_call) if on_cpu else GpuRun(self.on_gpu(stack), stack, layer_call)
+        run = CpuRun(self.on_cpu, stack, layer_call) if on_cpu else GpuRun(self.on_gpu, stack, layer_call)
         normed: Tensor = getattr(stack, self.kinds.family.final_norm)(run(x))
         return normed
 
-    def step(self, stack: Part, head: Weight | None = None, logits: Logits = None) -> TokenStep | None:
-        """The decode step of the whole stack; None if some of it is not compiled.
+    def lowered(self, head: Head | None, logits: Logits, *, on_cpu: bool) -> TokenStep | GpuModel | str:
+        """Return the whole stack with an output embedding, lowered, or why it is not: for a CPU its decode step.
 
         Args:
-            stack: The module of transformers.
-            head: The model's output embedding, if the step is to end with logits.
+            head: The model's output embedding; None: the result is the normed hidden states.
             logits: Function of the logits.
+            on_cpu: For which device.
         """
-        key = 0 if head is None else id(head.packed.data), logits
-        if key not in self._steps:
-            self._steps[key] = self._new_step(stack, head, logits)
-        return self._steps[key]
+        key = on_cpu, head is None
+        before, function, found = self._lowered.get(key, (None, None, None))
+        is_same = head is None or (before is not None and head.is_same(before))
+        if found is None or not is_same or function != logits:
+            found = self._lower(head, logits, on_cpu=on_cpu)
+            self._lowered[key] = head, logits, found
+        return found
 
-    def why_not_text(self, stack: Part, positions: Sequence[int], most: int) -> str | None:
-        """Why `gpu_model` does not write a text of at most so many tokens, whose next tokens have these positions; None if it does."""
-        limit, switch = query_scale_from(stack.layers[0]), longrope_switch(stack)
+    def why_not_text(self, positions: Sequence[int], most: int) -> str | None:
+        """Why a `GpuModel` does not write a text of at most so many tokens, whose next tokens have these positions; None if it does."""
+        limit, switch = query_scale_from(self.stack.layers[0]), longrope_switch(self.stack)
         if limit is not None and most > limit:
             return f"queries of positions from {limit} on have a factor that depends on these"
         if switch is not None and most > switch and min(positions) <= switch:
             return f"frequencies of its rope change when the text has more than {switch} tokens"
         return None
 
-    def gpu_model(self, stack: Part, head: Head, logits: Logits) -> GpuModel | str:
-        """The whole model with an output embedding and a function of the logits, lowered for a GPU, or why it is not."""
-        cached = self._gpu_model
-        if cached is None or not cached[0].is_same(head) or cached[1] != logits:
-            cached = self._gpu_model = head, logits, self._new_gpu_model(stack, head, logits)
-        return cached[2]
-
-    def _new_gpu_model(self, stack: Part, head: Head, logits: Logits) -> GpuModel | str:
-        specs, lowered = self.specs(stack), self.on_gpu(stack)
-        layers = [spec for spec in specs if isinstance(spec, LayerSpec)]
-        if len(layers) < len(specs) or not all(layer is not None and is_prefilled(layer) for layer in lowered):
+    def _lower(self, head: Head | None, logits: Logits, *, on_cpu: bool) -> TokenStep | GpuModel | str:
+        stack = self.stack
+        if on_cpu:
+            is_lowered = [isinstance(layer, DecoderLayer) for layer in self.on_cpu]
+        else:
+            is_lowered = [layer is not None and is_prefilled(layer) for layer in self.on_gpu]
+        layers = [spec for spec in self.specs if isinstance(spec, LayerSpec)]
+        if not all(is_lowered) or len(layers) < len(is_lowered):
             return "transformers computes some of its layers"
+        if any(needs_eager(layer.attention.heads) for layer in layers) and stack.config._attn_implementation != "eager":
+            return "its attention is not transformers' eager one"
         spec = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), head, logits)
         if isinstance(spec, str):
             return spec
-        if len({tensor.device for tensor in tensors_of(spec)}) > 1:
+        dtype, (device, *others) = spec.norm.weight.dtype, {tensor.device for tensor in tensors_of(spec)}
+        if others or (on_cpu and device.type != "cpu"):
             return "it is on several devices"
         try:
-            return GpuModel(spec, spec.norm.weight.device, spec.norm.weight.dtype)
+            if on_cpu:
+                return TokenStep(CpuModel(spec), query_scale_from(stack.layers[0]), dtype)
+            return GpuModel(spec, device, dtype)
         except HalfbyteError as error:
             return str(error)
-
-    def _new_step(self, stack: Part, head: Weight | None, logits: Logits) -> TokenStep | None:
-        specs = zip(self.specs(stack), self.on_cpu(stack), strict=True)
-        layers = [spec for spec, lowered in specs if isinstance(spec, LayerSpec) and isinstance(lowered, DecoderLayer)]
-        reuses = [layer.kv_source is not None for layer in layers]
-        if len(layers) < len(stack.layers) or reuses != sorted(reuses):
-            return None
-        if any(needs_eager(layer.attention.heads) for layer in layers) and stack.config._attn_implementation != "eager":
-            return None
-        ends = None if head is None else Head(head, None), logits
-        spec = decoder_spec(stack, self.kinds.family, layers, sorted({*self.kinds.ropes}), *ends)
-        if isinstance(spec, str) or any(not tensor.is_cpu for tensor in tensors_of(spec)):
-            return None
-        try:
-            return TokenStep(CpuModel(spec), query_scale_from(stack.layers[0]), spec.norm.weight.dtype)
-        except HalfbyteError:
-            return None

@@ -27,7 +27,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from halfbyte.errors import ArgumentError
 from halfbyte.integrations.transformers.generate.gpu_text import GpuText, lowered, read_prompts
 from halfbyte.integrations.transformers.generate.graphs import GraphStep, Window, capturable, layers_with_states, static_cache
-from halfbyte.integrations.transformers.generate.steps import Choice, Step, Text, lengths
+from halfbyte.integrations.transformers.generate.request import Request, TokenChooser, TokenIds, mark_default
+from halfbyte.integrations.transformers.generate.steps import Step
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, Arguments, cache_name, parameters_of
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, replace_class
 from halfbyte.nn.parallel.parallelize import is_parallel
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
     from halfbyte.integrations.transformers.modules import Part
 
-_DEFAULT_CACHE = "_halfbyte_made_by_transformers"
 _MOST_LATER = 16384  # tokens after a prompt, for which a static cache has room
 # These may be asked about ids in any memory.
 _ANYWHERE = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria)
@@ -97,7 +97,7 @@ class _Generating(ReplacedForward):
         answer = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         prepared = _cache_of(model_kwargs)
         if prepared is not None and prepared is not given:
-            setattr(prepared, _DEFAULT_CACHE, True)
+            mark_default(prepared)
         return answer
 
     def _sample(
@@ -112,19 +112,18 @@ class _Generating(ReplacedForward):
     ) -> Any:
         if model_kwargs.get("inputs_embeds") is None:
             check_tokens(input_ids)
-        model, choice = cast("Part", self), Choice(logits_processor, generation_config.do_sample)
+        model = cast("Part", self)
         if not synced_gpus and _is_plain(model, input_ids, generation_config, model_kwargs):
+            choose = TokenChooser(logits_processor, generation_config.do_sample)
+            request = Request(model, input_ids, generation_config, model_kwargs, choose)
             # Copies to the host come before the prompt, for which they would wait.
-            told, ends = Text(input_ids.cpu()), any(hasattr(one, "eos_token_id") for one in stopping_criteria)
+            host_ids, ends = TokenIds(input_ids.cpu()), any(hasattr(one, "eos_token_id") for one in stopping_criteria)
             pad = int(vars(generation_config)["_pad_token_tensor"]) if ends else None
-            step: Step | GpuText | None = None
-            if _on_gpu(input_ids.device) and not in_mode():
-                kept = _is_kept(_cache_of(model_kwargs), generation_config)
-                step = read_prompts(model, input_ids, generation_config, model_kwargs, choice, kept=kept)
-            if step is None and _has_steps(model, input_ids, generation_config, model_kwargs):
-                step = _read(model, input_ids, choice, generation_config, model_kwargs)
+            step = read_prompts(request) if _on_gpu(input_ids.device) and not in_mode() else None
+            if step is None and _has_steps(request):
+                step = _read(request)
             if step is not None:
-                return _decode(model, input_ids, told, step, stopping_criteria, generation_config, streamer, model_kwargs, pad)
+                return _decode(request, step, host_ids, stopping_criteria, streamer, pad)
         return super()._sample(  # type: ignore[misc]
             input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **model_kwargs
         )
@@ -153,19 +152,13 @@ def _is_plain(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arg
     return bool(plain)
 
 
-def _is_kept(cache: object, config: GenerationConfig) -> bool:
-    """Whether somebody sees the cache of a call."""
-    return bool(config.return_dict_in_generate) or not getattr(cache, _DEFAULT_CACHE, False)
-
-
-def _has_steps(model: Part, ids: Tensor, config: GenerationConfig, arguments: Arguments) -> bool:
+def _has_steps(request: Request) -> bool:
     """Whether the steps of `steps.py`, or on a GPU those of `graphs.py`, do what is asked for."""
+    model, ids, cache = request.model, request.ids, request.cache
     if not _on_gpu(ids.device):
         return True
-    cache = _cache_of(arguments)
-    asked = _is_kept(cache, config) or config.cache_implementation == "dynamic" or cache.offloading
-    is_long = lengths(ids, config, arguments)[1] - ids.shape[1] > _MOST_LATER
-    if asked or is_long or type(cache) not in (DynamicCache, StaticCache):
+    asked = request.keeps_cache or request.config.cache_implementation == "dynamic" or cache.offloading
+    if asked or request.most - ids.shape[1] > _MOST_LATER or type(cache) not in (DynamicCache, StaticCache):
         return False
     if in_mode():  # of this call
         warnings.warn("tokens are written in many calls, not by a CUDA graph, under autocast or forward-mode differentiation", stacklevel=4)
@@ -202,47 +195,49 @@ def _warn_once(model: Part, reason: str) -> None:
         warnings.warn(f"{name} writes tokens in many calls, not by a CUDA graph, as {reason}: torch.compile may be faster", stacklevel=2)
 
 
-def _read(model: Part, ids: Tensor, choice: Choice, config: GenerationConfig, arguments: Arguments) -> Step:
-    """Read the prompt ids [B, t] as transformers does, on a GPU into a cache of fixed size."""
-    (more, most), name = lengths(ids, config, arguments), cache_name(arguments)
-    if _on_gpu(ids.device):
-        arguments[name] = static_cache(model, most) if type(arguments[name]) is DynamicCache else capturable(arguments[name])
-    prepared = model, arguments, model._prefill(ids, config, arguments), choice, ids, more
-    return GraphStep(*prepared, arguments[name]) if _on_gpu(ids.device) else Step(*prepared)
+def _read(request: Request) -> Step:
+    """Read the prompts as transformers does, on a GPU into a cache of fixed size."""
+    if not _on_gpu(request.ids.device):
+        return Step(request, request.prefill())
+    cache = request.cache
+    fixed = static_cache(request.model, request.most) if type(cache) is DynamicCache else capturable(cache)
+    request.arguments[cache_name(request.arguments)] = fixed
+    return GraphStep(request, request.prefill())
 
 
 def _decode(
-    model: Part,
-    ids: Tensor,
-    told: Text,
-    step: Step | GpuText,
-    criteria: StoppingCriteriaList,
-    config: Any,
-    streamer: Any,
-    arguments: Arguments,
-    pad: int | None,
+    request: Request, step: Step | GpuText, host_ids: TokenIds, criteria: StoppingCriteriaList, streamer: Any, pad: int | None
 ) -> object:
-    """`_sample` of transformers after the prompt: ids [B, t] and what follows, [B, n]. told: what the host knows, and is returned."""
-    cache = arguments[cache_name(arguments)]
-    anywhere = all(type(one) in _ANYWHERE for one in criteria)
+    """Generate as `_sample` of transformers does after the prompts.
+
+    Args:
+        request: The call.
+        step: The steps after its prompts.
+        host_ids: The ids on the host, to which those that are generated are appended.
+        criteria: When a sequence ends.
+        streamer: Gets the tokens; None: nobody does.
+        pad: Token of sequences that have ended while others go on; None: none ends before all do.
+    """
+    model, ids, config, cache = request.model, request.ids, request.config, request.cache
+    on_host = all(type(one) in _ANYWHERE for one in criteria)
     unfinished = torch.ones(len(ids), dtype=torch.bool, device="cpu")
     with torch.cuda.device_of(ids), _closing(step), model._optimize_model_for_decode():
         while True:
-            new = step.next(told.ids, launch_ahead=told.count + 1 < config.max_length)
+            new = step.next(host_ids.ids, launch_ahead=host_ids.count + 1 < config.max_length)
             if pad is not None and not unfinished.all():
                 new = new.where(unfinished, pad)
-            told.append(new)
+            host_ids.append(new)
             if streamer is not None:
                 streamer.put(new)
-            unfinished &= ~criteria(told.ids if anywhere else told.ids.to(ids.device), None).cpu()
+            unfinished &= ~criteria(host_ids.ids if on_host else host_ids.ids.to(ids.device), None).cpu()
             if not unfinished.any():
                 break
         if isinstance(step, GraphStep) and step.refused is not None:
             _warn_once(model, step.refused)
     if streamer is not None:
         streamer.end()
-    found = told.ids.to(ids.device, copy=True)
-    return GenerateDecoderOnlyOutput(**{"sequences": found, KV_CACHE: cache}) if config.return_dict_in_generate else found
+    sequences = host_ids.ids.to(ids.device, copy=True)
+    return GenerateDecoderOnlyOutput(**{"sequences": sequences, KV_CACHE: cache}) if config.return_dict_in_generate else sequences
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,16 +19,14 @@ from halfbyte.decoder.cache import Cache
 from halfbyte.decoder.lower_gpu import GpuModel
 from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
 from halfbyte.integrations.transformers.cache.transfer import give_back, taken, why_not_transferred
-from halfbyte.integrations.transformers.decoder.live_ends import Head
 from halfbyte.integrations.transformers.decoder.stack import CompiledStack
-from halfbyte.integrations.transformers.generate.steps import ARGUMENTS, Choice, Step, Text, compiled_decoder, lengths, stack_of
+from halfbyte.integrations.transformers.generate.request import Request, TokenIds
+from halfbyte.integrations.transformers.generate.steps import ARGUMENTS, LiveModel, Step
 from halfbyte.integrations.transformers.optimize.calls import Arguments, bind, cache_name
 from halfbyte.integrations.transformers.optimize.hooked import is_capturing, watched
 from halfbyte.ops.modes import plain
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
-
     from halfbyte.integrations.transformers.modules import Part
 
 _NO_EFFECT = "use_cache", "logits_to_keep", "cache_position"  # arguments of a prefill that change nothing here
@@ -40,32 +38,23 @@ class GpuText:
     """Tokens after prompts, one after the other: the interface of `Step`."""
 
     def __init__(
-        self,
-        model: GpuModel,
-        stack: CompiledStack,
-        cache: Cache,
-        ids: Tensor,
-        first: Tensor,
-        choice: Choice,
-        positions: Sequence[int],
-        given: Any,
+        self, model: GpuModel, stack: CompiledStack, cache: Cache, request: Request, first: Tensor, positions: Sequence[int]
     ) -> None:
         """Begin a text.
 
         Args:
             model: It computes the text.
-            stack: Whose `gpu_model` it is. Its lock is held by this thread, and released by `close`.
+            stack: Of which `model` is made. Its lock is held by this thread, and released by `close`.
             cache: Of the prompts.
-            ids: Of the prompts, [B, t].
-            first: The first tokens after these, [B].
-            choice: Chooses the others.
+            request: The call of `generate`.
+            first: The first tokens after the prompts, [B].
             positions: Of the first tokens.
-            given: The cache of the call, if somebody sees it.
         """
-        self._model, self._stack, self._cache, self._choice, self._given = model, stack, cache, choice, given
-        self._captured = partial(choice, ids) if choice.alone else None  # chooses by the logits alone
-        self._seen, self._first = Text(ids), first
-        self._seen.append(first)
+        self._model, self._stack, self._cache, self._choose_by = model, stack, cache, request.choose
+        self._call_cache = request.cache if request.keeps_cache else None
+        self._captured = partial(request.choose, request.ids) if request.choose.alone else None  # chooses by the logits alone
+        self._text, self._first = TokenIds(request.ids), first
+        self._text.append(first)
         self._offsets = [position - cache.length for position in positions]  # from indices in the cache
         self._tokens: list[int] = []  # the last ones
 
@@ -83,84 +72,73 @@ class GpuText:
 
     def _choose(self, logits: Tensor) -> Tensor:
         """The tokens after all that there are."""
-        tokens = self._choice(self._seen.ids, logits)
-        self._seen.append(tokens)
+        tokens = self._choose_by(self._text.ids, logits)
+        self._text.append(tokens)
         return tokens
 
     def close(self) -> None:
         """Free what the steps hold, and leave the cache of the call with all tokens but the last one, if somebody sees it."""
         try:
-            if self._given is not None:
-                give_back(self._cache, self._given, self._model.spec)
+            if self._call_cache is not None:
+                give_back(self._cache, self._call_cache, self._model.spec)
             self._model.close_steps_of(self._cache)
         finally:
             self._stack.gpu_lock.release()
 
 
-def lowered(model: Part) -> tuple[GpuModel, CompiledStack, Part] | str:
-    """A model lowered for a GPU, its stack compiled, and that of transformers; or why `GpuModel` does not compute it."""
-    decoder, stack = compiled_decoder(model), stack_of(model)
-    if decoder is None or stack is None or watched(model):
+def lowered(model: Part) -> tuple[GpuModel, CompiledStack] | str:
+    """A model lowered for a GPU, and its compiled stack; or why `GpuModel` does not compute it."""
+    live = LiveModel.of(model)
+    if live is None or watched(model):
         return "it has more parts than compiled layers and a head, a hook, or is in training"
-    if (head := Head.of(model.lm_head)) is None:
+    if live.head is None:
         return "its head is no linear layer by itself"
-    found = decoder[0].gpu_model(stack, head, decoder[1])
-    return found if isinstance(found, str) else (found, decoder[0], stack)
+    found = live.stack.lowered(live.head, live.logits, on_cpu=False)
+    return (found, live.stack) if isinstance(found, GpuModel) else str(found)
 
 
-def read_prompts(
-    model: Part, ids: Tensor, config: GenerationConfig, arguments: Arguments, choice: Choice, *, kept: bool
-) -> GpuText | Step | None:
+def read_prompts(request: Request) -> GpuText | Step | None:
     """Read the prompts of a call of `generate` for `GpuModel`.
-
-    Args:
-        model: The model.
-        ids: Of the prompts, [B, t].
-        config, arguments: Of the call.
-        choice: Chooses tokens.
-        kept: Whether somebody sees the cache of the call.
 
     Returns:
         The text after the prompts; steps of transformers, if it turns out that `GpuModel` cannot go on from here; None if nothing was
         read, as `GpuModel` does not do what is asked for, or another thread uses it now.
     """
-    past, starts = arguments[cache_name(arguments)], _starts(ids, arguments.get("attention_mask"))
+    past, ids, most, starts = request.cache, request.ids, request.most, _starts(request)
     if starts is None or is_capturing() or not plain(ids) or torch.is_grad_enabled():
         return None
-    more, most = lengths(ids, config, arguments)
-    length = ids.shape[1] + more
-    is_alone = not past.get_seq_length() and _is_alone(ids, starts, arguments)
-    if isinstance(found := lowered(model), str):
+    length = ids.shape[1] + request.cached
+    if isinstance(found := lowered(request.model), str):
         return None
-    gpu_model, stack, module = found
+    gpu_model, stack = found
     if len(ids) > gpu_model.most_decode or why_not_transferred(past, gpu_model.spec, most) is not None:
         return None
-    if stack.why_not_text(module, [length], most) is not None or stack.gpu_lock.locked():
+    if stack.why_not_text([length], most) is not None or stack.gpu_lock.locked():
         return None
-    if not is_alone:
-        step = Step(model, arguments, model._prefill(ids, config, arguments), choice, ids, more)
-        return _after_forward(model, ids, step, starts, most, arguments, kept=kept) or step
+    if past.get_seq_length() or not _is_alone(request, starts):
+        step = Step(request, request.prefill())
+        return _after_forward(request, step, starts) or step
     with _locked(stack):
         cache = Cache(gpu_model.spec, int8=type(past) is Int8Cache, most=most, where=gpu_model.where)
-        first = choice(ids, gpu_model.prefill(ids[0].tolist(), cache)[None])
-        return GpuText(gpu_model, stack, cache, ids, first, choice, [length], past if kept else None)
+        first = request.choose(ids, gpu_model.prefill(ids[0].tolist(), cache)[None])
+        return GpuText(gpu_model, stack, cache, request, first, [length])
 
 
-def _after_forward(
-    model: Part, ids: Tensor, step: Step, starts: Sequence[int], most: int, arguments: Arguments, *, kept: bool
-) -> GpuText | None:
+def _after_forward(request: Request, step: Step, starts: Sequence[int]) -> GpuText | None:
     """The text after prompts that the model's forward has read; None if `GpuModel` does not compute it, or has other work now."""
-    past, found = arguments[cache_name(arguments)], lowered(model)  # the forward may have begun another cache
+    past, found, ids = request.cache, lowered(request.model), request.ids  # the forward may have begun another cache
     length = int(past.get_seq_length())
-    if isinstance(found, str) or length != ids.shape[1] + step.more or why_not_transferred(past, found[0].spec, most) is not None:
+    if isinstance(found, str) or length != ids.shape[1] + request.cached:
         return None
-    gpu_model, stack, module = found
+    gpu_model, stack = found
     positions = _positions(step.prepared(ids), len(ids), length, mrope=stack.kinds.family.mrope)
-    if not positions or stack.why_not_text(module, positions, most) is not None or stack.gpu_lock.locked():
+    if not positions or stack.why_not_text(positions, request.most) is not None or stack.gpu_lock.locked():
+        return None
+    if why_not_transferred(past, gpu_model.spec, request.most) is not None:
         return None
     with _locked(stack):
-        cache = taken(past, gpu_model.spec, gpu_model.where, starts, keep=kept)
-        return GpuText(gpu_model, stack, cache, ids, step.first, step.choice, positions, past if kept else None)
+        cache = taken(past, gpu_model.spec, gpu_model.where, starts, keep=request.keeps_cache)
+        return GpuText(gpu_model, stack, cache, request, step.first, positions)
 
 
 @contextmanager
@@ -186,8 +164,9 @@ def _positions(prepared: Arguments, batch: int, length: int, *, mrope: bool) -> 
     return [] if bool((axes != axes[0]).any()) else axes[0].expand(batch).tolist()
 
 
-def _starts(ids: Tensor, mask: Tensor | None) -> list[int] | None:
+def _starts(request: Request) -> list[int] | None:
     """Index of the first token of each sequence, behind padding; None if there is padding anywhere else, or a mask of another kind."""
+    ids, mask = request.ids, request.arguments.get("attention_mask")
     if mask is None:
         return [0] * len(ids)
     if mask.dim() != 2 or len(mask) != len(ids):
@@ -198,8 +177,9 @@ def _starts(ids: Tensor, mask: Tensor | None) -> list[int] | None:
     return starts.tolist() if torch.equal(seen, is_left) else None
 
 
-def _is_alone(ids: Tensor, starts: Sequence[int], arguments: Arguments) -> bool:
+def _is_alone(request: Request, starts: Sequence[int]) -> bool:
     """Whether a call is for one sequence without padding, and nothing else is asked for."""
+    ids, arguments = request.ids, request.arguments
     positions = arguments.get("position_ids")
     known = {cache_name(arguments), "attention_mask", "position_ids", *_NO_EFFECT}
     if len(ids) != 1 or any(starts) or any(value is not None and name not in known for name, value in arguments.items()):

@@ -2,7 +2,7 @@
 
 `generating.py` makes a `GraphStep` for each call of `generate` on a GPU. Its steps are computed as follows:
 
-    first steps    as in `Step`, until the arguments of two steps have shown how they change (`Inputs` in steps.py)
+    first steps    as in `Step`, until the arguments of two steps have shown how they change (`StepArguments` in steps.py)
     capture        one step is captured, which runs nothing: the model's call and, if it depends on logits alone, the choice of the token
     replays        that step, and all later ones
 
@@ -21,8 +21,8 @@ from transformers import StaticCache, cache_utils
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from halfbyte.decoder.gpu_step import HostReader
-from halfbyte.integrations.transformers.generate.steps import TOKEN, Choice, Step, Text
-from halfbyte.integrations.transformers.optimize.calls import Arguments
+from halfbyte.integrations.transformers.generate.request import Request, TokenIds
+from halfbyte.integrations.transformers.generate.steps import TOKEN, Step
 from halfbyte.layouts.base import round_up
 from halfbyte.ops.graph_capture import CapturedGraph
 
@@ -45,23 +45,17 @@ class GraphStep(Step):
 
     refused: str | None = None
 
-    def __init__(
-        self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, ids: Tensor, more: int, cache: StaticCache
-    ) -> None:
-        """Begin after the prompt.
-
-        Args:
-            model, arguments, outputs, choice, ids, more: As for `Step`; ids [B, t] on the GPU.
-            cache: The cache in `arguments`, a `static_cache` or `capturable`.
-        """
-        super().__init__(model, arguments, outputs, choice, ids, more)
-        self._cache, self._prepare_each = cache, False  # `_capture` decides by `Inputs.same_shapes`, and replaces graphs
+    def __init__(self, request: Request, outputs: ModelOutput) -> None:
+        """Begin after the prompts, which were read into a `static_cache`, or one that is `capturable`."""
+        super().__init__(request, outputs)
+        self._cache: StaticCache = request.cache
+        self._prepare_each = False  # `_capture` decides by `StepArguments.same_shapes`, and replaces graphs
         self._graph: CapturedGraph | None = None
         self._graph_tokens: Tensor | None = None  # [B], the tokens that the graph decodes
-        self._graph_result: Tensor | None = None  # `_graph_tokens` if `choice.alone`, which the graph overwrites; else logits [B, N]
+        self._graph_result: Tensor | None = None  # `_graph_tokens` if `choose.alone`, which the graph overwrites; else logits [B, N]
         self._replays = 0  # of this graph
         self._replays_left = 0  # until the graph is no longer valid
-        self._text, self._reader = Text(ids), HostReader()
+        self._text, self._reader = TokenIds(request.ids), HostReader()
         self._newest = self.first  # the tokens [B] that `next` returned last
         self._launched: Tensor | None = self.first  # the tokens [B] that `next` returns next, if their step was launched already
 
@@ -102,7 +96,7 @@ class GraphStep(Step):
         self._graph.replay()
         self._replays += 1
         self._replays_left -= 1
-        return self._graph_result if self.choice.alone else self.choice(ids, self._graph_result)
+        return self._graph_result if self.choose.alone else self.choose(ids, self._graph_result)
 
     def refuse(self, reason: str) -> None:
         """Let transformers prepare and run each step from now on."""
@@ -123,7 +117,7 @@ class GraphStep(Step):
 
         def step() -> Tensor:
             logits = self._compute_logits(graph_tokens)
-            return graph_tokens.copy_(self.choice(inputs.values[TOKEN], logits)) if self.choice.alone else logits
+            return graph_tokens.copy_(self.choose(inputs.values[TOKEN], logits)) if self.choose.alone else logits
 
         try:
             graph = CapturedGraph(tokens.device)

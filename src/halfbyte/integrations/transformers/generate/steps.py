@@ -1,9 +1,9 @@
 """Decode steps of a live model: from the newest token of each sequence to the next one, with as little Python as possible.
 
 `Step.next` is what the loop of generating.py calls. transformers prepares the arguments of the first two steps as it always does
-(`prepare_inputs_for_generation`). `Inputs` finds by comparison what changes between these two: the token, positions that grow by one,
-masks [B, 1, 1, T] that show one token more, masks [B, t] that become longer. From then on these few arguments are advanced in place. A
-model whose arguments change in another way takes transformers' preparation for each step.
+(`prepare_inputs_for_generation`). `StepArguments` compares these two to find what changes: the token, positions that grow by one, masks
+[B, 1, 1, T] that show one token more, masks [B, t] that become longer. From then on these few arguments are advanced in place. A model
+whose arguments change in another way takes transformers' preparation for each step.
 
 `Step` calls the model, on a CPU its `native_step` where there is one. `GraphStep` (graphs.py) replays a CUDA graph of that call.
 """
@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from halfbyte.decoder.families import family_of_model
 from halfbyte.decoder.family import Family
-from halfbyte.decoder.gpu_step import likeliest
 from halfbyte.decoder.spec import Logits
 from halfbyte.errors import UnsupportedError
 from halfbyte.integrations.transformers.decoder.live_ends import Head
 from halfbyte.integrations.transformers.decoder.live_layer import family_of
 from halfbyte.integrations.transformers.decoder.stack import CompiledStack, compiled, is_compiled_stack
+from halfbyte.integrations.transformers.decoder.token_step import TokenStep
+from halfbyte.integrations.transformers.generate.request import Request
 from halfbyte.integrations.transformers.optimize.calls import CACHE, Arguments, Understood, any_value, bind, cache_name, is_true, unset
 from halfbyte.integrations.transformers.optimize.hooked import why_hooked
 from halfbyte.integrations.transformers.optimize.replaced import name_in_transformers, original
@@ -35,15 +35,11 @@ from halfbyte.ops.modes import plain
 from halfbyte.ops.transformer.weights import Weight
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList
     from transformers.utils.generic import ModelOutput
 
     from halfbyte.integrations.transformers.modules import Config, Part
 
 TOKEN = "input_ids"
-_ROOM = 1024  # tokens
-# Processors whose effect depends on scores alone, without a synchronization with the GPU.
-_OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 # Arguments of a causal model's call that are understood.
 ARGUMENTS: Understood = {
     **dict.fromkeys(("input_ids", "attention_mask", "position_ids", CACHE), any_value),
@@ -54,80 +50,24 @@ ARGUMENTS: Understood = {
 }
 
 
-class Choice:
-    """Chooses the next token of each sequence as transformers' `generate` does.
-
-    Attributes:
-        alone: Whether the choice depends on the logits alone, not on the tokens before.
-    """
-
-    def __init__(self, processors: LogitsProcessorList, sample: bool) -> None:
-        """Take the logits processors of a call of `generate`, and whether it samples."""
-        self._processors, self._sample = processors, sample
-        self.alone = all(type(processor) in _OF_SCORES for processor in processors)
-
-    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """Choose tokens, int64 [B], by the tokens so far [B, t] and the logits [B, N]."""
-        scores = logits.to(torch.float32, copy=bool(self._processors))  # processors may write to it
-        for processor in self._processors:
-            scores = processor(ids, scores)
-        if not self._sample:
-            return likeliest(scores)
-        chances = scores.softmax(-1)
-        if chances.is_cpu:
-            return torch.multinomial(chances, 1).squeeze(1)
-        # The same draw. torch.multinomial would wait for the GPU to check the chances.
-        return likeliest(chances / torch.empty_like(chances).exponential_())
-
-
-class Text:
-    """Token ids [B, t] of a text to which tokens are appended. The buffer grows by doubling, so that appending seldom copies."""
-
-    def __init__(self, ids: Tensor) -> None:
-        """Begin with the ids of a prompt."""
-        self.count = ids.shape[1]
-        self._places = torch.cat((ids, ids.new_empty(len(ids), _ROOM)), 1)
-
-    @property
-    def ids(self) -> Tensor:
-        """All ids so far."""
-        return self._places[:, : self.count]
-
-    def append(self, tokens: Tensor) -> None:
-        """Append a token [B] to each."""
-        if self.count == self._places.shape[1]:
-            self._places = torch.cat((self._places, torch.empty_like(self._places)), 1)
-        self._places[:, self.count] = tokens
-        self.count += 1
-
-
 class Step:
     """The decode steps of one call of `generate`, in which the model does not change.
 
     Attributes:
-        choice: Chooses tokens.
-        more: Number of tokens in the cache before the prompt.
+        choose: Chooses tokens.
         first: The first tokens after the prompt, [B].
     """
 
-    def __init__(self, model: Part, arguments: Arguments, outputs: ModelOutput, choice: Choice, ids: Tensor, more: int = 0) -> None:
-        """Begin after the prompt.
-
-        Args:
-            model: The model.
-            arguments: Of its call that read the prompt.
-            outputs: Of that call.
-            choice: Chooses tokens.
-            ids: The prompt, [B, t].
-            more: Number of tokens in the cache before the prompt.
-        """
-        self._model, self.choice, self.more = model, choice, more
-        self.first, self._has_begun = choice(ids, outputs["logits"][:, -1]), False
-        self._arguments: Arguments = model._update_model_kwargs_for_generation(outputs, arguments)
+    def __init__(self, request: Request, outputs: ModelOutput) -> None:
+        """Begin after the prompts of a call, from the outputs of the model's call that read them."""
+        model = self._model = request.model
+        self.choose, self._cached = request.choose, request.cached
+        self.first, self._has_begun = self.choose(request.ids, outputs["logits"][:, -1]), False
+        self._arguments: Arguments = model._update_model_kwargs_for_generation(outputs, request.arguments)
         self._native = native_step(model) if model.device.type == "cpu" else None
         self._unprepared = 0  # steps that `_arguments` do not count yet, as transformers has not prepared them
         self._before: Arguments | None = None  # the arguments of the last step that transformers has prepared
-        self._inputs: Inputs | None = None  # once it is known how arguments change
+        self._inputs: StepArguments | None = None  # once it is known how arguments change
         # Whether transformers prepares each step: of caches of fixed size, masks change in another way once a window is full.
         self._prepare_each: bool = getattr(self._arguments[cache_name(self._arguments)], "is_compileable", False)
 
@@ -159,14 +99,14 @@ class Step:
         assert self._before is not None
         outputs = self._model(**self._before, return_dict=True)
         self._arguments = self._model._update_model_kwargs_for_generation(outputs, self._arguments)
-        return self.choice(ids, outputs.logits[:, -1])
+        return self.choose(ids, outputs.logits[:, -1])
 
     def close(self) -> None:
         """Free what the steps hold."""
 
     def _length(self, ids: Tensor) -> int:
         """Return the number of tokens in the cache before a step. ids: All tokens so far."""
-        return ids.shape[1] - 1 + self.more
+        return ids.shape[1] - 1 + self._cached
 
     def _prepare(self, ids: Tensor) -> None:
         """Prepare a step as transformers does; the second time in a row, compare with the first to make `_inputs`."""
@@ -178,7 +118,7 @@ class Step:
         if before is None or self._prepare_each:
             return
         try:
-            self._inputs = Inputs(before, self._before, self._length(ids))
+            self._inputs = StepArguments(before, self._before, self._length(ids))
         except UnsupportedError as error:
             self.refuse(str(error))
         else:
@@ -189,7 +129,7 @@ class Step:
         self._prepare_each, self._inputs = True, None
 
     def _decode(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        return self.choice(ids, self._compute_logits(tokens))
+        return self.choose(ids, self._compute_logits(tokens))
 
     def _compute_logits(self, tokens: Tensor) -> Tensor:
         """Compute the model's logits [B, N] after tokens [B], which enter the cache, from arguments that are advanced in place."""
@@ -206,13 +146,13 @@ def native_step(model: Part) -> Callable[[Arguments], Tensor | None] | None:
     The step takes the arguments of a call of the model, which must not have changed, and returns the logits [B, 1, N]; None for a call of
     another kind than one token of each sequence with a cache.
     """
-    decoder, stack = compiled_decoder(model), stack_of(model)
-    if decoder is None or stack is None or why_hooked(model) is not None:
+    live = LiveModel.of(model)
+    if live is None or why_hooked(model) is not None:
         return None
-    (compiled_stack, logits), head = decoder, Head.of(model.lm_head)
-    weight = head.weight if head is not None and isinstance(head.weight, Weight) else None
-    step = compiled_stack.step(stack, weight, None if weight is None else logits)
-    if step is None:
+    head, logits = live.head, live.logits
+    ends_with_logits = head is not None and isinstance(head.weight, Weight)
+    step = live.stack.lowered(*((head, logits) if ends_with_logits else (None, None)), on_cpu=True)
+    if not isinstance(step, TokenStep):
         return None
 
     def compute(arguments: Arguments) -> Tensor | None:
@@ -223,13 +163,38 @@ def native_step(model: Part) -> Callable[[Arguments], Tensor | None] | None:
         if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or not plain(ids):
             return None
         y = step(ids, call.get("attention_mask"), call.get("position_ids"), past.layers)
-        return y if y is None or weight is not None else logits_in_torch(model.lm_head(y), logits)
+        return y if y is None or ends_with_logits else logits_in_torch(model.lm_head(y), logits)
 
     return compute
 
 
-def stack_of(model: Part) -> Part | None:
-    """Return the compiled stack of a model that consists of the stack, a head, and perhaps parts that embed images; None for others."""
+class LiveModel(NamedTuple):
+    """A causal language model that consists of a compiled stack, an output embedding, and perhaps parts that embed images.
+
+    Attributes:
+        stack: The compiled stack.
+        head: The output embedding; None where it is no linear layer by itself.
+        logits: Function of the logits.
+    """
+
+    stack: CompiledStack
+    head: Head | None
+    logits: Logits
+
+    @classmethod
+    def of(cls, model: Part) -> LiveModel | None:
+        """Return what a model consists of, as it is now; None where it has other parts, or is in training."""
+        stack = _stack_of(model)
+        if stack is None or model.training or has_global_hooks():
+            return None
+        now, family = compiled(stack), family_of(stack.layers[0])
+        if isinstance(now, str) or family is None:
+            return None
+        return cls(now, Head.of(model.lm_head), _logits(model, family, stack.config))
+
+
+def _stack_of(model: Part) -> Part | None:
+    """Return the compiled stack of a model; None where the model has other parts than those of `LiveModel`."""
     inner = getattr(model, "model", None)
     stack = getattr(inner, "language_model", inner)
     if not is_compiled_stack(stack) or model.config.get_text_config(decoder=True) is not stack.config:
@@ -241,24 +206,6 @@ def stack_of(model: Part) -> Part | None:
     return stack if name.startswith(f"{module}.") and name.endswith("ForConditionalGeneration") else None
 
 
-def lengths(ids: Tensor, config: GenerationConfig, arguments: Arguments) -> tuple[int, int]:
-    """Return how many tokens of a call of `generate` the cache has before ids [B, t], and how many the whole text has at most."""
-    mask = arguments.get("attention_mask")
-    whole = 0 if mask is None else mask.shape[1], getattr(config, "_mask_length", 0)
-    before = max(0, *(count - ids.shape[1] for count in whole))
-    assert config.max_length is not None
-    return before, before + config.max_length
-
-
-def compiled_decoder(model: Part) -> tuple[CompiledStack, Logits] | None:
-    """Return the compiled stack of a causal language model (`stack_of`) and the function of its logits; None for other models."""
-    stack = stack_of(model)
-    if stack is None or model.training or has_global_hooks():
-        return None
-    now, family = compiled(stack), family_of(stack.layers[0])
-    return None if isinstance(now, str) or family is None else (now, _logits(model, family, stack.config))
-
-
 def _logits(model: Part, family: Family, config: Config) -> Logits:
     """The function of a model's logits. Models of images may lack that of their family's text models: their forward does not read it."""
     read = None if model.config is config else inspect.unwrap(original(model).forward).__code__.co_names  # type: ignore[attr-defined]
@@ -268,7 +215,7 @@ def _logits(model: Part, family: Family, config: Config) -> Logits:
     return None
 
 
-class Inputs:
+class StepArguments:
     """Arguments of a model's call that are advanced from one decode step to the next, in place.
 
     Attributes:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from halfbyte.decoder import kernels_gpu, lower_cpu
-from halfbyte.decoder.program import INPUT, Lowered, Op, kernel_columns, layer_ops, linear_op, lines_of
+from halfbyte.decoder.explain import Explained, Explanation
+from halfbyte.decoder.program import INPUT, Lowered, Op, layer_ops, linear_op
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.dispatch.explain_gpu import described_gpu
 from halfbyte.errors import ArgumentError
@@ -35,64 +36,7 @@ _NOT_CALLED = "optimize_ has not been called"
 _TABLES = Op("embedding", "tables, norm", None, ("ids",))
 
 
-@dataclass(frozen=True)
-class Explained:
-    """Modules that are computed in the same way.
-
-    Attributes:
-        names: Of the modules.
-        ops: Their ops, with the kernel of each; of layers that transformers computes, their quantized linear layers alone.
-        reason: Why transformers computes what is around these.
-    """
-
-    names: tuple[str, ...]
-    ops: tuple[Lowered, ...]
-    reason: str | None
-
-
-@dataclass(frozen=True)
-class ModelExplanation:
-    """What computes a model.
-
-    Attributes:
-        machine: "the CPU", or the name of a GPU.
-        rows: Number of sequences, of each of which one new token is computed; of an encoder, number of tokens.
-        groups: Its modules.
-        encoder: Whether it is an encoder.
-        notes: What the caller says besides.
-    """
-
-    machine: str
-    rows: int
-    groups: tuple[Explained, ...]
-    encoder: bool = False
-    notes: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, object]:
-        """Return what is said as a document of JSON."""
-        groups = [
-            {"names": [*group.names], "ops": [lowered.to_json() for lowered in group.ops], "reason": group.reason} for group in self.groups
-        ]
-        return {"machine": self.machine, "encoder": self.encoder, "rows": self.rows, "groups": groups, "notes": [*self.notes]}
-
-    def __str__(self) -> str:
-        lines = [f"{self._what()}, on {self.machine}"]
-        for group in self.groups:
-            first, *more = group.names
-            lines.append(f"{first}{f' and {len(more)} more' if more else ''}")
-            if group.reason is not None:
-                lines.append(f"  as transformers computes it: {group.reason}")
-            lines += [f"  {line}" for line in lines_of((), kernel_columns(group.ops))] if group.ops else []
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-    def _what(self) -> str:
-        plural = "s" if self.rows > 1 else ""
-        if self.encoder:
-            return "whole sequences" if self.machine == _CPU else f"{self.rows} token{plural}"
-        return f"one new token of {self.rows} sequence{plural}{'' if self.machine == _CPU else ' with a static cache'}"
-
-
-def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1, *, notes: Sequence[str] = ()) -> ModelExplanation:
+def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1, *, notes: Sequence[str] = ()) -> Explanation:
     """Say what computes one new token of each of several sequences, or, of a model that writes no text, several tokens.
 
     Args:
@@ -118,8 +62,15 @@ def explain_model(model: nn.Module, device: str = "cpu", rows: int = 1, *, notes
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear) and not name.startswith(inside):
             found[explain.kernels([linear_op("linear", weight_of(module), INPUT)]), None].append(name)
-    groups = tuple(Explained(tuple(names), ops, reason) for (ops, reason), names in found.items())
-    return ModelExplanation(_CPU if here is None else here.name, rows, groups, encoder, tuple(notes))
+    groups = tuple(Explained(ops, names=tuple(names), reason=reason) for (ops, reason), names in found.items())
+    machine = _CPU if here is None else here.name
+    dtype = next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
+    plural = "s" if rows > 1 else ""
+    if encoder:
+        what = "whole sequences" if here is None else f"{rows} token{plural}"
+    else:
+        what = f"one new token of {rows} sequence{plural}{'' if here is None else ' with a static cache'}"
+    return Explanation(f"{what}, on {machine}", machine, rows, dtype, groups, encoder, notes=tuple(notes))
 
 
 def _encoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
