@@ -9,11 +9,9 @@ from torch import Tensor
 
 from halfbyte.checkpoint.entries import dequantize_weight
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
-from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.io.tensors import TensorSpec, TensorWriter
 from halfbyte.layouts.convolution import channels_first
-from halfbyte.nn.described import CONVOLUTIONS
 from halfbyte.nn.report import Row
 
 Progress = Callable[[int, int, str], object]
@@ -50,9 +48,6 @@ def dequantized(
 ) -> ExportItem:
     """A weight that is written in floating point: as in the float model, or split by `cut` (outputs first) into tensors of one dtype."""
     weight = model.weights[name]
-    convolves = weight.kind in CONVOLUTIONS
-    if convolves and weight.fold is None:
-        raise CheckpointError(f"{model.path} does not give the kernel size of {name}: save the model with this version first")
     # In floating point, experts are parameters, not modules.
     specs = specs or {name.removesuffix(".weight") if weight.kind == "Experts" else name: TensorSpec(weight.dtype, weight.float_shape)}
     dtype = next(iter(specs.values())).dtype

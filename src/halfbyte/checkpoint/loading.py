@@ -235,7 +235,7 @@ def _fit(checkpoint: StoredModel, model: nn.Module) -> dict[str, str]:
         if reason := reasons.get(prefix):
             raise CheckpointError(f"{dot}weight of {folder} cannot be loaded into the model's {type(module).__name__}: {reason}")
         fits = (weight.kind,) if owner == f"{dot}weight" else ("Linear", "Embedding")
-        other = kind_of(module) not in fits or (weight.fold is not None and weight.fold != fold_of(module))
+        other = kind_of(module) not in fits or weight.fold != fold_of(module)
         if other or codes_shape(module, module.weight.shape, weight.format) != weight.shape:
             raise CheckpointError(
                 f"{dot}weight is a {weight.kind} {list(weight.shape)} in {folder}, "
