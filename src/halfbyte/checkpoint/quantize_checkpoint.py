@@ -97,13 +97,13 @@ class _Conversion:
         progress: Callable[[int, int, str], object] | None,
     ) -> None:
         self._source, self._config, self._calibration, self._progress = source, config, calibration, progress
-        self._described, self._reader = open_floats(source)
-        self._notes = list(self._reader.notes)
+        self._described, self._files = open_floats(source)
+        self._notes = list(self._files.notes)
         if known_architecture(self._described) is not None:
-            plan = plan_model(self._described, self._reader, lambda found, _: choose(found, config, kept))
+            plan = plan_model(self._described, self._files, lambda found, _: choose(found, config, kept))
         else:
             check_read_by_transformers(source)
-            plan = plan_by_rule(self._reader, lambda found, _: choose(found, config, kept))
+            plan = plan_by_rule(self._files, lambda found, _: choose(found, config, kept))
             self._notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken as a Linear's")
         if not plan.weights:
             in_floats = sorted(plan.about.items(), key=lambda item: item[1].reason in (NOT_A_KIND, NOT_A_WEIGHT))
@@ -133,7 +133,7 @@ class _Conversion:
             companion_files.copy_to(staging.path)
             notes += gguf_tokenizer.save(self._source, staging.path)
             publish(staging, writer, self._described, plan.weights, plan.tied)
-        return report(plan, self._reader, notes)
+        return report(plan, self._files, notes)
 
     def _written_before(self, writer: Writer) -> set[str]:
         """Return the names of the tensors that a conversion which is resumed has written."""
@@ -157,7 +157,7 @@ class _Conversion:
             if (weight.kind == "Experts" or (name in plan.linears and weight.kind == "Linear")) and name not in tied
         }
         written, misfits = set(), dict[str, str]()
-        layers = Materializer(plan, self._reader, self._source)
+        layers = Materializer(plan, self._files, self._source)
         for result in calibrate(layers.model, formats, method, calibration, materialize=layers.materialize, progress=self._progress):
             if isinstance(result.value, Codes):
                 writer.write_all(codes_in_files(result.name, result.value))
@@ -178,11 +178,11 @@ class _Conversion:
     def _write_others(self, writer: Writer, written: Set[str]) -> None:
         """Write all tensors that are not `written`, quantized where the plan says so."""
         plan, misfits = self._plan, dict[str, str]()
-        done, total = 0, sum(spec.nbytes for spec in self._reader.specs().values())
+        done, total = 0, sum(spec.nbytes for spec in self._files.specs().values())
         for step in plan.steps:
             if not {plan.stored_name(target) for target in step.targets} <= written:
                 misfits |= self._write_step(step, writer, written)
-            done += sum(self._reader.spec(name).nbytes for name in step.sources)
+            done += sum(self._files.spec(name).nbytes for name in step.sources)
             if self._progress is not None and self._calibration is None:
                 self._progress(done, total, ", ".join(step.targets))
         if misfits:
@@ -198,7 +198,7 @@ class _Conversion:
         names = {target: plan.stored_name(target) for target in step.targets}
         dtype = plan.dtype(next(iter(names.values())))
         method = UNCALIBRATED.get(self._config.method, self._config.method)
-        for target, tensor in step.run(lambda name: self._reader.read(name, dtype)).items():
+        for target, tensor in step.run(lambda name: self._files.read(name, dtype)).items():
             name = names[target]
             if name in written:
                 continue
