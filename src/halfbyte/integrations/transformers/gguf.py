@@ -68,7 +68,7 @@ def load_gguf(
         raise CheckpointError(f"{source} is a folder, load_gguf opens a .gguf file: name the file, or open the folder by load")
     sharding = None if mesh is None else Sharding(mesh)
     if format is None:
-        stored = OtherModel(source, *read_file(read_header(source), dtype, half=half_scales))
+        stored = OtherModel(source, *read_file(read_header(source), dtype, half_scales=half_scales))
     else:
         stored = OtherModel(source, *open_floats(source, dtype), without_calibration(as_config(format)))
     model = fill(stored, device_of(mesh, device), sharding=sharding)
