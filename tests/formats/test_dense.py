@@ -38,7 +38,6 @@ def test_rows_are_streams_of_bits(name: str, n: int, k: int, stacked: bool) -> N
     assert filed["data"].flatten(0, -2).tolist() == bit_by_bit(codes)
     assert sum(tensor.nbytes for tensor in filed.values()) == stored_bytes(codes.format, codes.shape)
     assert same(from_dense(codes.format, codes.shape, filed), codes)
-    assert same(from_dense(codes.format, codes.shape, codes.tensors(), bytes_each=True), codes)
 
 
 @pytest.mark.parametrize("shape", [(700, 512), (2, 200_001), (0, 64), (3, 0), (0, 0)])

@@ -73,14 +73,13 @@ def test_any_runs_are_taken_and_merged(name: str, data: st.DataObject) -> None:
     whole = codes.dequantize()
     assert torch.equal(parts[0].dequantize(), torch.cat([whole.narrow(dim, a, b - a) for a, b in actual], dim))
     # What a reader of files takes is the same, where it begins and ends with bytes.
-    bits = codes.format.stored_bits
-    if (slices := stored_runs(codes.format, codes.shape, dim, actual, bits)) is not None:
+    if (slices := stored_runs(codes.format, codes.shape, dim, actual)) is not None:
         for part, tensor in to_dense(codes).items():
             chosen = slices[part]
             read = tensor if chosen is None else torch.cat([tensor.narrow(dim, a, b - a) for a, b in chosen], dim)
             assert torch.equal(read, to_dense(parts[0])[part])
     else:
-        assert any(edge * bits % 8 for edge in edges)
+        assert any(edge * codes.format.stored_bits % 8 for edge in edges)
 
 
 def test_what_is_refused() -> None:

@@ -70,7 +70,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Entries:
-    """All tensors of a model, by their names in the files; a `Source` for a plan (mapping/plan.py).
+    """All tensors of a model, by their names in the files.
 
     Attributes:
         entries: Name in the files -> the tensor.

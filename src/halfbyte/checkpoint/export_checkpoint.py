@@ -12,9 +12,7 @@ from os import PathLike
 from os.path import lexists
 from pathlib import Path
 
-from torch import Tensor
-
-from halfbyte.checkpoint.export_items import ExportItem, Progress, dequantized, kept, plain, write
+from halfbyte.checkpoint.export_items import ExportItem, Progress, checkpoint_items, dequantized, kept, plain, write
 from halfbyte.checkpoint.files import companions, has_adapter, journal
 from halfbyte.checkpoint.foreign.targets import TARGETS, Target
 from halfbyte.checkpoint.gguf import export as gguf_export
@@ -23,10 +21,9 @@ from halfbyte.checkpoint.gguf import vocabulary as gguf_vocabulary
 from halfbyte.checkpoint.loading import open_model
 from halfbyte.checkpoint.native.folder import replacing, replacing_file, write_json
 from halfbyte.checkpoint.native.manifest import CONFIG
-from halfbyte.checkpoint.native.saving import codes_in_files, publish, stored_specs, with_separate_head, write_index
+from halfbyte.checkpoint.native.saving import publish, stored_specs, with_separate_head, write_index
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
 from halfbyte.errors import ArgumentError, UnsupportedError, model_path
-from halfbyte.formats.codes import Codes
 from halfbyte.io import gguf
 from halfbyte.io.files import is_file
 from halfbyte.io.safetensors import SHARD_BYTES, Writer
@@ -122,7 +119,7 @@ def _to_folder(
     """Write a halfbyte checkpoint or a folder of another project."""
     companion_files = companions(source, destination)
     target = None if kind == "halfbyte" else TARGETS[kind](model)
-    items = _checkpoint_items(model) if target is None else _target_items(model, target)
+    items = checkpoint_items(model) if target is None else _target_items(model, target)
     notes = companion_files.notes()
     with replacing(destination, resume=resume) as staging:
         if not staging.fresh:  # another process has created it since `export` has looked
@@ -145,17 +142,6 @@ def _to_folder(
             write_json(staging.path / CONFIG, {**config, "quantization_config": target.settings()})
             staging.commit_folder()
     return Report(tuple(item.row for item in items if item.row), (*model.report().notes, *notes))
-
-
-def _checkpoint_items(model: StoredModel) -> list[ExportItem]:
-    """Return the items of a halfbyte checkpoint, which holds everything as it is."""
-    weights = [kept(model, name, weight.stored(name), partial(_as_stored, name)) for name, weight in model.weights.items()]
-    return weights + [plain(model, name, as_float=False) for name in model.plain]
-
-
-def _as_stored(name: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
-    """Return a weight's tensors in a halfbyte checkpoint, where the order of its columns is a plain tensor, written as such."""
-    return codes_in_files(name, codes)
 
 
 def _target_items(model: StoredModel, target: Target) -> list[ExportItem]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from halfbyte.checkpoint.entries import dequantize_weight
+from halfbyte.checkpoint.mapping.plan import Misfits
+from halfbyte.checkpoint.native.saving import codes_in_files
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
-from halfbyte.errors import CheckpointError
 from halfbyte.formats.codes import Codes
 from halfbyte.io.tensors import TensorSpec, TensorWriter
 from halfbyte.layouts.convolution import channels_first
-from halfbyte.nn.described import CONVOLUTIONS
 from halfbyte.nn.report import Row
 
 Progress = Callable[[int, int, str], object]
@@ -50,9 +50,6 @@ def dequantized(
 ) -> ExportItem:
     """A weight that is written in floating point: as in the float model, or split by `cut` (outputs first) into tensors of one dtype."""
     weight = model.weights[name]
-    convolves = weight.kind in CONVOLUTIONS
-    if convolves and weight.fold is None:
-        raise CheckpointError(f"{model.path} does not give the kernel size of {name}: save the model with this version first")
     # In floating point, experts are parameters, not modules.
     specs = specs or {name.removesuffix(".weight") if weight.kind == "Experts" else name: TensorSpec(weight.dtype, weight.float_shape)}
     dtype = next(iter(specs.values())).dtype
@@ -87,18 +84,46 @@ def _stands_in(model: StoredModel, name: str) -> bool:
     return name.endswith(f"{last_part}.weight") and len(model.plain[name].shape) == 3 and any(weight.transposed for weight in others)
 
 
+def checkpoint_items(model: StoredModel) -> list[ExportItem]:
+    """Return the items of a halfbyte checkpoint: codes, scales and other tensors as they are. The order of a weight's columns is one of the
+    plain tensors."""
+    weights = [
+        kept(model, name, weight.stored(name), lambda codes, order, name=name: codes_in_files(name, codes))  # type: ignore[misc]
+        for name, weight in model.weights.items()
+    ]
+    return weights + [plain(model, name, as_float=False) for name in model.plain]
+
+
 def order_of(model: StoredModel, name: str) -> Tensor | None:
     """The order of a weight's columns, if it is not that of its inputs."""
     return model.tensor(order_name(name)) if order_name(name) in model.plain else None
 
 
 def write(items: Sequence[ExportItem], writer: TensorWriter, progress: Progress | None) -> list[str]:
-    """Write the items that have not been written; return notes for the report."""
+    """Write the items that have not been written yet.
+
+    Args:
+        items: All tensors that the writer expects, but for those that it has written.
+        writer: Of the new files.
+        progress: Called after each item with (bytes written, bytes in all, names of its tensors).
+
+    Returns:
+        Notes for the report.
+
+    Raises:
+        Misfits: Weights, all that there are, cannot be quantized to their formats.
+    """
     resumed, done, total = writer.resumed, 0, sum(item.nbytes for item in items)
+    misfits: dict[str, str] = {}
     for item in items:
         if not item.specs.keys() <= writer.checksums.keys():
-            writer.write_all(item.make())
+            try:
+                writer.write_all(item.make())
+            except Misfits as e:
+                misfits |= e.kept
         done += item.nbytes
         if progress is not None:
             progress(done, total, ", ".join(item.specs))
+    if misfits:
+        raise Misfits(misfits)
     return [f"resumed: {resumed} tensors were written before"] if resumed else []

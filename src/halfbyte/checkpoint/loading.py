@@ -15,7 +15,7 @@ from halfbyte.checkpoint.mapping.plan import Misfits
 from halfbyte.checkpoint.native.checkpoint_model import Checkpoint
 from halfbyte.checkpoint.native.manifest import Weight
 from halfbyte.checkpoint.native.quantization_config import branches, dtype_of
-from halfbyte.checkpoint.other_model import OtherModel
+from halfbyte.checkpoint.other_model import OtherModel, without_calibration
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
@@ -141,7 +141,7 @@ def load(
     kept: dict[str, str] = {}
     while True:
         try:
-            stored = open_model(dir) if format is None else open_model(dir, quantize=as_config(format), kept=kept)
+            stored = open_model(dir) if format is None else open_model(dir, quantize=without_calibration(as_config(format)), kept=kept)
             filled = fill(stored, device_of(mesh, device), inner, sharding)
         except Misfits as e:
             kept |= e.kept
@@ -235,7 +235,7 @@ def _fit(checkpoint: StoredModel, model: nn.Module) -> dict[str, str]:
         if reason := reasons.get(prefix):
             raise CheckpointError(f"{dot}weight of {folder} cannot be loaded into the model's {type(module).__name__}: {reason}")
         fits = (weight.kind,) if owner == f"{dot}weight" else ("Linear", "Embedding")
-        other = kind_of(module) not in fits or (weight.fold is not None and weight.fold != fold_of(module))
+        other = kind_of(module) not in fits or weight.fold != fold_of(module)
         if other or codes_shape(module, module.weight.shape, weight.format) != weight.shape:
             raise CheckpointError(
                 f"{dot}weight is a {weight.kind} {list(weight.shape)} in {folder}, "

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from halfbyte.checkpoint.mapping.plan import Plan, Source
+from halfbyte.checkpoint.entries import Entries
+from halfbyte.checkpoint.mapping.plan import Plan
 from halfbyte.checkpoint.stored_model import checked_finite
 from halfbyte.errors import CheckpointError
 from halfbyte.nn.calibration.runs import decoder_layers
@@ -23,7 +24,7 @@ class Materializer:
 
     Args:
         plan: How its tensors are read.
-        reader: The files.
+        files: Their tensors in the files.
         path: Their folder, for errors.
 
     Attributes:
@@ -33,11 +34,11 @@ class Materializer:
         CheckpointError: The files name no architecture.
     """
 
-    def __init__(self, plan: Plan, reader: Source, path: Path) -> None:
+    def __init__(self, plan: Plan, files: Entries, path: Path) -> None:
         if plan.model is None:
             raise CheckpointError("the files name no architecture to build a model from")
         self.model = plan.model
-        self._plan, self._reader, self._path = plan, reader, path
+        self._plan, self._files, self._path = plan, files, path
         self._steps = plan.step_of()
         layers, _ = decoder_layers(self.model)
         get_head = getattr(plan.model, "get_output_embeddings", None)
@@ -63,4 +64,4 @@ class Materializer:
     def _read(self, name: str) -> Tensor:
         step, target = self._steps[name]
         dtype = self._plan.dtype(name)
-        return step.run(lambda source: self._reader.read(source, dtype))[target]
+        return step.run(lambda source: self._files.read(source, dtype))[target]

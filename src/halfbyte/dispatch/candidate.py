@@ -1,17 +1,25 @@
-"""What dispatch chooses from: a list of candidates for each kind of problem and machine, of which one is taken, with the reasons against
-the others."""
+"""`Candidate`, one way to solve a kind of problem, and `decide`, which chooses from a list of them and returns a `Choice` with the reasons
+against the others.
+
+There is one list for each kind of problem on CPUs and on GPUs: cpu.py, gpu.py, cpu_conv.py, gpu_conv.py, layers.py. `choose` (choose.py)
+finds the list, and `explain` prints the Choice.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from halfbyte.timing import time_text
 
 P = TypeVar("P")
 M = TypeVar("M")
+
+
+def _solves_all(problem: object, machine: object) -> None:
+    """`Candidate.why_not` of a candidate that solves every problem of its list."""
 
 
 @dataclass(frozen=True)
@@ -22,15 +30,17 @@ class Candidate(Generic[P, M]):
         name: As `explain` prints it.
         summary: How it computes.
         advantage: Why it comes before those after it, in a list whose order decides.
+        why_not: Returns the reason why it does not solve a problem on a machine, or should not; None if it may be taken.
     """
 
     name: str
     summary: str
     advantage: str = ""
+    why_not: Callable[[P, Any], str | None] = field(kw_only=True, default=_solves_all)
 
     def supports(self, problem: P, machine: M) -> str | None:
         """Return the reason why this does not solve `problem`, or is known to be slower than one after it; None if it may be taken."""
-        raise NotImplementedError
+        return self.why_not(problem, machine)
 
     def configs(self, problem: P, machine: M) -> Sequence[object]:
         """Return the ways to run it, the best guess first; (None,) where there is but one."""
@@ -45,7 +55,7 @@ class Candidate(Generic[P, M]):
         raise NotImplementedError
 
     def options(self, problem: P, machine: M) -> tuple[list[Option[Any]], list[str]]:
-        """Return its configs with their expected times, and why others of them do not run."""
+        """Return its configs with their expected times, and for each config that failed before a sentence with the failure."""
         return [Option(self, config, self.cost(problem, machine, config)) for config in self.configs(problem, machine)], []
 
 
@@ -54,13 +64,13 @@ C = TypeVar("C", bound=Candidate[Any, Any])
 
 @dataclass(frozen=True, slots=True)
 class Option(Generic[C]):
-    """A candidate that could run.
+    """A candidate that supports the problem, with one of its configs.
 
     Attributes:
         candidate: The candidate.
         config: One of its configs, which only the candidate reads.
-        seconds: Expected; NaN: nothing is known of them.
-        measured: Name of the GPU on which they were measured; "": they are predicted.
+        seconds: The expected time; NaN: unknown.
+        measured: Name of the GPU on which `seconds` were measured; "": they are predicted.
     """
 
     candidate: C
@@ -71,13 +81,13 @@ class Option(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[P, C]):
-    """What solves a problem.
+    """The result of `decide`.
 
     Attributes:
-        problem: As it is solved: what was left to the machine is settled.
-        taken: None: torch's own operations.
+        problem: The problem with its `compute` resolved: never "auto".
+        taken: What runs; None: torch's own operations.
         others: What could run as well, the best first.
-        rejected: The others, with the reasons against them.
+        rejected: The candidates that may not be taken, with the reasons.
     """
 
     problem: P
@@ -93,15 +103,15 @@ class Choice(Generic[P, C]):
     @property
     def reasons(self) -> dict[str, str]:
         """Why each candidate that is not taken is not, by its name."""
-        found = {candidate.name: reason for candidate, reason in self.rejected}
+        reasons = {candidate.name: reason for candidate, reason in self.rejected}
         for option in self.others:
             if self.taken is not None and option.candidate.name != self.taken.candidate.name:
-                found.setdefault(option.candidate.name, _later(option, self.taken))
-        return found
+                reasons.setdefault(option.candidate.name, _why_later(option, self.taken))
+        return reasons
 
 
-def _later(option: Option[Any], taken: Option[Any]) -> str:
-    """Why an option is not the one that is taken."""
+def _why_later(option: Option[Any], taken: Option[Any]) -> str:
+    """Return why an option that could run comes after the one that is taken."""
     if math.isnan(option.seconds):
         advantage = taken.candidate.advantage
         return f"{taken.candidate.name} comes first{f': {advantage}' if advantage else ''}"
@@ -112,16 +122,23 @@ def _later(option: Option[Any], taken: Option[Any]) -> str:
 
 
 def decide(candidates: Iterable[C], problem: P, machine: object, *, by_time: bool = False) -> Choice[P, C]:
-    """Choose from a list: the first that supports the problem; `by_time` the one with the least expected time, where times that were
-    measured come before those that were predicted, however good these look."""
+    """Choose from a list of candidates.
+
+    Args:
+        candidates: In the order of preference.
+        problem: What to compute.
+        machine: On what.
+        by_time: Take the option with the least expected time, where each measured time comes before all predicted ones; False: the first
+            candidate that supports the problem.
+    """
     options: list[Option[C]] = []
     rejected: list[tuple[C, str]] = []
     for candidate in candidates:
         if (reason := candidate.supports(problem, machine)) is not None:
             rejected.append((candidate, reason))
             continue
-        found, failures = candidate.options(problem, machine)
-        options += found
+        possible, failures = candidate.options(problem, machine)
+        options += possible
         rejected += [(candidate, failure) for failure in failures]
     if by_time:
         options.sort(key=lambda option: (not option.measured, option.seconds))

@@ -7,17 +7,17 @@
     ExpertsProblem                 layers.py     layers.py
     NormedProblem, norm + product  layers.py     -
 
-Each of these files has a list of candidates (`candidate.py`), of which its chooser takes one. `ops` runs it, `explain.py` prints why.
+Each of these files has a list of candidates (`candidate.py`) for each kind of problem, of which one is taken. `ops` runs it, `explain.py`
+prints why.
 """
 
 from __future__ import annotations
 
-import sys
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, overload
 
-from halfbyte.dispatch.candidate import Choice, Option
+from halfbyte.dispatch.candidate import Choice, Option, decide
 from halfbyte.errors import UnsupportedError, lookup
 from halfbyte.kernels.layer_kinds import Gelu
 from halfbyte.kernels.problem import AttentionProblem, ConvProblem, ExpertsProblem, NormedProblem, Problem
@@ -64,12 +64,13 @@ def choose(problem: object, machine: Gpu | ISA) -> object:
     return _choose(problem, machine)
 
 
-# The functions that choose on GPUs and on CPUs, by the kind of problem. Those of CPUs import llvmlite: they are imported when needed.
+# On GPUs and on CPUs, by the kind of problem: a function that chooses, or the list of candidates of which the first that supports a problem
+# is taken. They are imported when needed, as those of CPUs import llvmlite.
 _CHOOSERS: dict[type, tuple[str, str | None]] = {
     Problem: ("gpu:choose_product", "cpu:choose_product"),
     ConvProblem: ("gpu_conv:choose_conv", "cpu_conv:choose_conv"),
-    AttentionProblem: ("layers:choose_attention", "layers:choose_cpu_attention"),
-    ExpertsProblem: ("layers:choose_experts", "layers:choose_cpu_experts"),
+    AttentionProblem: ("layers:GPU_ATTENTION", "layers:CPU_ATTENTION"),
+    ExpertsProblem: ("layers:choose_experts", "layers:CPU_EXPERTS"),
     NormedProblem: ("layers:choose_normed", None),
 }
 
@@ -81,7 +82,8 @@ def _choose(problem: object, machine: Gpu | ISA) -> object:
     if chooser is None:
         raise UnsupportedError(f"{type(problem).__name__} has kernels on GPUs alone, got {machine.name}: compute its parts there")
     module, name = chooser.split(":")
-    return getattr(import_module(f"halfbyte.dispatch.{module}"), name)(problem, machine)
+    found = getattr(import_module(f"halfbyte.dispatch.{module}"), name)
+    return decide(found, problem, machine) if isinstance(found, tuple) else found(problem, machine)
 
 
 def cpu_kernel(problem: Problem, *, gelu: Gelu = "") -> LinearKernel:
@@ -103,8 +105,6 @@ def cpu_kernel(problem: Problem, *, gelu: Gelu = "") -> LinearKernel:
 def forget() -> None:
     """Discard all memoized choices: times or failures that they depend on have changed."""
     _choose.cache_clear()
-    if (products := sys.modules.get("halfbyte.dispatch.gpu")) is not None:
-        products.choose_product.cache_clear()
 
 
 def report_failure(problem: Problem, gpu: Gpu, option: Option[GpuCandidate], reason: str) -> None:

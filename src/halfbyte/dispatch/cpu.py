@@ -5,7 +5,7 @@ Experts are linear layers that run together, in one parallel region: the kernel 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -28,25 +28,24 @@ class CpuCandidate(Candidate[Problem, ISA]):
 
     Attributes:
         compute: As in Problem.
-        refuses: Says why the products cannot be made of what the name says, or why that does not pay.
+        why_not: The reason why the dot products of the name are not there, or do not pay, whatever compute was asked for.
     """
 
     compute: Compute = field(kw_only=True)
-    refuses: Callable[[Problem, ISA], str | None] = field(kw_only=True)
 
     @property
     def inner(self) -> Inner:
-        """What products are made of."""
+        """The kind of dot products that the kernel consists of."""
         return cast(Inner, self.name)
 
     def supports(self, problem: Problem, machine: ISA) -> str | None:
         """Return the reason why it does not multiply `problem`, or None."""
-        if (reason := self.refuses(problem, machine)) is not None:
+        if (reason := self.why_not(problem, machine)) is not None:
             return reason
         return None if problem.compute in ("auto", self.compute) else f"compute={problem.compute!r} was asked for"
 
     def configs(self, problem: Problem, machine: ISA) -> Sequence[Tiling]:
-        """Return how the kernel cuts outputs into tiles: of experts, those of the first one, which has the most rows."""
+        """Return how the kernel cuts outputs into tiles; for experts, those of the expert with the most rows."""
         rows = max(1, -(-problem.m // problem.experts))
         geo = cpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse)
         return (machine.for_rows(rows, self.inner).tuning.tile(rows, self.inner, geo, codes=problem.dtype == torch.int8),)
@@ -61,7 +60,7 @@ class CpuCandidate(Candidate[Problem, ISA]):
         return self.kernel(problem)(*operands)
 
 
-def _bf16_refuses(problem: Problem, isa: ISA) -> str | None:
+def _why_not_bf16(problem: Problem, isa: ISA) -> str | None:
     if not isa.bf16_dot:
         return f"{isa.name} has no dot product of bfloat16"
     if not isa.tuning.bf16_pays:
@@ -73,29 +72,26 @@ def _bf16_refuses(problem: Problem, isa: ISA) -> str | None:
     return None
 
 
-def _float_refuses(problem: Problem, isa: ISA) -> str | None:
-    return "it has no products of codes" if problem.dtype == torch.int8 else None
-
-
 _ADVANTAGE = "it does more products with one instruction"
-# In the order of preference. "auto" takes the first that does not refuse, "float" and "int8" the first of that compute.
+# In the order of preference. compute="auto" takes the first that supports the problem, "float" and "int8" the first of that compute.
 CPU_LINEAR = (
     CpuCandidate(
-        "int8", "activations quantized to int8 on the fly, integer dot products", _ADVANTAGE, compute="int8", refuses=lambda *_: None
+        "int8", "activations quantized to int8 on the fly, integer dot products", _ADVANTAGE, compute="int8"
     ),
     CpuCandidate(
-        "bf16", "weights dequantized in registers to bfloat16, bfloat16 dot products", _ADVANTAGE, compute="float", refuses=_bf16_refuses
+        "bf16", "weights dequantized in registers to bfloat16, bfloat16 dot products", _ADVANTAGE, compute="float", why_not=_why_not_bf16
     ),
     CpuCandidate(
-        "float", "weights dequantized in registers, float32 fused multiply-adds", compute="float", refuses=_float_refuses
+        "float", "weights dequantized in registers, float32 fused multiply-adds", compute="float",
+        why_not=lambda problem, isa: "it has no products of codes" if problem.dtype == torch.int8 else None,
     ),
 )  # fmt: skip
 
 
 def choose_product(problem: Problem, isa: ISA) -> Choice[Problem, CpuCandidate]:
-    """The kernel for `problem`. Raises ArgumentError for an unknown compute."""
+    """Choose the kernel for `problem`. Raises ArgumentError for an unknown compute."""
     check_compute(problem.compute)
     choice = decide(CPU_LINEAR, problem, isa)
-    if choice.taken is None:  # the plain candidates of both computes refuse nothing
+    if choice.taken is None:  # "int8" supports everything, "float" all but codes
         raise UnsupportedError(f"compute={problem.compute!r} has no kernel on a CPU: this is a fault in halfbyte, please report it")
     return replace(choice, problem=replace(problem, compute=choice.taken.candidate.compute))

@@ -35,18 +35,12 @@ class CpuConvCandidate(Candidate[ConvProblem, ISA]):
     """A convolution on CPUs. A config is what its products are made of.
 
     Attributes:
-        against: The reason why it does not solve a problem, or should not.
         make: Returns the compiled kernel.
         rearranges: Whether it multiplies by weights in a form of its own (`RearrangedWeights`).
     """
 
-    against: Callable[[ConvProblem, ISA], str | None] = field(kw_only=True)
     make: Callable[[ConvProblem, ISA, Inner], Any] = field(kw_only=True)
     rearranges: bool = True
-
-    def supports(self, problem: ConvProblem, machine: ISA) -> str | None:
-        """Return the reason why it does not solve `problem`, or should not; None if it may be taken."""
-        return self.against(problem, machine)
 
     def configs(self, problem: ConvProblem, machine: ISA) -> Sequence[Inner]:
         """Return what products are made of."""
@@ -99,30 +93,30 @@ def choose_conv(problem: ConvProblem, isa: ISA) -> Choice[ConvProblem, CpuConvCa
 # The reasons
 
 
-def _against_dense(problem: ConvProblem) -> str | None:
+def _why_not_dense(problem: ConvProblem) -> str | None:
     return "a depthwise convolution multiplies no matrix" if problem.sizes.depthwise else None
 
 
-def _against_numbers(problem: ConvProblem) -> str | None:
-    if (reason := _against_dense(problem)) is not None:
+def _why_not_numbers(problem: ConvProblem) -> str | None:
+    if (reason := _why_not_dense(problem)) is not None:
         return reason
     return None if problem.dtype == torch.int8 else "it is for images of codes"
 
 
-def _against_format(problem: ConvProblem, *, symmetric: bool = True) -> str | None:
+def _why_not_format(problem: ConvProblem, *, symmetric: bool = True) -> str | None:
     fmt = problem.sizes.format
     if fmt.bits != 8 or (symmetric and (fmt.zero != "none" or isinstance(fmt.block, int))):
         return f"it takes weights of 8 bits{' with one scale per channel or tensor' if symmetric else ''}, not {fmt}"
     return None
 
 
-def _against_depthwise_dot(problem: ConvProblem, isa: ISA) -> str | None:
+def _why_not_depthwise_dot(problem: ConvProblem, isa: ISA) -> str | None:
     sizes, window = problem.sizes, problem.window
     if not sizes.depthwise or problem.dtype != torch.int8:
         return "it is for depthwise convolutions of codes"
     if not isa.mixed_dot:
         return f"{isa.name} has no dot product of unsigned with signed bytes"
-    if (reason := _against_format(problem, symmetric=False)) is not None:
+    if (reason := _why_not_format(problem, symmetric=False)) is not None:
         return reason
     if depthwise_dot.supports(sizes, window, isa):
         return None
@@ -130,31 +124,31 @@ def _against_depthwise_dot(problem: ConvProblem, isa: ISA) -> str | None:
     return f"{sizes.out} channels are few, or a kernel of {kernel} with stride {window.stride} and dilation {window.dilation} is too large"
 
 
-def _against_depthwise(problem: ConvProblem, isa: ISA) -> str | None:
+def _why_not_depthwise(problem: ConvProblem, isa: ISA) -> str | None:
     return None if problem.sizes.depthwise else "it is for convolutions with one channel in each group"
 
 
-def _against_amx(problem: ConvProblem, isa: ISA) -> str | None:
-    if (reason := _against_dense(problem)) is not None:
+def _why_not_amx(problem: ConvProblem, isa: ISA) -> str | None:
+    if (reason := _why_not_dense(problem)) is not None:
         return reason
     if problem.dtype != torch.int8 and not quantizes_images(problem):
         return "it is for images of codes, or such that are quantized with one scale each (activation='image')"
     if isa.matrix is None:
         return f"{isa.name} has no matrix unit"
-    if (reason := _against_format(problem)) is not None:
+    if (reason := _why_not_format(problem)) is not None:
         return reason
     if amx.supports(problem.sizes, problem.window, (problem.batch, *problem.out), isa):
         return None
     return f"{problem.m} outputs of {problem.n} channels are too few for it, or filled up with too many zeros"
 
 
-def _against_winograd(problem: ConvProblem, isa: ISA) -> str | None:
-    if (reason := _against_dense(problem)) is not None:
+def _why_not_winograd(problem: ConvProblem, isa: ISA) -> str | None:
+    if (reason := _why_not_dense(problem)) is not None:
         return reason
     if problem.dtype != torch.int8:
         if not quantizes_images(problem):
             return "it is for images of codes, or such that are quantized with one scale each (activation='image')"
-        if (reason := _against_format(problem)) is not None:
+        if (reason := _why_not_format(problem)) is not None:
             return reason
         if problem.sizes.out % (2 * isa.lanes) or (problem.dtype == torch.float16 and not isa.half_conversions):
             return f"it writes floating point of channels by {2 * isa.lanes}, and no halves without the CPU's conversions"
@@ -169,22 +163,22 @@ def _against_winograd(problem: ConvProblem, isa: ISA) -> str | None:
     return None
 
 
-def _against_arranged(problem: ConvProblem, isa: ISA) -> str | None:
-    if (reason := _against_numbers(problem)) is not None:
+def _why_not_arranged(problem: ConvProblem, isa: ISA) -> str | None:
+    if (reason := _why_not_numbers(problem)) is not None:
         return reason
     if not isa.tuning.arranged_conv:
         return f"{isa.name} has better products of bytes than it is for" if isa.mixed_dot else f"{isa.name} lacks the products of bytes"
-    if (reason := _against_format(problem)) is not None:
+    if (reason := _why_not_format(problem)) is not None:
         return reason
     return None if arranged.supports(problem.sizes, isa) else f"sums of {problem.sizes.k} products may overflow an int32"
 
 
-def _against_unsigned(problem: ConvProblem, isa: ISA) -> str | None:
-    if (reason := _against_numbers(problem)) is not None:
+def _why_not_unsigned(problem: ConvProblem, isa: ISA) -> str | None:
+    if (reason := _why_not_numbers(problem)) is not None:
         return reason
     if not isa.mixed_dot:
         return f"{isa.name} has no dot product of unsigned with signed bytes"
-    if (reason := _against_format(problem)) is not None:
+    if (reason := _why_not_format(problem)) is not None:
         return reason
     if unsigned.supports(problem.sizes, problem.window, problem.out[0], problem.outside, isa):
         return None
@@ -219,29 +213,29 @@ def _make_winograd(problem: ConvProblem, isa: ISA, inner: Inner) -> WinogradKern
 CPU_CONV = (
     CpuConvCandidate(
         "depthwise_dot", "four taps of a channel with one dot product of bytes", "it makes more products with one instruction",
-        against=_against_depthwise_dot, make=lambda p, isa, inner: DepthwiseDotKernel(p.sizes, p.window, p.out[0]),
+        why_not=_why_not_depthwise_dot, make=lambda p, isa, inner: DepthwiseDotKernel(p.sizes, p.window, p.out[0]),
     ),
     CpuConvCandidate(
         "depthwise", "each channel by itself, channels side by side in a vector", "it is made for one channel in each group",
-        against=_against_depthwise, make=lambda p, isa, inner: DepthwiseKernel(p.sizes, p.dtype), rearranges=False,
+        why_not=_why_not_depthwise, make=lambda p, isa, inner: DepthwiseKernel(p.sizes, p.dtype), rearranges=False,
     ),
     CpuConvCandidate(
-        "amx", "products of bytes on the CPU's matrix unit", "the matrix unit does the most products", against=_against_amx, make=_make_amx
+        "amx", "products of bytes on the CPU's matrix unit", "the matrix unit does the most products", why_not=_why_not_amx, make=_make_amx
     ),
     CpuConvCandidate(
         "winograd", "minimal filtering of 3 x 3 kernels: fewer products, of transformed images and weights", "it needs fewer products",
-        against=_against_winograd, make=_make_winograd,
+        why_not=_why_not_winograd, make=_make_winograd,
     ),
     CpuConvCandidate(
         "arranged", "signed bytes in an order in which no pair of products overflows 16 bits", "it needs fewer instructions for a product",
-        against=_against_arranged, make=lambda p, isa, inner: ArrangedConvKernel(p.sizes, p.window, _gathered(p, inner).linear),
+        why_not=_why_not_arranged, make=lambda p, isa, inner: ArrangedConvKernel(p.sizes, p.window, _gathered(p, inner).linear),
     ),
     CpuConvCandidate(
         "unsigned", "images as unsigned bytes: what lies outside of one is 0, and is not multiplied", "it leaves products out",
-        against=_against_unsigned, make=lambda p, isa, inner: UnsignedConvKernel(p.sizes, p.window, _gathered(p, inner).linear),
+        why_not=_why_not_unsigned, make=lambda p, isa, inner: UnsignedConvKernel(p.sizes, p.window, _gathered(p, inner).linear),
     ),
     CpuConvCandidate(
         "gathered", "patches gathered a cacheful at a time, for the tiles of linear layers", rearranges=False,
-        against=lambda p, isa: _against_dense(p), make=_make_gathered,
+        why_not=lambda p, isa: _why_not_dense(p), make=_make_gathered,
     ),
 )  # fmt: skip

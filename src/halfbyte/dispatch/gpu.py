@@ -1,16 +1,17 @@
-"""Which kernel solves a linear layer on a GPU, or one of experts: the literal lists of candidates, and why each may not be taken.
+"""Which kernel multiplies on a GPU: the lists GPU_LINEAR, GPU_GROUPED (experts) and GPU_QLINEAR (codes), and `choose_product`.
 
-All candidates read the layout of a weight, whichever it has, so the choice is repeated for every number of rows. (Most read 2:4 sparse
-weights after their zeros were put back.) Of linear layers, what was measured decides where this machine has been tuned or the package
-carries a table for its architecture; elsewhere what `roofline` predicts. Of experts, the first candidate that can is taken; what `explain`
-says that they take is predicted.
+All candidates read a weight as it is packed, so each number of rows has a choice of its own. (Candidates that do not read 2:4 sparse
+weights get the weight with its zeros put back, which another launch writes first.)
+
+Linear layers take the kernel and config with the least time. Times were measured (`tune.py`) if this machine was tuned, or if the package
+has a table for its architecture; otherwise `roofline.py` predicts them. Experts and codes take the first candidate that supports them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -34,14 +35,15 @@ OLDEST_TRITON = (3, 6)
 
 @dataclass(frozen=True)
 class GpuCandidate(Candidate[Problem, Gpu]):
-    """A product on GPUs. The module `home` of kernels/gpu has supports, configs and launch.
+    """A product on GPUs.
 
     Attributes:
         compute: As in Problem.
-        home: The module.
-        tiles: How a config cuts a problem.
+        home: Its module in kernels/gpu, which has `supports`, `configs` and `launch`.
+        tiles: (config, problem) -> how the config cuts the result.
         replayable: Whether its launches can be replayed (`kernels/gpu/runtime/tape.py`): all are Triton's.
-        floats: The candidate that multiplies for it, in floating point: its times tell which configs are good.
+        floats: Of a kernel that quantizes activations and then multiplies floats, the name of the candidate that multiplies; its measured
+            times rank the configs of this one.
         sparse: Whether it reads 2:4 sparse weights as they are packed, and no others.
     """
 
@@ -61,7 +63,7 @@ class GpuCandidate(Candidate[Problem, Gpu]):
         return self.module.supports(self.multiplied(problem), machine)  # type: ignore[no-any-return]
 
     def configs(self, problem: Problem, machine: Gpu) -> Sequence[object]:
-        """Return its configs, in its own order, which it knows better than a prediction; those of `floats` by what these took."""
+        """Return the configs in the order of its module; with `floats`, by the measured times of that candidate if there are any."""
         configs: Sequence[object] = self.module.configs(problem, machine)
         if self.floats and not tune.measured(machine, problem).times.get(self.name):
             float_times = tune.measured(machine, replace(problem, compute="float")).times.get(self.floats, {})
@@ -70,45 +72,56 @@ class GpuCandidate(Candidate[Problem, Gpu]):
 
     def cost(self, problem: Problem, machine: Gpu, config: object) -> float:
         """Return the predicted seconds."""
-        estimate = self._estimate(problem, machine, config)
+        estimate = self._module_estimate(problem, machine, config)
         return predict(problem, machine, self.name, self.tiles(config, problem)) if estimate is None else estimate
 
-    def _estimate(self, problem: Problem, machine: Gpu, config: object) -> float | None:
-        """The module's own prediction; None where it has none."""
-        known = getattr(self.module, "seconds", None)
-        seconds = None if known is None else known(problem, config)
+    def _module_estimate(self, problem: Problem, machine: Gpu, config: object) -> float | None:
+        """Return the seconds that the module's own model predicts for a config; None where it has no model."""
+        model = getattr(self.module, "seconds", None)
+        seconds = None if model is None else model(problem, config)
         return None if seconds is None else max(seconds, least_seconds(problem, machine))
 
     def options(self, problem: Problem, machine: Gpu) -> tuple[list[Option[Any]], list[str]]:
-        """Return its configs, those that were measured here or on a GPU like this with their times."""
-        times, where = tune.measured(machine, problem)
-        of_candidate = times.get(self.name, {})
-        found: list[Option[Any]] = []
+        """Return its configs, those that were measured here or on a GPU like this with their times, and failures of others."""
+        measured_times, measured_on = tune.measured(machine, problem)
+        times = measured_times.get(self.name, {})
+        if (dense := self.multiplied(problem)) is not problem:
+            dense_options, failures = self.options(dense, machine)
+            predicted = [(option.config, option.seconds + spread_seconds(problem, machine)) for option in dense_options]
+        else:
+            predicted, failures = self._predicted(problem, machine, times)
+        options: list[Option[Any]] = []
+        for config, seconds in predicted:
+            is_measured = str(config) in times
+            options.append(Option(self, config, times[str(config)] if is_measured else seconds, measured_on if is_measured else ""))
+        return options, failures
+
+    def _predicted(self, problem: Problem, machine: Gpu, times: Mapping[str, float]) -> tuple[list[tuple[object, float]], list[str]]:
+        """Return the configs that have not failed with their predicted times, and the failures of the others.
+
+        `roofline.py` does not tell configs of a kernel apart well: where the module has no model of its own, all have the time of the first
+        one, so that they stay in the module's order. Configs with measured `times` need no prediction; theirs is 0.
+        """
+        predicted: list[tuple[object, float]] = []
         failures: list[str] = []
-        if (multiplied := self.multiplied(problem)) is not problem:
-            options, failures = self.options(multiplied, machine)
-            longer = spread_seconds(problem, machine)
-            for option in options:
-                seconds = of_candidate.get(str(option.config))
-                found.append(Option(self, option.config, seconds or option.seconds + longer, "" if seconds is None else where))
-            return found, failures
-        guess = None  # one for all configs without an estimate of their own: they keep their order
+        latest: float | None = None
         for config in self.configs(problem, machine):
             if failure := _failures.get(_failure_key(problem, machine, self, config)):
                 failures.append(f"{config} failed: {failure}")
                 continue
-            seconds = of_candidate.get(str(config))
-            if seconds is None and ((estimate := self._estimate(problem, machine, config)) is not None or guess is None):
-                guess = self.cost(problem, machine, config) if estimate is None else estimate
-            found.append(Option(self, config, seconds or guess or 0.0, "" if seconds is None else where))
-        return found, failures
+            if str(config) not in times:
+                estimate = self._module_estimate(problem, machine, config)
+                if estimate is not None or latest is None:
+                    latest = self.cost(problem, machine, config) if estimate is None else estimate
+            predicted.append((config, latest or 0.0))
+        return predicted, failures
 
     @property
     def module(self) -> ModuleType:
         return import_module(f"halfbyte.kernels.gpu.{self.home}")
 
     def multiplied(self, problem: Problem) -> Problem:
-        """What the file is asked for: the weight with its zeros, where it reads no other."""
+        """Return the problem that the module gets: of a 2:4 sparse weight that it does not read, the one of the weight with its zeros."""
         return replace(problem, sparse=False) if problem.sparse and not self.sparse else problem
 
     def launch(self, problem: Problem, config: object, *operands: Any) -> None:
@@ -124,16 +137,34 @@ class GpuCandidate(Candidate[Problem, Gpu]):
 
 @dataclass(frozen=True)
 class QlinearCandidate(GpuCandidate):
-    """A product of codes, requantized. Nothing is known of its times."""
+    """A product of codes with requantization, of whose times nothing is known."""
 
     def cost(self, problem: Problem, machine: Gpu, config: object) -> float:
         """Return NaN."""
         return nan
 
 
-def _hopper_tiles(config: Any, problem: Problem) -> Tiles:
+# How configs cut the result, for `predict`. A config is the `Config` of its candidate's module.
+
+
+def _skinny_hopper_tiles(config: Any, problem: Problem) -> Tiles:
+    return Tiles(config.columns, 64 * config.panels, even=True)
+
+
+def _gemm_hopper_tiles(config: Any, problem: Problem) -> Tiles:
     count = -(-problem.m // config.block_m) * -(-problem.n // (2 * config.rows))
     return Tiles(config.block_m, 2 * config.rows, max(1, config.programs // count), count % config.programs != 0)
+
+
+def _gemm_int8_hopper_tiles(config: Any, problem: Problem) -> Tiles:
+    columns = 64 * config.panels
+    count = -(-problem.m // config.block_m) * -(-problem.n // columns)
+    return Tiles(config.block_m, columns, max(1, config.programs // count))
+
+
+def _library_tiles(config: Any, problem: Problem) -> Tiles:
+    """Return the tiles that are assumed for torch's own products, whose library chooses them."""
+    return Tiles(128, 128, 4)
 
 
 GPU_LINEAR = (
@@ -143,15 +174,15 @@ GPU_LINEAR = (
     ),
     GpuCandidate(
         "skinny_hopper", "as skinny, fed by TMA, warps specialized, equal shares of all K",
-        compute="float", home="linear.skinny_hopper", tiles=lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
+        compute="float", home="linear.skinny_hopper", tiles=_skinny_hopper_tiles,
     ),
     GpuCandidate(
         "gemm_hopper", "weights dequantized in registers, wgmma fed by TMA, warps specialized",
-        compute="float", home="linear.gemm_hopper", tiles=_hopper_tiles,
+        compute="float", home="linear.gemm_hopper", tiles=_gemm_hopper_tiles,
     ),
     GpuCandidate(
         "dequantized", "the whole weight dequantized first, then torch's product",
-        compute="float", home="linear.dequantized", tiles=lambda c, p: Tiles(128, 128, 4), replayable=False,
+        compute="float", home="linear.dequantized", tiles=_library_tiles, replayable=False,
     ),
     GpuCandidate(
         "gemm_int8", "activations quantized to int8 in a first pass, integer tensor cores",
@@ -159,29 +190,29 @@ GPU_LINEAR = (
     ),
     GpuCandidate(
         "skinny_int8_hopper", "activations quantized to int8 in a first pass, then as skinny_hopper",
-        compute="int8", home="linear.skinny_int8_hopper", tiles=lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
+        compute="int8", home="linear.skinny_int8_hopper", tiles=_skinny_hopper_tiles,
     ),
     GpuCandidate(
         "gemm_int8_hopper", "activations quantized to int8 in a first pass, wgmma fed by TMA",
         compute="int8", home="linear.gemm_int8_hopper",
-        tiles=lambda c, p: Tiles(c.block_m, 64 * c.panels, max(1, c.programs // (-(-p.m // c.block_m) * -(-p.n // (64 * c.panels))))),
+        tiles=_gemm_int8_hopper_tiles,
     ),
     GpuCandidate(
         "rounded", "activations quantized and made floats again in a first pass, then as gemm_hopper",
-        compute="int8", home="linear.rounded", tiles=_hopper_tiles, floats="gemm_hopper",
+        compute="int8", home="linear.rounded", tiles=_gemm_hopper_tiles, floats="gemm_hopper",
     ),
     GpuCandidate(
         "skinny_rounded", "activations quantized and made floats again in a first pass, then as skinny_hopper",
-        compute="int8", home="linear.skinny_rounded", tiles=lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
+        compute="int8", home="linear.skinny_rounded", tiles=_skinny_hopper_tiles,
         floats="skinny_hopper",
     ),
     GpuCandidate(
         "sparse", "as skinny_hopper, what is kept of a 2:4 sparse weight, sparse tensor cores",
-        compute="float", home="linear.skinny_hopper", tiles=lambda c, p: Tiles(c.columns, 64 * c.panels, even=True), sparse=True,
+        compute="float", home="linear.skinny_hopper", tiles=_skinny_hopper_tiles, sparse=True,
     ),
     GpuCandidate(
         "sparse_rounded", "activations quantized and made floats again in a first pass, then as sparse",
-        compute="int8", home="linear.skinny_rounded", tiles=lambda c, p: Tiles(c.columns, 64 * c.panels, even=True),
+        compute="int8", home="linear.skinny_rounded", tiles=_skinny_hopper_tiles,
         floats="sparse", sparse=True,
     ),
 )  # fmt: skip
@@ -196,7 +227,7 @@ GPU_GROUPED = (
     ),
     GpuCandidate(
         "grouped_dequantized", "all experts' weights dequantized first, then torch's grouped product",
-        compute="float", home="experts.grouped_dequantized", tiles=lambda c, p: Tiles(128, 128, 4), replayable=False,
+        compute="float", home="experts.grouped_dequantized", tiles=_library_tiles, replayable=False,
     ),
     GpuCandidate(
         "grouped", "one launch for all experts: weights dequantized in registers, tensor cores",
@@ -256,14 +287,14 @@ def packs_code_pairs(fmt: Format, shape: tuple[int, ...], gpu: Gpu) -> bool:
     return hopper and fmt.bits == 8 and gpu_tiles.geometry(fmt, shape).contiguous
 
 
-# Configs that could not be compiled or started here, and why: by GPU, kind of problem, number of rows, candidate and config, of which there
-# are as many as this process has tried without success. What failed once stays so until the process ends; `report_failure` clears choices
-# that were made before. Threads may add entries at the same time: each sets one key.
+# Configs that could not be compiled or started here -> why: by GPU, kind of problem, number of rows, candidate and config. There are as
+# many as this process has tried in vain, until it ends; `report_failure` adds them, and discards the choices from before. Threads may add
+# entries at the same time: each sets one key.
 _failures: dict[tuple[str, str, int, str, str], str] = {}
 
 
 def keep_failure(problem: Problem, gpu: Gpu, option: Option[GpuCandidate], reason: str) -> None:
-    """`option` does not run here: `choose` passes over it."""
+    """Record that `option` does not run here: `options` leaves it out from now on. `choose.report_failure` calls this."""
     _failures[_failure_key(problem, gpu, option.candidate, option.config)] = reason
 
 
@@ -271,14 +302,15 @@ def _failure_key(problem: Problem, gpu: Gpu, candidate: GpuCandidate, config: ob
     return gpu.name, tune.kind(replace(problem, sparse=False)), tune.rows_class(problem.m), candidate.name, str(config)
 
 
-@lru_cache(maxsize=4096)
 def choose_product(problem: Problem, gpu: Gpu) -> Choice[Problem, GpuCandidate]:
-    """The kernel for `problem` (no size 0) on `gpu`: of linear layers the fastest, of experts and codes the first that can.
+    """Choose the kernel for `problem`, no size of which is 0: for linear layers the fastest, for experts and codes the first that can.
 
-    Raises UnsupportedError where none can solve it."""
+    Raises:
+        UnsupportedError: No kernel solves it, and torch's operations do not, either.
+    """
     problem = replace(problem, compute=compute_of(problem.compute))
     linear = problem.op == "linear"
-    by_torch = linear and problem.compute == "float"  # where there are no kernels
+    by_torch = linear and problem.compute == "float"  # torch's operations solve it if no kernel does
     candidates = [one for one in _CANDIDATES[problem.op] if problem.sparse or not one.sparse]
     if (no_triton := why_no_triton()) is not None:
         if not by_torch:

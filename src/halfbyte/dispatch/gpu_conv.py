@@ -5,7 +5,7 @@ The rules follow what was measured on an H100 and an H200 (`benchmarks/conv.py -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal
@@ -32,14 +32,12 @@ class GpuConvCandidate(Candidate[ConvProblem, Gpu]):
 
     Attributes:
         reads: Its operands.
-        against: The reason why it does not solve a problem, or should not.
         home: The module; "": the op `linear` solves it, which chooses a kernel of its own.
         replayable: Whether its launches can be replayed, and write to a given tensor; or torch's operations return one.
         adds: Whether it computes an `Addition` to codes before it writes them.
     """
 
     reads: Reads = field(kw_only=True)
-    against: Callable[[ConvProblem, Gpu], str | None] = field(kw_only=True)
     home: str = ""
     replayable: bool = True
     adds: bool = False
@@ -52,7 +50,9 @@ class GpuConvCandidate(Candidate[ConvProblem, Gpu]):
         """Return the reason why it does not solve `problem`, or should not; None if it may be taken."""
         if self.home and (no_triton := why_no_triton()) is not None:
             return no_triton
-        return self.against(self.solved(problem), machine)
+        if self.reads == "patches" and (reason := _why_not_patches(problem)) is not None:
+            return reason
+        return self.why_not(self.solved(problem), machine)
 
     def solved(self, problem: ConvProblem) -> ConvProblem:
         """Return the problem as its file has it."""
@@ -117,11 +117,11 @@ def _compute_of(problem: ConvProblem) -> Literal["float", "int8"]:
 # The reasons
 
 
-def _against_depthwise(problem: ConvProblem, gpu: Gpu) -> str | None:
+def _why_not_depthwise(problem: ConvProblem, gpu: Gpu) -> str | None:
     return None if problem.sizes.depthwise else "it is for convolutions with one channel in each group"
 
 
-def _quantizes(problem: ConvProblem) -> str | None:
+def _why_not_quantized(problem: ConvProblem) -> str | None:
     """Why kernels that quantize images are not for a problem."""
     if problem.dtype == torch.int8:
         return "it quantizes images, and these are codes"
@@ -130,25 +130,25 @@ def _quantizes(problem: ConvProblem) -> str | None:
     return None if problem.compute == "int8" else "compute='float' was asked for"
 
 
-def _against_image(problem: ConvProblem, gpu: Gpu) -> str | None:
+def _why_not_image(problem: ConvProblem, gpu: Gpu) -> str | None:
     from halfbyte.kernels.gpu.conv import image
 
-    if (reason := _quantizes(problem)) is not None:
+    if (reason := _why_not_quantized(problem)) is not None:
         return reason
     return (
         image.supports(problem, gpu) if problem.activation == "image" else f"activation={problem.activation!r} was asked for, not 'image'"
     )
 
 
-def _against_dynamic(problem: ConvProblem, gpu: Gpu) -> str | None:
+def _why_not_dynamic(problem: ConvProblem, gpu: Gpu) -> str | None:
     from halfbyte.kernels.gpu.conv import dynamic
 
-    if (reason := _quantizes(problem)) is not None:
+    if (reason := _why_not_quantized(problem)) is not None:
         return reason
     return "activation='image' was asked for" if problem.activation == "image" else dynamic.supports(problem, gpu)
 
 
-def _against_linear(problem: ConvProblem, gpu: Gpu) -> str | None:
+def _why_not_linear(problem: ConvProblem, gpu: Gpu) -> str | None:
     sizes = problem.sizes
     if sizes.taps > 1 or sizes.groups > 1:
         return f"it is for kernels of one tap without groups, not {sizes.kernel[0]} x {sizes.kernel[1]} in {sizes.groups} groups"
@@ -161,27 +161,21 @@ def _against_linear(problem: ConvProblem, gpu: Gpu) -> str | None:
     return None
 
 
-def _patches(against: Callable[[ConvProblem, Gpu], str | None]) -> Callable[[ConvProblem, Gpu], str | None]:
-    """The reasons of kernels of patches in floating point or of codes, in addition to their own."""
-
-    def reason(problem: ConvProblem, gpu: Gpu) -> str | None:
-        if problem.sizes.depthwise:
-            return "the weight of a depthwise convolution is not packed as a matrix"
-        if problem.compute == "int8" and problem.dtype != torch.int8:
-            return "compute='int8' was asked for"
-        return against(problem, gpu)
-
-    return reason
+def _why_not_patches(problem: ConvProblem) -> str | None:
+    """Return why kernels of patches, in floating point or of codes, are not for a problem."""
+    if problem.sizes.depthwise:
+        return "the weight of a depthwise convolution is not packed as a matrix"
+    return "compute='int8' was asked for" if problem.compute == "int8" and problem.dtype != torch.int8 else None
 
 
 def beats_linear(problem: ConvProblem, gpu: Gpu) -> bool:
     """Whether a kernel of one tap, which is a linear layer of pixels, takes less time as a convolution in floating point."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if _against_teams(problem, gpu) is None and problem.m > _FEW_ROWS:
+    if _why_not_teams(problem, gpu) is None and problem.m > _FEW_ROWS:
         return True
     many = problem.m >= _LEAST_WRITTEN or problem.window.stride != (1, 1)  # whose pixels would be copied before
-    if _against_few(problem, gpu) is None or (many and _against_hopper(problem, gpu) is None):
+    if _why_not_few(problem, gpu) is None or (many and _why_not_hopper(problem, gpu) is None):
         return True
     # 196 pixels of 1024 channels and bytes with one scale take 7.4 us on an H100, as a linear layer 9.0.
     fmt = problem.sizes.format
@@ -192,7 +186,7 @@ def _why_overlap(problem: ConvProblem) -> str | None:
     return "its pixels overlap" if problem.overlap else None
 
 
-def _against_teams(problem: ConvProblem, gpu: Gpu) -> str | None:
+def _why_not_teams(problem: ConvProblem, gpu: Gpu) -> str | None:
     from halfbyte.kernels.gpu.conv import teams as conv_teams
 
     if reason := _why_overlap(problem) or conv_teams.supports(problem, gpu):
@@ -201,7 +195,7 @@ def _against_teams(problem: ConvProblem, gpu: Gpu) -> str | None:
     return None if tiles <= gpu.sms else f"its {tiles} tiles are more than {gpu.sms} multiprocessors compute at once"
 
 
-def _against_few(problem: ConvProblem, gpu: Gpu) -> str | None:
+def _why_not_few(problem: ConvProblem, gpu: Gpu) -> str | None:
     from halfbyte.kernels.gpu.conv import few as conv_few
 
     if reason := _why_overlap(problem) or conv_few.supports(problem, gpu):
@@ -211,7 +205,7 @@ def _against_few(problem: ConvProblem, gpu: Gpu) -> str | None:
     return None
 
 
-def _against_hopper(problem: ConvProblem, gpu: Gpu) -> str | None:
+def _why_not_hopper(problem: ConvProblem, gpu: Gpu) -> str | None:
     from halfbyte.kernels.gpu.conv import hopper as conv_hopper
 
     if reason := _why_overlap(problem) or conv_hopper.supports(problem, gpu):
@@ -224,7 +218,7 @@ def _against_hopper(problem: ConvProblem, gpu: Gpu) -> str | None:
     return None if 2 * tiles >= gpu.sms else f"its {tiles} tiles leave most of {gpu.sms} multiprocessors idle"
 
 
-def _against_library(problem: ConvProblem, gpu: Gpu) -> str | None:
+def _why_not_library(problem: ConvProblem, gpu: Gpu) -> str | None:
     from halfbyte.kernels.gpu.conv import library as conv_library
 
     if reason := _why_overlap(problem) or conv_library.supports(problem, gpu):
@@ -234,7 +228,7 @@ def _against_library(problem: ConvProblem, gpu: Gpu) -> str | None:
     return None
 
 
-def _against_conv(problem: ConvProblem, gpu: Gpu) -> str | None:
+def _why_not_conv(problem: ConvProblem, gpu: Gpu) -> str | None:
     from halfbyte.kernels.gpu.conv import implicit_gemm
 
     return implicit_gemm.supports(problem, gpu)
@@ -244,39 +238,39 @@ def _against_conv(problem: ConvProblem, gpu: Gpu) -> str | None:
 GPU_CONV = (
     GpuConvCandidate(
         "depthwise", "each channel by itself, rows of the image in registers", "it is made for one channel in each group",
-        reads="taps", against=_against_depthwise, home="conv.depthwise",
+        reads="taps", why_not=_why_not_depthwise, home="conv.depthwise",
     ),
     GpuConvCandidate(
         "conv_image", "images quantized to int8 with one scale each in two passes, then patches on integer tensor cores",
         "it is what activation='image' asks for",
-        reads="image", against=_against_image, home="conv.image",
+        reads="image", why_not=_why_not_image, home="conv.image",
     ),
     GpuConvCandidate(
         "linear", "pixels as rows of a linear layer, whose kernel is chosen as for one", "nothing but pixels is read", reads="pixels",
-        against=_against_linear,
+        why_not=_why_not_linear,
     ),
     GpuConvCandidate(
         "conv_dynamic", "patches quantized to int8 as they are read, integer tensor cores",
-        reads="image", against=_against_dynamic, home="conv.dynamic",
+        reads="image", why_not=_why_not_dynamic, home="conv.dynamic",
     ),
     GpuConvCandidate(
         "conv_teams", "warps share the taps and channels of a tile, fed by TMA, wgmma", "it is the fastest where all tiles run at once",
-        reads="patches", against=_patches(_against_teams), home="conv.teams",
+        reads="patches", why_not=_why_not_teams, home="conv.teams",
     ),
     GpuConvCandidate(
         "conv_few", "a small tile has all of K, shared by the warps of a block", "it is the fastest for few pixels",
-        reads="patches", against=_patches(_against_few), home="conv.few",
+        reads="patches", why_not=_why_not_few, home="conv.few",
     ),
     GpuConvCandidate(
         "conv_hopper", "boxes of pixels fetched by TMA, wgmma, warps specialized", "it keeps Hopper's matrix units busy",
-        reads="patches", against=_patches(_against_hopper), home="conv.hopper", adds=True,
+        reads="patches", why_not=_why_not_hopper, home="conv.hopper", adds=True,
     ),
     GpuConvCandidate(
         "conv_library", "the weight written out first, then convolved by cuDNN", "cuDNN is faster from so many patches on",
-        reads="patches", against=_patches(_against_library), home="conv.library", replayable=False,
+        reads="patches", why_not=_why_not_library, home="conv.library", replayable=False,
     ),
     GpuConvCandidate(
         "conv", "patches gathered as they are multiplied, weights dequantized in registers",
-        reads="patches", against=_patches(_against_conv), home="conv.implicit_gemm", adds=True,
+        reads="patches", why_not=_why_not_conv, home="conv.implicit_gemm", adds=True,
     ),
 )  # fmt: skip

@@ -1,7 +1,9 @@
-"""Which kernels compute what is between the products of a transformer's layers: norms, attention, routers and gates of experts; and linear
+"""Which kernels compute the other parts of a transformer's layers than plain products: norms, attention, mixtures of experts, and linear
 layers with a norm before them and gates among their outputs.
 
-Where no kernel does, torch's operations do: the choice has nothing taken, or a reason. A program on a CPU does not import `gpu.py`.
+`choose` (choose.py) takes a kernel from the lists GPU_ATTENTION, CPU_ATTENTION, GPU_EXPERTS, CPU_EXPERTS and GPU_NORMED. Norms and routers
+have one kernel each, or none: `why_not_norm` and `why_not_router`. Where there is no kernel, torch's operations compute it: the Choice has
+nothing taken. A program on a CPU does not import `gpu.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfbyte.dispatch.candidate import Candidate, Choice, Option, decide
+from halfbyte.dispatch.choose import choose
 from halfbyte.kernels.problem import AttentionKind, AttentionProblem, ExpertsProblem, NormedProblem, Problem
 from halfbyte.layouts import cpu_tiles
 from halfbyte.machine import Gpu
@@ -24,13 +27,14 @@ if TYPE_CHECKING:
     from halfbyte.kernels.gpu.experts import grouped
 
 SOFTCAP = "the kernels have no soft cap of scores"
-MAX_ROUTED_ROWS = 64  # of a row and an expert: threads share the experts of fewer, and have experts of their own of more
+# Pairs of a token and one of its experts: up to so many, all threads share each expert's product; of more, each thread has its own experts.
+MAX_ROUTED_ROWS = 64
 _START = 1.5e-6  # seconds that an additional kernel takes in a chain of kernels that start early
 _BANDWIDTH = 1e12  # bytes per second, assumed for a GPU that does not report it
 
 
 def why_no_early_start(gpu: Gpu) -> str | None:
-    """Why a GPU has no kernels that start while the one before is running, which those of layers are; None if it has."""
+    """Return why a GPU cannot run the kernels of layers, which start while the kernel before them is running; None if it can."""
     from halfbyte.dispatch.gpu import why_no_triton
 
     if (reason := why_no_triton()) is not None:
@@ -39,7 +43,7 @@ def why_no_early_start(gpu: Gpu) -> str | None:
 
 
 def why_not_norm(k: int, gpu: Gpu) -> str | None:
-    """Why norms of K columns are computed by torch's operations on a GPU; None if by `kernels/gpu/transformer/norm.py`."""
+    """Return why norms of K columns are computed by torch's operations on a GPU; None if by `kernels/gpu/transformer/norm.py`."""
     if (reason := why_no_early_start(gpu)) is not None:
         return reason
     most: int = import_module("halfbyte.kernels.gpu.transformer.norm").MOST
@@ -47,7 +51,7 @@ def why_not_norm(k: int, gpu: Gpu) -> str | None:
 
 
 def why_not_router(experts: int, k: int, gpu: Gpu) -> str | None:
-    """Why a router [E, K], and what else is around the products of experts, is computed by torch's operations on a GPU; None if by
+    """Return why the router [E, K] of a mixture, its gates and the weighted sum are computed by torch's operations on a GPU; None if by
     `kernels/gpu/experts/routing.py`."""
     if (reason := why_not_norm(k, gpu)) is not None:
         return reason
@@ -55,35 +59,36 @@ def why_not_router(experts: int, k: int, gpu: Gpu) -> str | None:
     return None if experts <= most else f"{experts} experts are more than the {most} whose logits a warp's registers hold"
 
 
-def _chosen(product: Problem, gpu: Gpu) -> Choice[Problem, GpuCandidate]:
-    from halfbyte.dispatch.gpu import choose_product
-
-    return choose_product(product, gpu)
-
-
 # Attention
 
 
 @dataclass(frozen=True)
 class AttentionCandidate(Candidate[AttentionProblem, "Gpu | ISA"]):
-    """Attention by a kernel. The module `home` of kernels has it; the op calls it."""
+    """Attention by a kernel.
+
+    Attributes:
+        home: The kernel's module in `kernels`.
+    """
 
     home: str = field(kw_only=True)
-    against: Callable[[AttentionProblem, Any], str | None] = field(kw_only=True)
-
-    def supports(self, problem: AttentionProblem, machine: Gpu | ISA) -> str | None:
-        """Return the reason why it does not compute `problem`, or None."""
-        return self.against(problem, machine)
 
     def launch(self, problem: AttentionProblem, config: object, *operands: object) -> Any:
         """Run it: operands of the module's `launch`."""
         return import_module(f"halfbyte.kernels.{self.home}").launch(*operands)
 
 
-def _against_gpu(problem: AttentionProblem, gpu: Gpu, *, kind: AttentionKind, otherwise: str, module: str) -> str | None:
-    """Why the kernel of a module of `kernels/gpu/transformer`, which is for a kind of attention, does not compute a problem; or None."""
+def _why_not_on_gpu(problem: AttentionProblem, gpu: Gpu, *, kind: AttentionKind, purpose: str, module: str) -> str | None:
+    """Return why a kernel does not compute a problem on a GPU; None if it does.
+
+    Args:
+        problem: The problem.
+        gpu: The GPU.
+        kind: The kind of attention that the kernel is for.
+        purpose: The same in words, the reason for other kinds.
+        module: The kernel's module in `kernels/gpu/transformer`.
+    """
     if problem.kind != kind:
-        return otherwise
+        return purpose
     if problem.softcap:
         return SOFTCAP
     if (reason := why_no_early_start(gpu)) is not None:
@@ -94,27 +99,27 @@ def _against_gpu(problem: AttentionProblem, gpu: Gpu, *, kind: AttentionKind, ot
     return reason or (None if problem.norm_width is None else why_not_norm(problem.norm_width, gpu))
 
 
-def _against_cpu_attend(problem: AttentionProblem, isa: ISA) -> str | None:
+def _why_not_attend(problem: AttentionProblem, isa: ISA) -> str | None:
     from halfbyte.kernels.cpu.transformer import attend
 
     if problem.kind == "encode":
         return "it reads a cache"
-    if (reason := _against_other_floats(problem)) is not None:
+    if (reason := _why_not_dtype(problem)) is not None:
         return reason
     return attend.supports(problem.heads, problem.kv_heads, problem.head_dim, problem.rotary_dim)
 
 
-def _against_attend_whole(problem: AttentionProblem, isa: ISA) -> str | None:
+def _why_not_attend_whole(problem: AttentionProblem, isa: ISA) -> str | None:
     if problem.kind != "encode":
         return "it is for tokens that all see each other, without a cache"
-    if (reason := _against_other_floats(problem)) is not None:
+    if (reason := _why_not_dtype(problem)) is not None:
         return reason
     if problem.kv_heads != problem.heads:
         return f"{problem.heads} query heads share {problem.kv_heads} of keys"
     return f"heads of {problem.head_dim} are not a multiple of 4" if problem.head_dim % 4 else None
 
 
-def _against_other_floats(problem: AttentionProblem) -> str | None:
+def _why_not_dtype(problem: AttentionProblem) -> str | None:
     name = str(problem.dtype).removeprefix("torch.")
     return None if name == "float32" else f"it computes in float32, not {name}"
 
@@ -123,34 +128,24 @@ GPU_ATTENTION = (
     AttentionCandidate(
         "attend", "a block for each head of keys and part of the cache, with norms, positions and the new token's entry",
         home="gpu.transformer.attend",
-        against=partial(_against_gpu, kind="decode", otherwise="it is for one new token of each sequence", module="attend"),
+        why_not=partial(_why_not_on_gpu, kind="decode", purpose="it is for one new token of each sequence", module="attend"),
     ),
     AttentionCandidate(
         "attend_many", "tiles of queries pass over keys and values, with online softmax; norms and positions by a kernel before",
         home="gpu.transformer.attend_many",
-        against=partial(_against_gpu, kind="prefill", otherwise="it is for tokens of prompts", module="attend_many"),
+        why_not=partial(_why_not_on_gpu, kind="prefill", purpose="it is for tokens of prompts", module="attend_many"),
     ),
 )  # fmt: skip
 CPU_ATTENTION = (
     AttentionCandidate(
         "attend", "a step of the layer's native call: online softmax over a float32 or int8 cache",
-        home="cpu.transformer.attend", against=_against_cpu_attend,
+        home="cpu.transformer.attend", why_not=_why_not_attend,
     ),
     AttentionCandidate(
         "attend_whole", "all queries of a head pass over blocks of its keys and values, float32",
-        home="cpu.transformer.attend_whole", against=_against_attend_whole,
+        home="cpu.transformer.attend_whole", why_not=_why_not_attend_whole,
     ),
 )  # fmt: skip
-
-
-def choose_attention(problem: AttentionProblem, gpu: Gpu) -> Choice[AttentionProblem, AttentionCandidate]:
-    """The kernel on a GPU; nothing taken: torch's operations."""
-    return decide(GPU_ATTENTION, problem, gpu)
-
-
-def choose_cpu_attention(problem: AttentionProblem, isa: ISA) -> Choice[AttentionProblem, AttentionCandidate]:
-    """The kernel on a CPU; nothing taken: torch's operations."""
-    return decide(CPU_ATTENTION, problem, isa)
 
 
 # Mixtures of experts
@@ -158,45 +153,38 @@ def choose_cpu_attention(problem: AttentionProblem, isa: ISA) -> Choice[Attentio
 
 @dataclass(frozen=True)
 class ExpertsCandidate(Candidate[ExpertsProblem, "Gpu | ISA"]):
-    """What computes a mixture around the products of its experts.
+    """Kernels for what a mixture computes besides the products of its experts: router, gates and the weighted sum.
 
     Attributes:
-        gates: On a GPU, returns the config of the first product in which it computes silu(gate) * up, too; None: a kernel of its own does.
+        gated_config: On a GPU, returns the config of the first product that computes silu(gate) * up, too; None: a kernel of its own does.
     """
 
-    against: Callable[[ExpertsProblem, Any], str | None] = field(kw_only=True, default=lambda problem, machine: None)
-    gates: Callable[[ExpertsProblem, Any], object] = field(kw_only=True, default=lambda problem, machine: None)
-
-    def supports(self, problem: ExpertsProblem, machine: Gpu | ISA) -> str | None:
-        """Return the reason why it does not compute `problem`, or should not; None if it may be taken."""
-        return self.against(problem, machine)
+    gated_config: Callable[[ExpertsProblem, Any], object] = field(kw_only=True, default=lambda problem, machine: None)
 
     def configs(self, problem: ExpertsProblem, machine: Gpu | ISA) -> Sequence[object]:
-        """Return the config of `gates`, or None."""
-        return (self.gates(problem, machine),)
+        """Return the result of `gated_config`."""
+        return (self.gated_config(problem, machine),)
 
 
-def _against_routing(problem: ExpertsProblem, gpu: Gpu) -> str | None:
+def _why_not_routing(problem: ExpertsProblem, gpu: Gpu) -> str | None:
     if problem.compute != "float":
         return "its experts compute in int8"
     return why_not_router(problem.experts, problem.hidden, gpu)
 
 
-def _gates_inside(problem: ExpertsProblem, gpu: Gpu) -> object:
-    if problem.clamped or problem.biased:
-        return None
-    return gated_experts(problem.first, gpu)
+def _gated_config(problem: ExpertsProblem, gpu: Gpu) -> object:
+    return None if problem.clamped or problem.biased else gated_experts(problem.first, gpu)
 
 
 def gated_experts(product: Problem, gpu: Gpu) -> grouped.Config | None:
-    """The config in which the product of experts computes silu(gate) * up, too; None where these have a kernel of their own."""
+    """Return the config in which a product of experts computes silu(gate) * up, too; None where these have a kernel of their own."""
     from halfbyte.kernels.gpu.experts import grouped
 
-    taken = _chosen(product, gpu).taken
+    taken = choose(product, gpu).taken
     return None if taken is None or taken.candidate.home != "experts.grouped" else grouped.gated(product, taken.config)
 
 
-def _against_one_call(problem: ExpertsProblem, isa: ISA) -> str | None:
+def _why_not_one_call(problem: ExpertsProblem, isa: ISA) -> str | None:
     pairs = problem.rows * problem.top_k
     if pairs > MAX_ROUTED_ROWS:
         return f"{pairs} rows of experts are many: from {MAX_ROUTED_ROWS + 1} on threads do not share experts"
@@ -204,32 +192,27 @@ def _against_one_call(problem: ExpertsProblem, isa: ISA) -> str | None:
 
 
 def why_not_panels(gates: int) -> str | None:
-    """Why a CPU does not compute gates with the product of experts; None if it does."""
+    """Return why a CPU does not compute so many gates with the product of experts; None if it does."""
     return f"{gates} gates are not whole panels of {cpu_tiles.PANEL}" if gates % cpu_tiles.PANEL else None
 
 
 GPU_EXPERTS = (
     ExpertsCandidate(
         "routing", "kernels for the norm with the router's logits, the choice of experts, gates, and the weighted sum with the residual",
-        against=_against_routing, gates=_gates_inside,
+        why_not=_why_not_routing, gated_config=_gated_config,
     ),
 )  # fmt: skip
 CPU_EXPERTS = (
-    ExpertsCandidate("one_call", "router, products, gates and the weighted sum in one native call", against=_against_one_call),
+    ExpertsCandidate("one_call", "router, products, gates and the weighted sum in one native call", why_not=_why_not_one_call),
     ExpertsCandidate("items", "products, gates and the weighted sum in one native call, in which each thread has experts of its own"),
 )
 
 
 def choose_experts(problem: ExpertsProblem, gpu: Gpu) -> Choice[ExpertsProblem, ExpertsCandidate]:
-    """What computes a mixture on a GPU; nothing taken: torch's operations, around products by kernels."""
+    """Choose the kernels of a mixture on a GPU; nothing taken: torch's operations compute all but the products."""
     from halfbyte.dispatch.gpu import compute_of
 
     return decide(GPU_EXPERTS, replace(problem, compute=compute_of(problem.compute)), gpu)
-
-
-def choose_cpu_experts(problem: ExpertsProblem, isa: ISA) -> Choice[ExpertsProblem, ExpertsCandidate]:
-    """What computes a mixture on a CPU; nothing taken: torch's operations, around products by kernels."""
-    return decide(CPU_EXPERTS, problem, isa)
 
 
 # Linear layers with a norm before them and gates among their outputs
@@ -237,18 +220,18 @@ def choose_cpu_experts(problem: ExpertsProblem, isa: ISA) -> Choice[ExpertsProbl
 
 @dataclass(frozen=True)
 class NormedCandidate(Candidate[NormedProblem, Gpu]):
-    """A product with what is around it. A config is that of the product's kernel, or None.
+    """A product with the norm before it and the gates after it. A config is that of the product's kernel, or None.
 
     Attributes:
         home: The module of kernels/gpu that computes the norm or the gates with the product; "": separate kernels do.
-        fused: Returns the config of the product with them; None: none is fast enough.
+        fused: Returns the config of the product with them; None: no config with them is faster than separate kernels.
     """
 
     home: str = ""
     fused: Callable[[NormedProblem, Gpu], object] = field(kw_only=True)
 
     def supports(self, problem: NormedProblem, machine: Gpu) -> str | None:
-        """Return the reason why the product's kernel does not compute more than the product, or None."""
+        """Return the reason why the product's kernel does not compute the norm or the gates, too, or None."""
         if not self.home or self.fused(problem, machine) is not None:
             return None
         if problem.gated and problem.biased:
@@ -272,27 +255,37 @@ def _skinny() -> ModuleType:
     return import_module("halfbyte.kernels.gpu.linear.skinny")
 
 
-def _fast_enough(problem: NormedProblem, gpu: Gpu) -> tuple[Option[GpuCandidate], list[Option[GpuCandidate]]] | None:
-    """The option that is taken for the product alone, and those that take no longer than it and separate kernels for what is around it."""
+class _Fast(NamedTuple):
+    """Options for the product alone.
+
+    Attributes:
+        taken: The one that is chosen.
+        options: Those that take no longer than `taken` and separate kernels for the norm and the gates together.
+    """
+
+    taken: Option[GpuCandidate]
+    options: list[Option[GpuCandidate]]
+
+
+def _fast_options(problem: NormedProblem, gpu: Gpu) -> _Fast | None:
+    """Return the options that may be fast enough with norm and gates; None where no kernel solves the product."""
     product = problem.product
-    choice = _chosen(product, gpu)
+    choice = choose(product, gpu)
     if choice.taken is None:
         return None
     # The time of separate kernels for what `skinny` includes, the norm of one row and gates: starts, and for gates another read and write.
-    separate = problem.gated + (problem.normed and (product.m == 1 or not problem.gated))
-    moved = problem.gated * 1.5 * product.m * product.n * product.dtype.itemsize
-    longest = choice.taken.seconds + separate * _START + moved / (gpu.bandwidth or _BANDWIDTH)
-    direct = [o for o in choice.options if o.candidate.sparse == product.sparse and o.seconds <= longest]
-    return choice.taken, direct
+    kernels = problem.gated + (problem.normed and (product.m == 1 or not problem.gated))
+    moved_bytes = problem.gated * 1.5 * product.m * product.n * product.dtype.itemsize
+    longest = choice.taken.seconds + kernels * _START + moved_bytes / (gpu.bandwidth or _BANDWIDTH)
+    return _Fast(choice.taken, [o for o in choice.options if o.candidate.sparse == product.sparse and o.seconds <= longest])
 
 
 def _in_skinny(problem: NormedProblem, gpu: Gpu) -> object:
-    if (found := _fast_enough(problem, gpu)) is None:
+    if (fast := _fast_options(problem, gpu)) is None:
         return None
-    taken, direct = found
-    options = [o for o in direct if o.candidate.home == "linear.skinny"]
+    options = [o for o in fast.options if o.candidate.home == "linear.skinny"]
     if not problem.gated:
-        return next((o.config for o in options if o is taken or _skinny().takes_norm(o.config)), None)
+        return next((o.config for o in options if o is fast.taken or _skinny().takes_norm(o.config)), None)
     gates = (_skinny().gated(problem.product, o.config) for o in options)
     # Configs whose warps share K come last: with gates they take a third longer than the product alone (4 and 8 rows, on an H100).
     fitting = sorted((config for config in gates if config is not None), key=lambda config: config.batch > 1)
@@ -300,18 +293,17 @@ def _in_skinny(problem: NormedProblem, gpu: Gpu) -> object:
 
 
 def _in_skinny_hopper(problem: NormedProblem, gpu: Gpu) -> object:
-    if not problem.gated or problem.biased or (found := _fast_enough(problem, gpu)) is None:
+    if not problem.gated or problem.biased or (fast := _fast_options(problem, gpu)) is None:
         return None
-    taken, direct = found
-    if taken.candidate.home != "linear.skinny_hopper":
+    if fast.taken.candidate.home != "linear.skinny_hopper":
         return None
     from halfbyte.kernels.gpu.linear import skinny_hopper_config
 
-    configs = (o.config for o in direct if o.candidate.home == "linear.skinny_hopper")
+    configs = (o.config for o in fast.options if o.candidate.home == "linear.skinny_hopper")
     return next((fused for config in configs if (fused := skinny_hopper_config.gated(problem.product, config, gpu))), None)
 
 
-_FUSED = "it saves launches, and to write and read what is between"
+_FUSED = "it saves launches, and the reads and writes between them"
 GPU_NORMED = (
     NormedCandidate(
         "skinny_hopper", "gates among the sums of skinny_hopper", _FUSED, home="linear.skinny_hopper", fused=_in_skinny_hopper
@@ -324,12 +316,12 @@ GPU_NORMED = (
 
 
 def choose_normed(problem: NormedProblem, gpu: Gpu) -> Choice[NormedProblem, NormedCandidate]:
-    """What computes a linear layer with its norm and gates on a GPU; nothing taken: torch's operations, but for the product."""
+    """Choose the kernel of a linear layer with its norm and gates on a GPU; nothing taken: torch's compute all but the product."""
     product = problem.product
     reason = why_not_norm(product.k, gpu)
     if reason is None and not (product.n and product.m):
-        reason = f"{product.m} rows of {product.n} outputs are nothing to compute"
-    if reason is None and _chosen(product, gpu).taken is None:
+        reason = f"{product.m} rows of {product.n} outputs have no results to compute"
+    if reason is None and choose(product, gpu).taken is None:
         reason = "no kernel solves this product"
     if reason is not None:
         return Choice(problem, None, (), tuple((candidate, reason) for candidate in GPU_NORMED))

@@ -1,6 +1,7 @@
-"""Tuning: the kernels that could solve a problem, measured on this machine, the most promising of each.
+"""Times the GPU's kernels for a linear layer on this machine: `tune_linear`, called by `halfbyte tune` and, with HALFBYTE_TUNE=1, by the
+first call of each shape (ops/cuda.py). `explain` times one kernel by `linear_launches` or `grouped_launches`.
 
-All are timed in a few rounds, and those near the best in many: noise should not choose between them.
+All configs are timed in a few rounds, and those near the best again in many, so that noise does not choose between them.
 """
 
 from __future__ import annotations
@@ -20,18 +21,25 @@ from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
 
-MOST_CONFIGS = 6  # of one candidate
-_CLOSE = 1.12  # times of a few rounds are off by less: what is that near to the best is timed again, more often
+MOST_CONFIGS = 6  # of each candidate: the first ones, which its module expects to be the fastest
+_FEW_ROUNDS, _MANY_ROUNDS = 7, 25
+_CLOSE = 1.12  # medians of _FEW_ROUNDS are off by less: configs within this factor of the best are timed again
 
 
 def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.device | None = None) -> tune.Times:
-    """Measure `problem`, its M taken up to a power of two, and keep the times. Takes seconds, most of them to compile.
+    """Time the kernels that could solve a linear layer, and store the times for `choose`. This takes seconds, most of them to compile.
 
-    anew    False: measured times that are already there are returned
-    device  the current one, and so it is without
+    Args:
+        problem: The layer. It is timed with M rounded up to a power of two, as `tune.py` stores times.
+        gpu: The current GPU.
+        anew: Measure also what was measured on this machine before; False: return the stored times.
+        device: Of `gpu`; None: the current device.
+
+    Returns:
+        Candidate -> config -> median seconds.
     """
-    if not anew and (known := tune.measured(gpu, problem, here=True).times):
-        return known
+    if not anew and (stored := tune.measured(gpu, problem, here=True).times):
+        return stored
     from halfbyte.kernels.gpu.runtime.clock import graph_times
 
     device = device or torch.device("cuda", torch.cuda.current_device())
@@ -44,9 +52,9 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
             for config in candidate.module.configs(asked, gpu)[:MOST_CONFIGS]:
                 contenders[f"{candidate.name}\n{config}"] = linear_launches(problem, gpu, candidate, config, device)
     compile_launches(contenders, device)
-    seconds = {name: timing.median for name, timing in graph_times(contenders, rounds=7).items()}
+    seconds = {name: timing.median for name, timing in graph_times(contenders, rounds=_FEW_ROUNDS).items()}
     close = {name: launches for name, launches in contenders.items() if seconds[name] <= _CLOSE * min(seconds.values())}
-    seconds |= {name: timing.median for name, timing in graph_times(close, rounds=25).items()}
+    seconds |= {name: timing.median for name, timing in graph_times(close, rounds=_MANY_ROUNDS).items()}
     times: tune.Times = {}
     for name, median in seconds.items():
         candidate_name, config_text = name.split("\n")
@@ -57,7 +65,8 @@ def tune_linear(problem: Problem, gpu: Gpu, *, anew: bool = True, device: torch.
 
 
 def compile_launches(contenders: dict[str, list[Callable[[], object]]], device: torch.device) -> None:
-    """Compiles what contenders launch, side by side, and launches each once; one whose kernel does not compile is told of and taken out."""
+    """Compile the kernels of all contenders in parallel, and launch each once. A contender whose kernel does not compile or run is removed,
+    with a warning."""
     from halfbyte.kernels.gpu.runtime import launch
 
     with launch.compiling(device):
@@ -74,7 +83,7 @@ def compile_launches(contenders: dict[str, list[Callable[[], object]]], device: 
 def linear_launches(
     problem: Problem, gpu: Gpu, candidate: rules.GpuCandidate, config: object, device: torch.device
 ) -> list[Callable[[], object]]:
-    """Launches of one kernel on different weights of random bits, which together no cache holds."""
+    """Return launches of one kernel on different weights of random codes, which together exceed the caches."""
     from halfbyte.kernels.gpu.runtime.clock import copies
 
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k), sparse=problem.sparse, paired=problem.paired)
@@ -87,7 +96,7 @@ def linear_launches(
 def grouped_launches(
     problem: Problem, gpu: Gpu, candidate: rules.GpuCandidate, config: object, device: torch.device
 ) -> list[Callable[[], object]]:
-    """The same for experts, to which the rows are sent evenly; other ones at each launch."""
+    """Return launches of one kernel of experts: each sends its rows evenly to experts, and the next one takes other experts."""
     from halfbyte.kernels.gpu.runtime.clock import copies
 
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
@@ -102,10 +111,10 @@ def grouped_launches(
 
 
 def random_matrix(geo: gpu_tiles.Geometry, device: torch.device) -> torch.Tensor:
-    """A packed weight of random codes and sound scales."""
+    """Return a packed weight uint8 [geo.nbytes] of random codes, with scales of 1e-3 to 1.1e-2 and valid zeros and positions."""
     data = torch.randint(0, 256, (geo.nbytes,), dtype=torch.uint8, device=device)
     if geo.sparse:
-        data[geo.kept_bytes : geo.codes_bytes] = 0x44  # of four the first two, as no two are at one position
+        data[geo.kept_bytes : geo.codes_bytes] = 0x44  # positions 0 and 1: the first two of each four codes are kept
     sections = gpu_tiles.views(data, geo)
     sections.scale.copy_(torch.rand(sections.scale.shape, device=device, dtype=torch.float32) * 1e-2 + 1e-3)
     if sections.zero is not None and sections.zero.is_floating_point():

@@ -1,4 +1,4 @@
-"""The format in which a weight is packed: that of its codes, but where no kernel of the device reads these."""
+"""The format in which a weight is packed for a device: its own if the device's kernels read it, otherwise int8 codes of the same values."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ from halfbyte.formats.spec import Format
 
 
 def packed_format(fmt: Format, *, on_cpu: bool) -> Format:
-    """On this CPU or on GPUs, which hold codes of 5 and 6 bits, and of codebooks but 4-bit floats, as integers of 8 bits; CPUs with AMX or
-    i8mm those of 5 and 6 bits."""
-    if on_cpu and fmt.packed_bits:
-        from halfbyte.kernels.cpu.codegen.isas import current
+    """Return the format of the codes that `ops.pack` arranges.
 
-        return fmt if current().reads_packed_bits else fmt.integers
-    return fmt.integers if not on_cpu and fmt.has_limited_codes and fmt.family != "fp4" else fmt
+        device                   codes of 5 and 6 bits   codes of iq4       all others
+        GPU                      int8                    int8               as they are
+        CPU with AMX or i8mm     int8                    as they are        as they are
+        other CPUs               as they are             as they are        as they are
+
+    Args:
+        fmt: The format of the weight's Codes.
+        on_cpu: For this CPU; otherwise for GPUs.
+    """
+    if not on_cpu:
+        return fmt.integers if fmt.has_limited_codes and fmt.family != "fp4" else fmt
+    if not fmt.packed_bits:
+        return fmt
+    from halfbyte.kernels.cpu.codegen.isas import current
+
+    return fmt if current().reads_packed_bits else fmt.integers

@@ -2,8 +2,6 @@
 
 Code j of a row takes the bits b*j … b*j + b - 1 of the row, of which bit i is bit i % 8 of byte i // 8: q where codes are unsigned, and
 q + 2^(b-1) where they are signed. A row has whole bytes; the bits after its last code are 0. All else is as in `Codes`.
-
-`bytes_each` stands for older checkpoints, in which these codes take whole bytes, as in `Codes`.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ from halfbyte.formats.spec import Format
 _CHUNK = 1 << 20  # codes that are converted at a time
 
 
-def dense_tensors(fmt: Format, shape: tuple[int, ...], *, bytes_each: bool = False) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def dense_tensors(fmt: Format, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """`stored_tensors` in files."""
     tensors = stored_tensors(fmt, shape)
-    if fmt.packed_bits and not bytes_each:
+    if fmt.packed_bits:
         tensors["data"] = torch.uint8, (*shape[:-1], -(-shape[-1] * fmt.packed_bits // 8))
     return tensors
 
@@ -52,9 +50,9 @@ def to_dense(codes: Codes) -> dict[str, Tensor]:
     return {**tensors, "data": out}
 
 
-def from_dense(fmt: Format, shape: tuple[int, ...], tensors: Mapping[str, Tensor], *, bytes_each: bool = False) -> Codes:
+def from_dense(fmt: Format, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Codes:
     """The inverse of `to_dense`. Raises FormatError where a tensor is not as the format has it in files."""
-    if not fmt.packed_bits or bytes_each or "data" not in tensors:
+    if not fmt.packed_bits or "data" not in tensors:
         return Codes.from_tensors(fmt, shape, tensors)
     data, k, wanted = tensors["data"], shape[-1], dense_tensors(fmt, shape)["data"]
     if (data.dtype, tuple(data.shape)) != wanted:

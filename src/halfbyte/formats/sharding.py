@@ -152,7 +152,7 @@ def merge(fmt: Format, shape: tuple[int, ...], dim: int, runs: Sequence[Ranges],
     return Codes.from_tensors(fmt, shape, tensors)
 
 
-def stored_runs(fmt: Format, shape: tuple[int, ...], dim: int, ranges: Ranges, bits: int) -> dict[str, Ranges | None] | None:
+def stored_runs(fmt: Format, shape: tuple[int, ...], dim: int, ranges: Ranges) -> dict[str, Ranges | None] | None:
     """Which ranges of each stored tensor `take` needs, so that only these are read from a file.
 
     Args:
@@ -160,7 +160,6 @@ def stored_runs(fmt: Format, shape: tuple[int, ...], dim: int, ranges: Ranges, b
         shape: Of the whole codes.
         dim: The dimension that is cut.
         ranges: Along it.
-        bits: Bits of a code in the file.
 
     Returns:
         Ranges in elements of each tensor, None for all of it; None where a range begins or ends inside of a byte of the file.
@@ -170,6 +169,7 @@ def stored_runs(fmt: Format, shape: tuple[int, ...], dim: int, ranges: Ranges, b
     inputs = axis == len(shape) - 1
     runs = {part: _slices(fmt, part, inputs, ranges) for part in stored_tensors(fmt, shape)}
     if inputs:
+        bits = fmt.stored_bits
         at = [(start * bits, stop * bits) for start, stop in ranges]
         if any(start % 8 or (stop % 8 and (stop, i) != (shape[-1] * bits, len(at) - 1)) for i, (start, stop) in enumerate(at)):
             return None

@@ -475,7 +475,7 @@ def _opened(path: Path, quantize: Config | None, header: File | None, device: to
     if header is not None:
         from halfbyte.checkpoint.gguf.model import read_file
 
-        config, entries = read_file(header, torch.float32, half=True)
+        config, entries = read_file(header, torch.float32, half_scales=True)
         return config, Source(path, config, entries)
     from halfbyte.checkpoint.sources import open_source
 

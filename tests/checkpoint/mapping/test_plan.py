@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from tiny_decoders import CASES
 
+from halfbyte.checkpoint.entries import Entries, Entry
 from halfbyte.checkpoint.mapping.plan import NOT_A_WEIGHT, Choose, Plan, plan_by_rule, plan_model, report
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import as_format
@@ -25,23 +26,10 @@ FMT = as_format("int8_channel")
 EXPERTS = "model.layers.2.mlp.experts"
 
 
-class Files:
+def files_of(tensors: Mapping[str, Tensor]) -> Entries:
     """Tensors in memory."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = dict(tensors)
-
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
-
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        return self.tensors[name].to(dtype)
-
-    def same(self, name: str, other: str) -> bool:
-        return torch.equal(self.tensors[name], self.tensors[other])
-
-    def outputs_first(self, name: str) -> bool:
-        return False
+    specs = {name: TensorSpec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return Entries({name: Entry(spec, spec.nbytes, tensors[name].to) for name, spec in specs.items()})  # type: ignore[arg-type]
 
 
 def every_weight(found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Decisions:
@@ -52,12 +40,12 @@ def no_weight(found: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) 
     return {candidate.name: "as it is" for candidate in found}
 
 
-def mixture(case: str) -> tuple[dict[str, Any], Files]:
+def mixture(case: str) -> tuple[dict[str, Any], Entries]:
     model = CASES[case]()
-    return {**model.config.to_dict(), "architectures": [type(model).__name__]}, Files(model.state_dict())
+    return {**model.config.to_dict(), "architectures": [type(model).__name__]}, files_of(model.state_dict())
 
 
-def value(plan: Plan, name: str, files: Files) -> Tensor:
+def value(plan: Plan, name: str, files: Entries) -> Tensor:
     step, target = plan.step_of()[name]
     return step.run(lambda source: files.read(source, torch.float32))[target]
 
@@ -69,7 +57,7 @@ def test_stacks_of_experts_are_stored_as_weights_of_modules_where_they_are_quant
 ) -> None:
     config, files = mixture("GptOssDecoderLayer" if inputs_first else "Qwen3MoeDecoderLayer")
     plan = plan_model(config, files, choose)
-    floats = files.tensors[f"{EXPERTS}.down_proj"].float()
+    floats = files.read(f"{EXPERTS}.down_proj").float()
     name = f"{EXPERTS}.down_proj{suffix}"
     assert (name in plan.weights) == (choose is every_weight)
     assert (name in plan.plain) == (choose is no_weight)
@@ -84,7 +72,8 @@ def test_stacks_of_experts_are_stored_as_weights_of_modules_where_they_are_quant
 def test_tied_tensors_are_stored_once() -> None:
     config, files = mixture("Qwen3MoeDecoderLayer")
     config["tie_word_embeddings"] = True
-    files.tensors["lm_head.weight"] = files.tensors["model.embed_tokens.weight"].clone()
+    copied = files_of({"lm_head.weight": files.read("model.embed_tokens.weight").clone()})
+    files = Entries({**files.entries, **copied.entries})
     plan = plan_model(config, files, every_weight)
     assert plan.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert plan.unused == {"lm_head.weight": "equal to model.embed_tokens.weight, to which it is tied"}
@@ -95,16 +84,17 @@ def test_tied_tensors_are_stored_once() -> None:
 
 def test_what_is_missing_and_what_has_another_shape() -> None:
     config, files = mixture("Qwen3MoeDecoderLayer")
-    norm = files.tensors.pop("model.norm.weight")
+    norm = "model.norm.weight"
+    rest = {name: entry for name, entry in files.entries.items() if name != norm}
     with pytest.raises(CheckpointError, match=r"no file has model\.norm\.weight, which Qwen3MoeForCausalLM needs"):
-        plan_model(config, files, every_weight)
-    files.tensors["model.norm.weight"] = norm[:-1]
+        plan_model(config, Entries(rest), every_weight)
+    shorter = files_of({norm: files.read(norm)[:-1]})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight is .*, but config\.json makes it \[48\]"):
-        plan_model(config, files, every_weight)
+        plan_model(config, Entries({**rest, **shorter.entries}), every_weight)
 
 
 def test_without_an_architecture_matrices_called_weight_are_those_of_linears() -> None:
-    files = Files({"up.weight": torch.ones(4, 8), "table": torch.ones(4, 8), "norm.weight": torch.ones(4)})
+    files = files_of({"up.weight": torch.ones(4, 8), "table": torch.ones(4, 8), "norm.weight": torch.ones(4)})
     plan = plan_by_rule(files, every_weight)
     assert isinstance(plan.weights["up.weight"].format, Format)
     assert plan.linears == {"up.weight"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfbyte.checkpoint.entries import Entries
 from halfbyte.checkpoint.mapping.architecture import Step, rename
 from halfbyte.checkpoint.mapping.ties import Settled, settle_ties
 from halfbyte.errors import CheckpointError
@@ -16,20 +17,17 @@ from halfbyte.io.tensors import TensorSpec
 SPEC = TensorSpec(torch.float32, (4, 4))
 
 
-class Files:
+class Files(Entries):
     """Files whose tensors are all equal, or all different."""
 
-    def __init__(self, *, equal: bool) -> None:
-        self.equal = equal
+    equal = False
 
     def same(self, name: str, other: str) -> bool:
         return self.equal
 
-    def specs(self) -> Mapping[str, TensorSpec]:
-        raise NotImplementedError
 
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        raise NotImplementedError
+class EqualFiles(Files):
+    equal = True
 
 
 def model_of(**modules: nn.Module) -> nn.Module:
@@ -50,7 +48,7 @@ def tied() -> nn.Module:
 
 
 def settled(model: nn.Module, *steps: Step, equal: bool) -> Settled:
-    return settle_ties(model, steps, Files(equal=equal))
+    return settle_ties(model, steps, (EqualFiles if equal else Files)({}))
 
 
 def renamed(*names: str) -> list[Step]:

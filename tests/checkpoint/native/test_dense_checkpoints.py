@@ -1,4 +1,4 @@
-"""Checkpoints of codes of 5 and 6 bits: dense in the files, bytes in older ones."""
+"""Checkpoints of codes of 5 and 6 bits, which are dense in the files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from halfbyte.checkpoint.native.checkpoint_model import Checkpoint
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Codes, as_format
-from halfbyte.formats.dense import from_dense, to_dense
+from halfbyte.formats.dense import to_dense
 from halfbyte.formats.sharding import take
 from halfbyte.io import gguf
-from halfbyte.io.tensors import checksum
 from halfbyte.ops import functions
 from halfbyte.ops.functions import join
 
@@ -52,26 +51,8 @@ def edit(folder: Path, change: Callable[[str, dict[str, Any]], object]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def as_older(folder: Path) -> None:
-    """Codes take bytes, and nobody says so."""
-    file = folder / "model.safetensors"
-    tensors = safetensors.torch.load_file(file)
-    stored = dict(tensors)
-
-    def change(name: str, entry: dict[str, Any]) -> None:
-        if entry.pop("bits", None) is not None:
-            parts = {part: stored[f"{name}.weight.{part}"] for part in ("data", "scale", "zero") if f"{name}.weight.{part}" in stored}
-            data = from_dense(as_format(entry["format"]), tuple(entry["shape"]), parts).data
-            tensors[f"{name}.weight.data"] = data
-            if "crc32" in entry:
-                entry["crc32"]["data"] = checksum(data)
-
-    edit(folder, change)
-    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize("name", FORMATS)
-def test_convert_writes_them_dense_and_older_files_are_read(name: str, tmp_path: Path) -> None:
+def test_convert_writes_them_dense(name: str, tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path / "float")
     hb.convert(tmp_path / "float", tmp_path / "q", hb.Config(name, embedding=None))
@@ -79,26 +60,20 @@ def test_convert_writes_them_dense_and_older_files_are_read(name: str, tmp_path:
     wanted = hb.quantize(model.get_parameter(weight), name)
     assert torch.equal(safetensors.torch.load_file(tmp_path / "q" / "model.safetensors")[f"{weight}.data"], to_dense(wanted)["data"])
     assert describe(tmp_path / "q").bits_per_weight == pytest.approx({"int5_g32_offset": 6, "int6_g16": 7}[name])
-    before = hb.load_tensors(tmp_path / "q")
-    assert same(before[weight], wanted)
-    as_older(tmp_path / "q")
-    after = hb.load_tensors(tmp_path / "q")
-    assert all(same(after[each], codes) for each, codes in before.items() if isinstance(codes, Codes))
-    hb.export(tmp_path / "q", tmp_path / "again", "halfbyte")  # which makes them dense
+    assert same(hb.load_tensors(tmp_path / "q")[weight], wanted)
+    hb.export(tmp_path / "q", tmp_path / "again", "halfbyte")
     assert same(hb.load_tensors(tmp_path / "again")[weight], wanted)
-    assert (tmp_path / "again" / "model.safetensors").stat().st_size < (tmp_path / "q" / "model.safetensors").stat().st_size
 
 
 def test_other_numbers_of_bits_are_refused(tmp_path: Path) -> None:
     hb.save(hb.quantize_(nn.Sequential(nn.Linear(64, 8)), "q8_0"), tmp_path / "m")
-    for bits in (7, 5.0, "6", None):
+    for bits in (7, 8, 6.0, "6", None):
         edit(tmp_path / "m", lambda _, entry, bits=bits: entry.update(format="int6_g32", bits=bits))
-        with pytest.raises(CheckpointError, match="int6_g32 take 6 or 8 bits in files, got"):
+        with pytest.raises(CheckpointError, match="int6_g32 take 6 bits in files, got"):
             hb.load_tensors(tmp_path / "m")
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_save_pretrained(older: bool, tmp_path: Path) -> None:
+def test_save_pretrained(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "float")
     config = hb.HalfbyteConfig("int6_g16")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=config)
@@ -106,8 +81,6 @@ def test_save_pretrained(older: bool, tmp_path: Path) -> None:
     codes = model.model.layers[0].mlp.up_proj.codes()
     stored = safetensors.torch.load_file(tmp_path / "q" / "model.safetensors")
     assert torch.equal(stored["model.layers.0.mlp.up_proj.weight.data"], to_dense(codes)["data"])
-    if older:
-        as_older(tmp_path / "q")
     for loaded in (AutoModelForCausalLM.from_pretrained(tmp_path / "q"), hb.load(tmp_path / "q")):
         assert same(loaded.model.layers[0].mlp.up_proj.codes(), codes)
 

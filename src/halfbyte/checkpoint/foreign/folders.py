@@ -366,7 +366,7 @@ def _halfbyte(reader: Reader, settings: dict[str, object], dtype: torch.dtype) -
 
         def read(_: torch.dtype | None) -> Codes:
             tensors = {part.removeprefix("weight."): tensor for part, tensor in parts.only(stored).tensors().items()}
-            return from_dense(module.format, module.shape, tensors, bytes_each=module.bytes_each)
+            return from_dense(module.format, module.shape, tensors)
 
         order = partial(parts.read, ORDER) if module.ordered else None
         quantized = Quantized(module.format, "halfbyte", order, module.compute, module.activation)

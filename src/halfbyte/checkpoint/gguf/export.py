@@ -1,4 +1,8 @@
-"""A model's weights in a GGUF file: the choice of ggml types that hold them with their numbers unchanged, and the encoding."""
+"""What a GGUF file of a model holds: `plan`, called by export_checkpoint.py.
+
+Each weight gets the ggml type that holds its codes and scales unchanged (`choose`); one that no type holds is dequantized, and the report
+says why. Metadata come from config.py, the tokenizer's from vocabulary.py.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +28,22 @@ from halfbyte.io.tensors import TensorSpec
 from halfbyte.nn.report import Row
 
 _IN_FLOATS = "llama.cpp computes it in float32"
-_BLOCK = 32
-# llama.cpp's enum llama_ftype, by the type that most weights have. Of K-quants the middle one: it tells what the other weights are.
+_BLOCK = 32  # weights of the shortest block of ggml
+# llama.cpp's enum llama_ftype, by the number of the ggml type that most weights have; of K-quants with several sizes the middle one, M.
 _FILE_TYPES = {0: 0, 1: 1, 2: 2, 3: 3, 6: 8, 7: 9, 8: 7, 10: 10, 11: 12, 12: 15, 13: 17, 14: 18, 20: 25, 23: 30, 30: 32}
 _FILE_TYPES |= {35: 37, 39: 38, 40: 39}
 
 
 @dataclass(frozen=True)
 class Export:
-    """The contents of a file to write. `types`: name -> (ggml's number, shape); `vocabulary`: rows of the embedding."""
+    """The contents of a file to write.
+
+    Attributes:
+        metadata: Keys and values without those of the tokenizer.
+        types: Name of a tensor in the file -> ggml's number of its type, and its shape.
+        items: What is read, converted and written.
+        vocabulary: Rows of the embedding.
+    """
 
     metadata: dict[str, Value]
     types: dict[str, tuple[int, tuple[int, ...]]]
@@ -41,54 +52,87 @@ class Export:
 
 
 def plan(model: StoredModel) -> tuple[Export, list[str]]:
-    """The GGUF file for a model, and notes for the report. Weights are read whose format alone does not tell which type holds them."""
-    metadata, tensors = to_metadata(model.config)
-    architecture = architecture_of_config(model.config)
-    key = f"{architecture.name}.attention.head_count"
-    config = {**model.config, "num_key_value_heads": metadata[f"{key}_kv"]}
-    types: dict[str, tuple[int, tuple[int, ...]]] = {}
-    items: list[ExportItem] = []
-    elements: Counter[int] = Counter()
-    for name, weight in model.weights.items():
-        place = _place(architecture, name, weight.shape, config)
+    """Return the GGUF file for a model, and notes for the report. Weights are read whose format alone does not tell which type holds them.
+
+    Raises:
+        CheckpointError: GGUF is not written for the model's architecture, or has no name for one of its tensors.
+    """
+    planner = _Planner(model)
+    for name in model.weights:
+        planner.add_weight(name)
+    orders = {order_name(name) for name in model.weights}
+    for name in model.plain:
+        if name not in orders:
+            planner.add_plain(name)
+    return planner.finished()
+
+
+class _Planner:
+    """Collects the tensors of a file."""
+
+    def __init__(self, model: StoredModel) -> None:
+        self._model = model
+        self._metadata, self._computed = to_metadata(model.config)
+        self._architecture = architecture_of_config(model.config)
+        kv_heads = self._metadata[f"{self._architecture.name}.attention.head_count_kv"]
+        self._config = {**model.config, "num_key_value_heads": kv_heads}
+        self._types: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._items: list[ExportItem] = []
+        self._elements: Counter[int] = Counter()  # by the number of the type, of matrices alone
+
+    def add_weight(self, name: str) -> None:
+        """Add a quantized weight: as codes where a type holds them, otherwise in floating point."""
+        model, weight = self._model, self._model.weights[name]
+        place = _place(self._architecture, name, weight.shape, self._config)
         kind = _IN_FLOATS if place.in_floats else choose(weight, order_name(name) in model.plain, partial(model.codes, name))
         if kind in ggml.NUMBERS:
             number = ggml.NUMBERS[kind]
             spec = TensorSpec(torch.uint8, (*place.shape[:-1], ggml.TYPES[number].row_bytes(place.shape[-1])))
-            items.append(kept(model, name, dict.fromkeys(place.names, spec), partial(_encoded, place, kind)))
+            encode = partial(ggml_encoding.encode, ggml.TYPES[number])
+            self._items.append(kept(model, name, dict.fromkeys(place.names, spec), lambda codes, order: place.cut(encode(codes))))
         else:
             spec = TensorSpec(torch.float32 if place.in_floats else weight.dtype, place.shape)
             number = plain_number(spec.dtype)
-            items.append(dequantized(model, name, kind, dict.fromkeys(place.names, spec), place.cut))
-        types |= dict.fromkeys(place.names, (number, place.shape))
-        elements[number] += math.prod(weight.shape)
-    orders = {order_name(name) for name in model.weights}
-    for name, spec in model.plain.items():
-        if name in orders:
-            continue
-        transposes = architecture.is_inputs_first(name)
+            self._items.append(dequantized(model, name, kind, dict.fromkeys(place.names, spec), place.cut))
+        self._types |= dict.fromkeys(place.names, (number, place.shape))
+        self._elements[number] += math.prod(weight.shape)
+
+    def add_plain(self, name: str) -> None:
+        """Add a tensor that is not quantized: in float32 if it has one dimension, as llama.cpp wants it, otherwise in its dtype."""
+        model, spec = self._model, self._model.plain[name]
+        transposes = self._architecture.is_inputs_first(name)
         shape = (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]) if transposes else spec.shape
-        place = _place(architecture, name, shape, config)
+        place = _place(self._architecture, name, shape, self._config)
         new = TensorSpec(torch.float32 if len(spec.shape) < 2 or place.in_floats else spec.dtype, place.shape)
-        plus = 1.0 if architecture.has_unit_offset(place.names[0]) else 0.0
-        types |= dict.fromkeys(place.names, (plain_number(new.dtype), new.shape))
+        offset = 1.0 if self._architecture.has_unit_offset(place.names[0]) else 0.0
+
+        def make() -> dict[str, Tensor]:
+            tensor = model.tensor(name).mT.contiguous() if transposes else model.tensor(name)
+            return {target: part.to(new.dtype) for target, part in place.cut(tensor.float() + offset if offset else tensor).items()}
+
         row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes(name), len(place.names) * new.nbytes)
-        items.append(ExportItem(dict.fromkeys(place.names, new), partial(_plain, model, name, place, new.dtype, plus, transposes), row))
+        self._items.append(ExportItem(dict.fromkeys(place.names, new), make, row))
+        self._types |= dict.fromkeys(place.names, (plain_number(new.dtype), new.shape))
         if len(spec.shape) > 1:
-            elements[plain_number(new.dtype)] += math.prod(spec.shape)
-    for target, tensor in tensors.items():
-        types[target] = plain_number(tensor.dtype), tuple(tensor.shape)
-        items.append(ExportItem({target: TensorSpec(tensor.dtype, tuple(tensor.shape))}, partial(dict, {target: tensor})))
-    file_type = _FILE_TYPES.get(elements.most_common(1)[0][0]) if elements else None
-    if file_type is not None:
-        metadata["general.file_type"] = file_type
-    if "token_embd.weight" not in types:
-        raise CheckpointError(f"{model.path} has no embedding: GGUF is written for language models")
-    unsure = [name for name in model.tied if architecture.to_gguf(name) != ("output.weight",)]
-    notes = [f"not written because they are tied: {', '.join(unsure)}"] if unsure else []
-    counts = Counter(kind_name(number) for number, _ in types.values())
-    notes.append(f"tensors in the file: {', '.join(f'{count} of {name}' for name, count in counts.most_common())}")
-    return Export(metadata, types, items, types["token_embd.weight"][1][0]), notes
+            self._elements[plain_number(new.dtype)] += math.prod(spec.shape)
+
+    def finished(self) -> tuple[Export, list[str]]:
+        """Return the whole file, with tensors that llama.cpp wants and transformers computes, and notes for the report."""
+        model, types = self._model, self._types
+        for target, tensor in self._computed.items():
+            types[target] = plain_number(tensor.dtype), tuple(tensor.shape)
+            spec = TensorSpec(tensor.dtype, tuple(tensor.shape))
+            self._items.append(ExportItem({target: spec}, partial(dict, {target: tensor})))
+        file_type = _FILE_TYPES.get(self._elements.most_common(1)[0][0]) if self._elements else None
+        if file_type is not None:
+            self._metadata["general.file_type"] = file_type
+        if "token_embd.weight" not in types:
+            raise CheckpointError(f"{model.path} has no embedding: GGUF is written for language models")
+        unsure = [name for name in model.tied if self._architecture.to_gguf(name) != ("output.weight",)]
+        notes = [f"not written because they are tied: {', '.join(unsure)}"] if unsure else []
+        counts = Counter(kind_name(number) for number, _ in types.values())
+        notes.append(f"tensors in the file: {', '.join(f'{count} of {name}' for name, count in counts.most_common())}")
+        return Export(self._metadata, types, self._items, types["token_embd.weight"][1][0]), notes
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +157,7 @@ class _Place:
         return is_router(self.names[0]) or is_depthwise_kernel(self.names[0]) or self.names[0].endswith("_exps.bias")
 
     def cut(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Split numbers or blocks into the tensors of the file."""
+        """Split a tensor of the model, of numbers or of encoded blocks [..., bytes of a row], into the tensors of the file."""
         tensor = tensor if self.rows is None else tensor[self.rows]
         count = len(self.names)
         parts = tensor.chunk(count, dim=1) if count > 1 else (tensor.reshape(*self.shape[:-1], -1),)
@@ -123,6 +167,7 @@ class _Place:
 
 
 def _place(architecture: Architecture, name: str, shape: tuple[int, ...], config: Mapping[str, object]) -> _Place:
+    """Return the place of transformers' tensor `name`, which has `shape`, outputs first. Raise CheckpointError if files have none."""
     names = architecture.to_gguf(name)
     if not names:
         raise CheckpointError(f"GGUF has no name for {name} in a {architecture.model}: this model cannot be written as GGUF")
@@ -136,20 +181,15 @@ def _place(architecture: Architecture, name: str, shape: tuple[int, ...], config
     return _Place(names, shape, rows, architecture.inputs_first_experts and len(names) > 1)
 
 
-def _encoded(place: _Place, kind: str, codes: Codes, order: Tensor | None) -> dict[str, Tensor]:
-    return place.cut(ggml_encoding.encode(ggml.TYPES[ggml.NUMBERS[kind]], codes))
-
-
-def _plain(model: StoredModel, name: str, place: _Place, dtype: torch.dtype, plus: float, transposes: bool) -> dict[str, Tensor]:
-    tensor = model.tensor(name).mT.contiguous() if transposes else model.tensor(name)
-    return {target: part.to(dtype) for target, part in place.cut(tensor.float() + plus if plus else tensor).items()}
-
-
 def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
-    """ggml's type for a weight, or the reason why none holds it (recognizable by its spaces).
+    """Return the name of ggml's type for a weight, or the reason why none holds it, which is not in `ggml.NUMBERS`.
 
-    A block that is longer than the type's becomes several with the same scale, and codes with a zero point are written as q - point. Where
-    the format alone does not tell whether a type holds the weight, it is read with `read` and tried.
+    A block that is longer than the type's becomes several with the same scale, and codes with a zero point are written as q - point.
+
+    Args:
+        weight: The weight.
+        ordered: Whether its columns have an order of their own.
+        read: Reads its codes, where the format alone does not tell whether a type holds them.
     """
     fmt, k = weight.format, weight.shape[-1]
     if ordered:

@@ -1,5 +1,10 @@
 """Names of a model's tensors in GGUF files and in transformers, and how their values differ.
 
+    in a file                      in transformers                           method of `Architecture`
+    blk.0.attn_q.weight            model.layers.0.self_attn.q_proj.weight    to_transformers, to_gguf
+    blk.0.ffn_gate_exps.weight,    model.layers.0.mlp.experts.gate_up_proj   stack, to_gguf
+      blk.0.ffn_up_exps.weight
+
 All follows from the table of families (`decoder/families`): an `Architecture` is a family with one of its entries for GGUF. `model.py`
 reads files by it, `export.py` writes them, and `config.py` reads their metadata.
 """
@@ -10,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from reprlib import repr as short
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,6 +35,18 @@ _ONE_EXPERT_PARTS = {"gate": "w1", "down": "w2", "up": "w3"}
 _NEXTN, _ROTARY = re.compile(r"blk\.\d+\.nextn\..*"), ("attn_rot_embd", "rope_freqs", "rope_factors_long", "rope_factors_short")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
 _EXPERTS_IN_MODULES = re.compile(r"model\.layers\.(\d+)\.([\w.]*experts)\.(\w+?)(?:\.weight)?")
+
+
+class Stack(NamedTuple):
+    """A tensor of transformers whose rows are those of several tensors of a file, concatenated.
+
+    Attributes:
+        target: Its name in transformers.
+        parts: The names in the file.
+    """
+
+    target: str
+    parts: tuple[str, ...]
 
 
 class Architecture:
@@ -140,16 +158,16 @@ class Architecture:
         tensor = self._tensors.get(name.split(".", 2)[2]) if in_layer else None
         return f"{self.gguf.layers}.{int(in_layer[1])}.{tensor}" if in_layer and tensor else None
 
-    def stack(self, name: str) -> tuple[str, tuple[str, ...]] | None:
-        """Return, for a stack of experts or a part of a `joined` matrix of a file, transformers' name, and the names of all tensors of the
-        file whose rows that concatenates; None for any other tensor."""
+    def stack(self, name: str) -> Stack | None:
+        """Return the stack of experts or the `joined` matrix of which a tensor of a file is a part; None for any other tensor."""
         in_layer = _IN_LAYER.fullmatch(name)
         if in_layer is None or in_layer[3] != "weight":
             return None
         stacks = [(f"{self._experts_module}.{tensor}", modules) for tensor, modules in _STACKS] if self.experts else []
         for tensor, modules in (*stacks, *self.gguf.joined.items()):
             if in_layer[2] in modules:
-                return f"model.layers.{int(in_layer[1])}.{tensor}", tuple(f"blk.{in_layer[1]}.{module}.weight" for module in modules)
+                parts = tuple(f"blk.{in_layer[1]}.{module}.weight" for module in modules)
+                return Stack(f"model.layers.{int(in_layer[1])}.{tensor}", parts)
         return None
 
     @property

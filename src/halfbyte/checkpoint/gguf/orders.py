@@ -1,7 +1,10 @@
-"""The orders of rows and columns in which tensors of GGUF files differ from transformers'.
+"""The orders of rows by which tensors of GGUF files differ from transformers', for the families that name one (`GGUF.row_order`).
 
-An order is, for a tensor by llama.cpp's name in a layer, the row of transformers' tensor for each of its rows, or None where they are the
-same. `config` is the model's config.json.
+Each function takes llama.cpp's name of a tensor within its layer (such as "attn_q"), the model's config.json and the number of rows. It
+returns int64 [rows], the row of transformers' tensor for each row of the file's, or None where the orders are the same. For ssm_out, whose
+inputs have the order that other tensors' rows have, rows stand for columns. Called by `Architecture.rows` (names.py).
+
+Source: llama.cpp, convert_hf_to_gguf.py
 """
 
 from __future__ import annotations
@@ -17,28 +20,32 @@ Order = Callable[[str, Config, int], Tensor | None]
 
 
 def interleaved(inner: str, config: Config, rows: int) -> Tensor | None:
-    """Queries and keys: the two halves of each head are interleaved."""
-    counts = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
-    count = int(config[counts[inner]]) if inner in counts else 0
-    if count < 1 or rows % (2 * count):
+    """Return the order in which the two halves of each head of queries and keys are interleaved, for rope of adjacent elements:
+    0 d/2 1 d/2 + 1 … with heads of d rows."""
+    keys = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+    heads = int(config[keys[inner]]) if inner in keys else 0
+    if heads < 1 or rows % (2 * heads):
         return None
-    return torch.arange(rows, device="cpu").view(count, 2, -1).transpose(1, 2).flatten()
+    return torch.arange(rows, device="cpu").view(heads, 2, -1).transpose(1, 2).flatten()
 
 
 def tiled(inner: str, config: Config, rows: int) -> Tensor | None:
-    """Linear attention: value heads follow each other by key heads, 0 1 0 1, not 0 0 1 1."""
+    """Return the order of linear attention's value heads by their place within a key head: with key heads 0 and 1, value heads that read
+    keys 0 1 0 1, where transformers has 0 0 1 1. Rows of queries and keys come before those of values, and stay."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    before = 2 * keys * config["linear_key_head_dim"] if inner in ("attn_qkv", "ssm_conv1d") else 0
-    if (not before and inner not in ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_dt", "ssm_a", "ssm_out")) or (rows - before) % values:
+    first_value = 2 * keys * config["linear_key_head_dim"] if inner in ("attn_qkv", "ssm_conv1d") else 0
+    has_values = first_value or inner in ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_dt", "ssm_a", "ssm_out")
+    if not has_values or (rows - first_value) % values:
         return None
-    heads = torch.arange(before, rows, device="cpu").view(keys, values // keys, -1)
-    return torch.cat([torch.arange(before, device="cpu"), heads.transpose(0, 1).flatten()])
+    heads = torch.arange(first_value, rows, device="cpu").view(keys, values // keys, -1)
+    return torch.cat([torch.arange(first_value, device="cpu"), heads.transpose(0, 1).flatten()])
 
 
 def separate(inner: str, config: Config, rows: int) -> Tensor | None:
-    """Linear attention: transformers has the queries, keys, values and gates of each key head together, the file one after the other."""
-    keys, share = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
-    sizes = [config["linear_key_head_dim"]] * 2 + [share * config["linear_value_head_dim"]] * 2
+    """Return the order of linear attention's fused projection: all queries, then all keys, values and gates, where transformers has those
+    of each key head together."""
+    keys, values_per_key = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    sizes = [config["linear_key_head_dim"]] * 2 + [values_per_key * config["linear_value_head_dim"]] * 2  # rows of one key head
     if inner != "attn_qkv" or rows != keys * sum(sizes):
         return None
     return torch.cat([part.flatten() for part in torch.arange(rows, device="cpu").view(keys, -1).split(sizes, 1)])

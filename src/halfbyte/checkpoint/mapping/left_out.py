@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from halfbyte.checkpoint.entries import Entries
 from halfbyte.checkpoint.mapping.architecture import Step
 from halfbyte.errors import CheckpointError
 from halfbyte.io.tensors import TensorSpec
@@ -26,15 +25,7 @@ _COMPUTED = re.compile(
 )
 
 
-class Files(Protocol):
-    """The tensors of a model's files, by their names there."""
-
-    def specs(self) -> Mapping[str, TensorSpec]: ...
-    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor: ...
-    def same(self, name: str, other: str) -> bool: ...
-
-
-def left_out(model: nn.Module, steps: Sequence[Step], unused: Mapping[str, str], files: Files) -> dict[str, str]:
+def left_out(model: nn.Module, steps: Sequence[Step], unused: Mapping[str, str], files: Entries) -> dict[str, str]:
     """Return why each unused tensor does not matter to what the model computes.
 
     Args:
@@ -70,7 +61,7 @@ def left_out(model: nn.Module, steps: Sequence[Step], unused: Mapping[str, str],
     return reasons
 
 
-def _why_harmless(model: nn.Module, name: str, target: str, files: Files) -> str | None:
+def _why_harmless(model: nn.Module, name: str, target: str, files: Entries) -> str | None:
     """Return why a tensor, called `name` in the files and `target` in the model, does not matter; None where it does."""
     path, module = _innermost(model, target)
     tensor_name, spec = target.removeprefix(f"{path}."), files.specs()[name]

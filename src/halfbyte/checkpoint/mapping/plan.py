@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from halfbyte.checkpoint.entries import Entries
 from halfbyte.checkpoint.mapping.architecture import Step, initial, rename, skeleton, steps_to
-from halfbyte.checkpoint.mapping.left_out import Files, left_out
+from halfbyte.checkpoint.mapping.left_out import left_out
 from halfbyte.checkpoint.mapping.ties import settle_ties
 from halfbyte.checkpoint.native.manifest import Weight
 from halfbyte.checkpoint.native.quantization_config import dtype_of
@@ -54,14 +55,6 @@ class Misfits(Exception):
     def __init__(self, kept: Mapping[str, str]) -> None:
         super().__init__(*kept.values())
         self.kept = kept
-
-
-class Source(Files, Protocol):
-    """The tensors of a model's files, by their names there."""
-
-    def outputs_first(self, name: str) -> bool:
-        """Whether a weight is read outputs first, though the float model may have it inputs first."""
-        ...
 
 
 class About(NamedTuple):
@@ -127,24 +120,24 @@ class Plan:
         return self.weights[name].dtype if name in self.weights else self.plain[name].dtype
 
 
-def plan_model(config: Mapping[str, object], source: Source, choose: Choose) -> Plan:
+def plan_model(config: Mapping[str, object], files: Entries, choose: Choose) -> Plan:
     """Plan for an architecture of transformers.
 
     Args:
         config: config.json, which names the architecture.
-        source: The tensors of the files.
+        files: The tensors of the files.
         choose: Decides on the format of each weight.
 
     Raises:
         CheckpointError: A tensor is missing, superfluous or of another shape than config.json says.
     """
-    files = source.specs()
-    floats = (spec.dtype for spec in files.values() if spec.dtype in FLOATS)
+    specs = files.specs()
+    floats = (spec.dtype for spec in specs.values() if spec.dtype in FLOATS)
     dtype = dtype_of(config) or next(floats, torch.float32)
-    model = skeleton(config, dtype, [spec.shape for spec in files.values()])
-    steps, unused = steps_to(model, files)
-    unused = left_out(model, steps, unused, source)
-    settled = settle_ties(model, steps, source)
+    model = skeleton(config, dtype, [spec.shape for spec in specs.values()])
+    steps, unused = steps_to(model, specs)
+    unused = left_out(model, steps, unused, files)
+    settled = settle_ties(model, steps, files)
     plan = Plan(settled.steps, unused=unused | settled.dropped, model=model)
     first_names: dict[int, str] = {}  # id of a tensor -> the first of its names
     stored = {name: first_names.setdefault(id(tensor), name) for name, _, tensor in named_tensors(model)}
@@ -152,11 +145,11 @@ def plan_model(config: Mapping[str, object], source: Source, choose: Choose) -> 
     plan.tied = {name: first for name, first in stored.items() if name != first}
     if unknown := plan.read_specs().keys() - stored.keys():
         raise CheckpointError(f"transformers makes {min(unknown)} of the files' tensors, which {type(model).__name__} does not have")
-    _plan_tensors(plan, model, _choose_formats(plan, model, source, choose))
+    _plan_tensors(plan, model, _choose_formats(plan, model, files, choose))
     return plan
 
 
-def _choose_formats(plan: Plan, model: nn.Module, source: Source, choose: Choose) -> Decisions:
+def _choose_formats(plan: Plan, model: nn.Module, files: Entries, choose: Choose) -> Decisions:
     """Let `choose` decide on the format of each weight, and bring `model` and `plan` into the form that follows from that.
 
     A stack of experts is a parameter of the float model, [E, N, K] or, inputs first, [E, K, N]. While `choose` decides, each is the
@@ -178,7 +171,7 @@ def _choose_formats(plan: Plan, model: nn.Module, source: Source, choose: Choose
             moved[name] = f"{name}.weight"
         if view is not None:
             outputs_first[name] = (moved.get(name, name), id(view)) in places_after
-    plan.steps = [_transposed(step, plan, source, outputs_first) for step in plan.steps]
+    plan.steps = [_transposed(step, plan, files, outputs_first) for step in plan.steps]
     plan.stored_names = {target: moved.get(name, name) for target, name in plan.stored_names.items()}
     plan.tied = {moved.get(name, name): moved.get(owner, owner) for name, owner in plan.tied.items()}
     return decisions
@@ -196,7 +189,7 @@ def _files_of_weights(plan: Plan, modules: Sequence[Candidate]) -> dict[str, Seq
     return files | {target: step.sources for step in plan.steps if step.stacks for target in step.targets}
 
 
-def _transposed(step: Step, plan: Plan, source: Source, outputs_first: Mapping[str, bool]) -> Step:
+def _transposed(step: Step, plan: Plan, files: Entries, outputs_first: Mapping[str, bool]) -> Step:
     """Return the step, with the last two dimensions swapped in targets whose files have the other order than the model.
 
     outputs_first: whether the model has a weight outputs first, by its stored name; weights that it does not name are not swapped.
@@ -206,7 +199,7 @@ def _transposed(step: Step, plan: Plan, source: Source, outputs_first: Mapping[s
         if (in_model := outputs_first.get(plan.stored_name(target))) is not None and len(spec.shape) > 1:
             # Saved from a module that replaced the experts, whose weight is outputs first in any file.
             of_module = step.sources[0].endswith(".weight") and not target.endswith(".weight")
-            if in_model != (of_module or source.outputs_first(step.sources[0])):
+            if in_model != (of_module or files.outputs_first(step.sources[0])):
                 swapped[target] = TensorSpec(spec.dtype, (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]))
     if not swapped:
         return step
@@ -269,9 +262,9 @@ def _without_reading(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor
     return tensors
 
 
-def plan_by_rule(source: Source, choose: Choose) -> Plan:
+def plan_by_rule(files: Entries, choose: Choose) -> Plan:
     """Plan for tensors without an architecture: each 2-D floating-point tensor called *.weight is taken as a Linear's."""
-    specs = source.specs()
+    specs = files.specs()
     plan = Plan([rename(name, name, spec) for name, spec in specs.items()])
     fits = [name for name, spec in specs.items() if len(spec.shape) == 2 and spec.dtype in FLOATS and spec.nbytes > 0]
     found = {name: Candidate(name.removesuffix(".weight"), "Linear", name) for name in fits if name.endswith(".weight")}
@@ -287,7 +280,7 @@ def plan_by_rule(source: Source, choose: Choose) -> Plan:
     return plan
 
 
-def report(plan: Plan, source: Source, notes: Sequence[str]) -> Report:
+def report(plan: Plan, files: Entries, notes: Sequence[str]) -> Report:
     """Report what becomes of each tensor of a plan, whether it was carried out or not."""
     read_specs, rows = plan.read_specs(), []
     for name, weight in plan.weights.items():
@@ -305,7 +298,7 @@ def report(plan: Plan, source: Source, notes: Sequence[str]) -> Report:
             rows.append(Row(module, kind, weight.shape, weight.format, None, 0, 0, weight.error, tied_to))
         else:
             rows.append(Row(name, kind, plan.plain[owner].shape, None, reason, 0, 0, tied_to=owner))
-    files = source.specs()
+    specs = files.specs()
     for name, reason in plan.unused.items():
-        rows.append(Row(name, "tensor", files[name].shape, None, f"left out: {reason}", files[name].nbytes, 0))
+        rows.append(Row(name, "tensor", specs[name].shape, None, f"left out: {reason}", specs[name].nbytes, 0))
     return Report(tuple(rows), tuple(notes))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from halfbyte.checkpoint.entries import Entries
 from halfbyte.checkpoint.mapping.architecture import Step
-from halfbyte.checkpoint.mapping.left_out import Files
 from halfbyte.errors import CheckpointError
 from halfbyte.nn.candidates import named_tensors
 
@@ -30,7 +30,7 @@ class Settled:
     dropped: dict[str, str]
 
 
-def settle_ties(model: nn.Module, steps: Sequence[Step], files: Files) -> Settled:
+def settle_ties(model: nn.Module, steps: Sequence[Step], files: Entries) -> Settled:
     """Drop the second of two tied tensors that the files hold under both names where they are equal; where they are not, untie them.
 
     Args:
@@ -62,7 +62,7 @@ def settle_ties(model: nn.Module, steps: Sequence[Step], files: Files) -> Settle
     return settled
 
 
-def _are_equal(step: Step, other: Step, files: Files) -> bool:
+def _are_equal(step: Step, other: Step, files: Entries) -> bool:
     """Whether two steps give one tensor each, from sources with the same values, both unchanged or both converted."""
     one_to_one = all(len(each.sources) == len(each.targets) == 1 for each in (step, other))
     return one_to_one and step.converts == other.converts and files.same(step.sources[0], other.sources[0])

@@ -53,7 +53,7 @@ class Checkpoint(StoredModel):
             CheckpointError: They do not, or are damaged.
         """
         config, manifest, reader = _open(folder)
-        stored = (weight.stored(name, bytes_each=name in manifest.bytes_each) for name, weight in manifest.weights.items())
+        stored = (weight.stored(name) for name, weight in manifest.weights.items())
         parts = {part: spec for tensors in stored for part, spec in tensors.items()}
         if mismatched := (reader.places.keys() - manifest.weights.keys()) ^ (parts.keys() | manifest.plain.keys()):
             raise CheckpointError(f"{folder}: {min(mismatched)} is in only one of the files and config.json: the checkpoint is damaged")
@@ -63,7 +63,7 @@ class Checkpoint(StoredModel):
                 raise CheckpointError(f"{folder}: {name} is {got}, config.json makes it {wanted}: the checkpoint is damaged")
         plain = {name: reader.spec(name) for name in manifest.plain}
         super().__init__(folder, config, manifest.weights, plain, manifest.tied, manifest.static)
-        self._reader, self._checksums, self._bytes_each = reader, manifest.plain, manifest.bytes_each
+        self._reader, self._checksums = reader, manifest.plain
 
     def codes(self, name: str) -> Codes:
         weight = self.weights[name]
@@ -77,7 +77,7 @@ class Checkpoint(StoredModel):
 
     def part_of_codes(self, name: str, dim: int, ranges: Ranges) -> Codes:
         weight = self.weights[name]
-        runs = stored_runs(weight.format, weight.shape, dim, ranges, 8 if name in self._bytes_each else weight.format.stored_bits)
+        runs = stored_runs(weight.format, weight.shape, dim, ranges)
         if runs is None:  # a boundary lies within a byte: read all of it, and cut its codes
             return super().part_of_codes(name, dim, ranges)
         shape = list(weight.shape)
@@ -102,7 +102,7 @@ class Checkpoint(StoredModel):
     def _checked(self, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Codes:
         """Return the codes of weight `name`, or of a part of it with this shape, from its stored tensors; check that all are valid."""
         try:
-            codes = from_dense(self.weights[name].format, shape, tensors, bytes_each=name in self._bytes_each)
+            codes = from_dense(self.weights[name].format, shape, tensors)
             codes.check_values()
         except FormatError as e:
             raise CheckpointError(f"{self.path}: {name}: {e}") from e

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from halfbyte import __version__
-from halfbyte.checkpoint.native.quantization_config import BITS, DTYPE_NAMES, DTYPES, SETTINGS, has_bytes_each
+from halfbyte.checkpoint.native.quantization_config import BITS, DTYPE_NAMES, DTYPES, SETTINGS, check_bits
 from halfbyte.errors import ArgumentError, CheckpointError, FormatError, not_there
 from halfbyte.formats.dense import dense_tensors, stored_bytes
 from halfbyte.formats.spec import Format, as_format
@@ -42,7 +42,7 @@ class Weight:
         error: Relative error when it was quantized, if known.
         compute, activation: How it is multiplied, as in `halfbyte.Config`.
         crc32: CRC-32 of each of its stored tensors: data, scale and perhaps zero.
-        fold: How the codes of a convolution are arranged; None where the checkpoint does not say.
+        fold: How the codes of a convolution are arranged; None for other kinds.
         transposed: Whether the float module keeps its weight inputs first, [K, N] or [E, K, N].
     """
 
@@ -57,9 +57,9 @@ class Weight:
     fold: Fold | None = None
     transposed: bool = False
 
-    def stored(self, name: str, *, bytes_each: bool = False) -> dict[str, TensorSpec]:
-        """The tensors of the weight called `name`, by their names in the files. bytes_each: as in `formats/dense.py`."""
-        tensors = dense_tensors(self.format, self.shape, bytes_each=bytes_each)
+    def stored(self, name: str) -> dict[str, TensorSpec]:
+        """The tensors of the weight called `name`, by their names in the files."""
+        tensors = dense_tensors(self.format, self.shape)
         return {f"{name}.{part}": TensorSpec(dtype, shape) for part, (dtype, shape) in tensors.items()}
 
     @property
@@ -118,7 +118,6 @@ class Manifest:
         static: The scales of a network on int8 codes, from which and the float network it is built; None for any other model.
         staging: A subfolder that may still hold other files (tokenizer, …) to be moved to their places.
         obsolete: Weight files of the previous checkpoint, which may still exist.
-        bytes_each: Weights whose codes of 5 or 6 bits take whole bytes in the files.
     """
 
     files: tuple[str, ...]
@@ -128,7 +127,6 @@ class Manifest:
     static: Calibrated | None = None
     staging: str | None = None
     obsolete: tuple[str, ...] = ()
-    bytes_each: frozenset[str] = frozenset()
 
     def to_json(self) -> dict[str, object]:
         section: dict[str, object] = {
@@ -205,7 +203,6 @@ def _parse(section: Mapping[str, Any]) -> Manifest:
         static=None if section.get("static") is None else _parse_static(_get(section, "static", dict)),
         staging=staging,
         obsolete=tuple(plain_name(name) for name in _get(section, "obsolete", list)),
-        bytes_each=frozenset(name for name, weight in weights.items() if has_bytes_each(weight.format, section["weights"][name])),
     )
 
 
@@ -219,6 +216,7 @@ def _parse_weight(name: str, entry: object) -> Weight:
     if dtype not in DTYPES:
         raise ValueError(f"the dtype of {short(name)} is one of {', '.join(DTYPES)}, got {short(dtype)}")
     fmt = as_format(entry.get("format", ""))
+    check_bits(fmt, entry)
     sizes = 3 if kind == "Experts" or (kind in CONVOLUTIONS and isinstance(fmt.block, int)) else 2
     if not (isinstance(shape, list) and len(shape) == sizes and is_shape(shape)):
         raise ValueError(f"the shape of {short(name)} is {sizes} sizes, got {short(shape)}")
@@ -238,7 +236,7 @@ def _parse_weight(name: str, entry: object) -> Weight:
 def _parse_fold(name: str, kind: str, entry: Mapping[str, object], shape: Sequence[int], fmt: Format) -> Fold | None:
     """How the codes of a convolution are arranged. Raises ValueError where codes of `shape` cannot be."""
     kernel, phases = (cast("list[int]", entry.get(key, [])) for key in ("kernel", "phases"))
-    if kernel == []:
+    if kind not in CONVOLUTIONS and kernel == []:
         return None
     given = is_shape(kernel) and len(kernel) == CONVOLUTIONS.get(kind) and is_shape(phases) and bool(phases) == ("Transpose" in kind)
     try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "quantization_config"
 METHOD = "halfbyte"
-BITS = "bits"  # of the files for a code of 5 or 6 bits; older checkpoints lack the entry, and use 8
+BITS = "bits"  # key: how many a code of 5 or 6 bits takes in the files
 VERSION = 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -36,7 +36,6 @@ class Module:
         shape: Of its codes: [N, K] of a Linear or Embedding, [E, N, K] of experts.
         compute, activation: How it is multiplied, as in `halfbyte.Config`.
         ordered: Whether its inputs are reordered: <module>.input_order is stored, too.
-        bytes_each: Whether its codes of 5 or 6 bits take whole bytes in the files.
         dtype: The dtype of the float weight that it replaces, where that is not the model's.
         low_rank: The rank of the branch of the LowRankLinear whose residual it is, else 0; `with_branches` sets it.
         scaled: Whether that LowRankLinear has a scale of its inputs.
@@ -47,7 +46,6 @@ class Module:
     compute: str = "auto"
     activation: str = "block"
     ordered: bool = False
-    bytes_each: bool = False
     dtype: torch.dtype | None = None
     low_rank: int = 0
     scaled: bool = False
@@ -70,13 +68,13 @@ class Module:
 
     def to_json(self) -> dict[str, object]:
         entry = {**asdict(self), "format": str(self.format), "shape": list(self.shape)}
-        del entry["bytes_each"], entry["dtype"]
+        del entry["dtype"]
         if not self.low_rank:
             del entry["low_rank"], entry["scaled"]
         if self.dtype is not None:
             entry["dtype"] = DTYPE_NAMES[self.dtype]
         if self.format.packed_bits:
-            entry[BITS] = 8 if self.bytes_each else self.format.packed_bits
+            entry[BITS] = self.format.packed_bits
         return entry
 
     @classmethod
@@ -94,7 +92,8 @@ class Module:
                 f"a low_rank is a whole number, more than 0 if scaled, which is true or false, got {short(rank)} and {short(scaled)}"
             )
         settings = entry.get("compute", "auto"), entry.get("activation", "block")
-        module_entry = cls(fmt, tuple(shape), *settings, ordered, has_bytes_each(fmt, entry), dtype_named(dtype), rank, scaled)
+        check_bits(fmt, entry)
+        module_entry = cls(fmt, tuple(shape), *settings, ordered, dtype_named(dtype), rank, scaled)
         check_compute(module_entry.compute, module_entry.activation)
         return module_entry
 
@@ -109,12 +108,11 @@ def dtype_of(config: Mapping[str, object]) -> torch.dtype | None:
     return dtype_named(config.get("dtype", config.get("torch_dtype")))
 
 
-def has_bytes_each(fmt: Format, entry: Mapping[str, object]) -> bool:
-    """Whether codes of 5 or 6 bits take whole bytes, by what config.json says of a weight. Raises FormatError for other numbers of bits."""
-    bits = entry.get(BITS, 8)
-    if fmt.packed_bits and (type(bits) is not int or bits not in (fmt.packed_bits, 8)):
-        raise FormatError(f"codes of {fmt} take {fmt.packed_bits} or 8 bits in files, got {short(bits)}")
-    return bool(fmt.packed_bits) and bits == 8
+def check_bits(fmt: Format, entry: Mapping[str, object]) -> None:
+    """Raise FormatError unless config.json says of a weight with codes of 5 or 6 bits that they take as many in the files."""
+    bits = entry.get(BITS)
+    if fmt.packed_bits and (type(bits) is not int or bits != fmt.packed_bits):
+        raise FormatError(f"codes of {fmt} take {fmt.packed_bits} bits in files, got {short(bits)}")
 
 
 def branches(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, bool]]:

@@ -62,7 +62,7 @@ class CodesPlaceholder(nn.Module):
         super().__init__()
         self.settings, self.dtype = settings, dtype
         self.shape = settings.shape  # which transformers asks of Whisper's positions
-        self.stored = dense_tensors(settings.format, settings.shape, bytes_each=settings.bytes_each)
+        self.stored = dense_tensors(settings.format, settings.shape)
         for part, (stored, shape) in self.stored.items():
             self.register_buffer(part, torch.empty(shape, dtype=stored, device="meta"))
 
@@ -70,7 +70,7 @@ class CodesPlaceholder(nn.Module):
         """Raises FormatError where the tensors read are not as expected."""
         # transformers may have cast scales to float32, where the architecture keeps the weight in that: casting back is exact.
         tensors = {part: t.to(self.stored[part][0]) if t.is_floating_point() else t for part, t in self.named_buffers()}
-        codes = from_dense(self.settings.format, self.shape, tensors, bytes_each=self.settings.bytes_each)
+        codes = from_dense(self.settings.format, self.shape, tensors)
         codes.check_values()
         return codes
 

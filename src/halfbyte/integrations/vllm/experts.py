@@ -39,7 +39,7 @@ class _Stack:
         check_inputs(self.module, shape[-1], prefix)
         self.shape, fmt, scopes = shape, self.module.format, api.FusedMoeWeightScaleSupported
         scope = scopes.GROUP if isinstance(fmt.block, int) else scopes.CHANNEL
-        for part, (dtype, size) in dense_tensors(fmt, shape, bytes_each=self.module.bytes_each).items():
+        for part, (dtype, size) in dense_tensors(fmt, shape).items():
             data = torch.zeros(size, dtype=dtype, device=torch.get_default_device())
             parameter = nn.Parameter(data, requires_grad=False)
             layer.register_parameter(f"{self.name}_weight_{part}", parameter)

@@ -53,11 +53,10 @@ def codes_parameters(module: Module, n: int, k: int, loader: Loader) -> dict[str
     """Return the parameters of one weight [n, k], a shard of the module's: the guard `weight`, `weight_data`, `weight_scale`, …"""
     fmt, device = module.format, torch.get_default_device()
     parameters: dict[str, nn.Parameter] = {"weight": api.BasevLLMParameter(data=guard(device), weight_loader=loader)}
-    for name, (dtype, shape) in dense_tensors(fmt, (n, k), bytes_each=module.bytes_each).items():
+    for name, (dtype, shape) in dense_tensors(fmt, (n, k)).items():
         settings: dict[str, object] = {"data": torch.zeros(shape, dtype=dtype, device=device), "weight_loader": loader}
         if name == "data":
-            bits = 8 if module.bytes_each else fmt.stored_bits
-            packing = {"packed_dim": 1, "packed_factor": Fraction(8, bits)}
+            packing = {"packed_dim": 1, "packed_factor": Fraction(8, fmt.stored_bits)}
             parameter = api.PackedvLLMParameter(input_dim=1, output_dim=0, **packing, **settings)
         elif isinstance(fmt.block, int):
             parameter = api.GroupQuantScaleParameter(input_dim=1, output_dim=0, **settings)
@@ -140,4 +139,4 @@ class FusedCopies(_Parts, api.PerTensorScaleParameter):
 def loaded_codes(module: Module, shape: tuple[int, ...], parameters: Mapping[str, nn.Parameter]) -> Codes:
     """Return the codes of `shape` that vLLM has loaded into the parameters `weight_data`, `weight_scale`, …"""
     tensors = {name: parameters[f"weight_{name}"].data for name in PARTS if f"weight_{name}" in parameters}
-    return from_dense(module.format, shape, tensors, bytes_each=module.bytes_each)
+    return from_dense(module.format, shape, tensors)
