@@ -34,6 +34,9 @@ from halfbyte.kernels.gpu.arithmetic import dot
 from halfbyte.kernels.gpu.conv.tile import of_patches
 from halfbyte.kernels.gpu.epilogue import squares_of
 
+# Triton up to 3.6 hands warps out along the first dimension of a load before the others, since 3.7 along the last one.
+_LAST_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
+
 # `S` is a `skinny_config.Static`; rows are (batch, band, slice, row of 16), columns (slice, row of x).
 
 
@@ -224,11 +227,8 @@ def _per_row(values, S: tl.constexpr):
 
 @triton.jit
 def _words_at(codes, pn, N, n_padded, k_slabs, part_slabs, first_slab, S: tl.constexpr):
-    """Return pointers to the words of each part's first K slab, [batch, slices, bands, kt 2, 256], and the number of that slab.
-
-    The dimensions are in the order in which Triton distributes them to warps, so that each warp has the rows that the matrix instruction
-    gives it.
-    """
+    """Return pointers to the words of each part's first K slab, [batch, slices, bands, kt 2, 256] (`_along`), and the number of that
+    slab."""
     SLICES: tl.constexpr = S.slices
     BANDS: tl.constexpr = S.bands
     BATCH: tl.constexpr = S.batch
@@ -240,10 +240,10 @@ def _words_at(codes, pn, N, n_padded, k_slabs, part_slabs, first_slab, S: tl.con
         band = tl.minimum(band, end - 1 - pn * TILE // 4 * 4)  # the last tile may reach beyond the last panel
     if S.gated:
         band += i // TILE * (N // 32)  # whole panels
-    band = band[None, None, :, None, None]
-    kt = tl.arange(0, 2)[None, None, None, :, None]
-    word = tl.arange(0, 256)[None, None, None, None, :]
-    slice_ = tl.arange(0, BATCH)[:, None, None, None, None] * SLICES + tl.arange(0, SLICES)[None, :, None, None, None]
+    band = _along(2, band)
+    kt = _along(3, tl.arange(0, 2))
+    word = _along(4, tl.arange(0, 256))
+    slice_ = _along(0, tl.arange(0, BATCH)) * SLICES + _along(1, tl.arange(0, SLICES))
     slab = first_slab + slice_ * part_slabs
     base = codes + (pn * TILE // 4).to(tl.int64) * k_slabs * 2048
     return base + ((band // 4 * k_slabs + slab) * 2048 + kt * 1024 + band % 4 * 256 + word), slab
@@ -253,20 +253,31 @@ def _words_at(codes, pn, N, n_padded, k_slabs, part_slabs, first_slab, S: tl.con
 def _bytes_at(codes, pn, N, n_padded, k_slabs, part_slabs, first_slab, S: tl.constexpr):
     """Return pointers to pairs of bytes of each part's first K slab, and the number of that slab.
 
-    The shape is [batch, slices, bands, 4, 256]: 4 is half of the K slab by half of a band's rows, 256 is 8 rows of 32 pairs. A lane loads
-    16 consecutive bytes (`_add_slab`).
+    The shape is [batch, slices, bands, 4, 256] (`_along`): 4 is half of the K slab by half of a band's rows, 256 is 8 rows of 32 pairs. A
+    lane loads 16 consecutive bytes (`_add_slab`).
     """
     SLICES: tl.constexpr = S.slices
     BANDS: tl.constexpr = S.bands
     BATCH: tl.constexpr = S.batch
-    slice_ = tl.arange(0, BATCH)[:, None, None, None, None] * SLICES + tl.arange(0, SLICES)[None, :, None, None, None]
+    slice_ = _along(0, tl.arange(0, BATCH)) * SLICES + _along(1, tl.arange(0, SLICES))
     slab = first_slab + slice_ * part_slabs
-    band = tl.arange(0, BANDS)[None, None, :, None, None] * 16
-    half = tl.arange(0, 4)[None, None, None, :, None]
-    i = tl.arange(0, 256)[None, None, None, None, :]
+    band = _along(2, tl.arange(0, BANDS)) * 16
+    half = _along(3, tl.arange(0, 4))
+    i = _along(4, tl.arange(0, 256))
     row = tl.minimum(_row(band + half % 2 * 8 + i // 32, pn, N, S), n_padded - 1)
     at = row.to(tl.int64) * (k_slabs * 64) + slab * 64 + (half // 2 * 32 + i % 32)
     return codes.to(tl.pointer_type(tl.int16)) + at, slab
+
+
+@triton.jit
+def _along(DIMENSION: tl.constexpr, values):
+    """Return values along a dimension of [batch, slices, bands, parts, 256], or where warps take the last one first, of [parts, bands,
+    slices, batch, 256]: so each warp loads the rows that the matrix instruction gives it."""
+    PLACE: tl.constexpr = 3 - DIMENSION if _LAST_FIRST and DIMENSION < 4 else DIMENSION
+    for i in tl.static_range(5):
+        if i != PLACE:
+            values = tl.expand_dims(values, i)
+    return values
 
 
 @triton.jit
@@ -369,6 +380,8 @@ def _add_slab(codes, x, scales, zeros, total, S: tl.constexpr):
     """Return total + the products of one K slab."""
     ALL: tl.constexpr = S.batch * S.rows
     DTYPE: tl.constexpr = tl.float16 if x.dtype == tl.float16 else tl.bfloat16
+    if _LAST_FIRST and (S.bits == 4 or S.permuted_k):
+        codes = tl.permute(codes, (3, 2, 1, 0, 4))
     if S.bits == 4:
         codes = tl.reshape(codes, (S.batch, S.slices, S.bands, 2, 8, 4, 2, 2, 2))  # batch, slice, band, kt, row, k4, khalf, rowhalf, k
         codes = tl.reshape(tl.permute(codes, (0, 2, 1, 7, 4, 3, 6, 5, 8)), (ALL, 1, 32))
