@@ -389,3 +389,20 @@ def test_a_norm_that_was_replaced() -> None:
             model.model.layers[1].post_attention_layernorm = Shifted(model.model.layers[1].post_attention_layernorm)
         assert close(steps(short, DynamicCache(config=short.config), ids), steps(plain, DynamicCache(config=plain.config), ids))
     assert why_not_native(short.model.layers[1], "cpu") == "one of its norms was replaced"
+
+
+class _Skipped(torch.nn.Module):
+    """In the place of a layer, without any of its parts."""
+
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return x
+
+
+def test_a_layer_of_another_class() -> None:
+    plain, short = pair("llama")
+    for model in (plain, short):
+        model.model.layers[1] = _Skipped()
+    assert short.model.halfbyte_remark == "its layers are called one by one: they are of several classes"
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        assert torch.equal(short(ids, use_cache=False).logits, plain(ids, use_cache=False).logits)

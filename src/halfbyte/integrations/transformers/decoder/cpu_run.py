@@ -14,7 +14,7 @@ from torch import Tensor
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.transformers.cache.kv_entry import KVEntry, sees_what_it_should
 from halfbyte.integrations.transformers.decoder.live_layer import is_distributed, needs_eager
-from halfbyte.integrations.transformers.decoder.run import Call, Run
+from halfbyte.integrations.transformers.decoder.run import Call, LayerKinds, Run
 from halfbyte.ops.transformer.decoder import MOST_SEQUENCES, DecoderLayer, run_layers, why_not
 from halfbyte.ops.transformer.sublayers import Heads
 
@@ -41,9 +41,9 @@ def why_not_lowered(layer: Part, spec: LayerSpec) -> str | None:
 class CpuRun(Run):
     """A call through the layers that are lowered for a CPU."""
 
-    def __init__(self, layers: Sequence[DecoderLayer | str], stack: Part, call: Call) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer | str], stack: Part, kinds: LayerKinds, call: Call) -> None:
         """Prepare a call. layers: Lowered, or the reason why transformers computes one."""
-        super().__init__(stack, call)
+        super().__init__(stack, kinds, call)
         self._lowered = layers
         self._later: dict[tuple[int, int, int], bool] = {}  # results of `_sees_later`
 

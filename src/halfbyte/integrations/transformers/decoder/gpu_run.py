@@ -24,7 +24,7 @@ from halfbyte.decoder.gpu_layer import GpuLayer, KeyValues, Rotary, decode, pref
 from halfbyte.decoder.spec import LayerSpec
 from halfbyte.integrations.transformers.decoder.layer_gpu import is_prefilled
 from halfbyte.integrations.transformers.decoder.live_layer import query_scale_from
-from halfbyte.integrations.transformers.decoder.run import Call, Run
+from halfbyte.integrations.transformers.decoder.run import Call, LayerKinds, Run
 from halfbyte.machine import gpu
 from halfbyte.ops.modes import in_mode, plain
 from halfbyte.ops.transformer.prefill_ops import why_not_many
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 class GpuRun(Run):
     """A call through the layers of a stack, computed by kernels of a GPU where these support the layer and the call."""
 
-    def __init__(self, layers: Sequence[GpuLayer | None], stack: Part, call: Call) -> None:
+    def __init__(self, layers: Sequence[GpuLayer | None], stack: Part, kinds: LayerKinds, call: Call) -> None:
         """Prepare a call. layers: Lowered; None where transformers computes one."""
-        super().__init__(stack, call)
+        super().__init__(stack, kinds, call)
         self._lowered = layers
         self._scales_queries = query_scale_from(stack.layers[0]) is not None  # by position, which no kernel does
 

@@ -71,9 +71,10 @@ class SharedKV(NamedTuple):
 
 def shared_kv(layer: Part) -> SharedKV:
     """Return how a layer of a known family shares keys and values."""
-    family, attention = family_of(layer), layer.self_attn
+    family = family_of(layer)
     if family is None or not family.kv_sharing:
         return SharedKV()
+    attention = layer.self_attn
     kind: str = attention.layer_type
     kinds, modes = attention.config.layer_types, getattr(attention.config, "kv_sharing_modes", None)
     if modes is None:  # the last layers reuse

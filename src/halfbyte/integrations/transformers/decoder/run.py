@@ -17,7 +17,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from halfbyte.decoder.family import SLIDING, Family
 from halfbyte.integrations.transformers.cache.kv_entry import SharedStates
-from halfbyte.integrations.transformers.decoder.live_layer import family_of, shared_kv
+from halfbyte.integrations.transformers.decoder.live_layer import SharedKV, family_of, shared_kv
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE, Arguments
 
 if TYPE_CHECKING:
@@ -69,12 +69,14 @@ class LayerKinds(NamedTuple):
         masks: FULL or SLIDING: which mask a layer takes.
         windows: Its sliding window, or None.
         ropes: The type of layers whose rotary embedding it takes; "" where all layers take the same.
+        kv_sharing: How it shares keys and values with others.
     """
 
     family: Family
     masks: list[str]
     windows: list[int | None]
     ropes: list[str]
+    kv_sharing: list[SharedKV]
 
 
 def layer_kinds(stack: Part) -> LayerKinds | None:
@@ -88,7 +90,7 @@ def layer_kinds(stack: Part) -> LayerKinds | None:
     if family.sliding_window != "layer_types":
         masks = [SLIDING if family.sliding_window == "all" and window is not None else FULL] * count
     windows = [window if kind == SLIDING else None for kind in masks]
-    return LayerKinds(family, masks, windows, types if family.rope_per_type else [""] * count)
+    return LayerKinds(family, masks, windows, types if family.rope_per_type else [""] * count, [*map(shared_kv, stack.layers)])
 
 
 def prepare(stack: Part, kinds: LayerKinds, call: Arguments, past: Cache | None) -> tuple[Tensor, Call] | None:
@@ -162,11 +164,11 @@ def _mask(config: Config, kind: str, given: Any, x: Tensor, past: Cache | None, 
 class Run:
     """A call through all layers of a stack, each computed as transformers does it; subclasses compute them natively."""
 
-    def __init__(self, stack: Part, call: Call) -> None:
-        """Prepare a call of a stack."""
+    def __init__(self, stack: Part, kinds: LayerKinds, call: Call) -> None:
+        """Prepare a call of a stack, whose layers are of these kinds."""
         self._modules, self._call = stack.layers, call
         self._eager: bool = stack.config._attn_implementation == "eager"  # whose masks are added to scores
-        self._kv_sharing = [shared_kv(layer) for layer in stack.layers]
+        self._kv_sharing = kinds.kv_sharing
         self._has_kv_sharing = any(shared.kind is not None for shared in self._kv_sharing)
         self._bool_masks: dict[int, Tensor | None] = {}  # memoized `visible`, by id(mask): layers share masks
 

@@ -168,7 +168,7 @@ def _traced(stack: Any, call: Arguments) -> tuple[Tensor, Any] | None:
     if (prepared := prepare(stack, kinds, call, past)) is None:
         return None
     x, layer_call = prepared
-    normed: Tensor = getattr(stack, kinds.family.final_norm)(GpuRun(lowered, stack, layer_call)(x))
+    normed: Tensor = getattr(stack, kinds.family.final_norm)(GpuRun(lowered, stack, kinds, layer_call)(x))
     return normed, past
 
 
@@ -310,7 +310,8 @@ class CompiledStack:
         limit = query_scale_from(stack.layers[0]) if on_cpu else None
         if limit is not None and int(layer_call.rope_positions.max()) >= limit:
             return None
-        run = CpuRun(self.on_cpu, stack, layer_call) if on_cpu else GpuRun(self.on_gpu, stack, layer_call)
+        given = stack, self.kinds, layer_call
+        run = CpuRun(self.on_cpu, *given) if on_cpu else GpuRun(self.on_gpu, *given)
         normed: Tensor = getattr(stack, self.kinds.family.final_norm)(run(x))
         return normed
 
