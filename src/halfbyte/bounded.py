@@ -93,19 +93,23 @@ def by_object(
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """The number of writes to a tensor that torch has counted; None for inference tensors, whose writes it does not count."""
-    return None if tensor.is_inference() else tensor._version
+    """The number of writes to a tensor that torch has counted; None for inference tensors, whose writes it does not count, and for those
+    that one of `tensor` and its `data` was assigned to."""
+    try:
+        return None if tensor.is_inference() else tensor._version
+    except RuntimeError:
+        return None
 
 
 def writes_to(tensor: Tensor) -> int:
     """The number of writes to a tensor: of those to an inference tensor the ones that `count_write` was told of."""
-    count: int = getattr(tensor, "_halfbyte_writes", 0) if tensor.is_inference() else tensor._version
-    return count
+    counted, told = version_of(tensor), getattr(tensor, "_halfbyte_writes", 0)
+    return told if counted is None else counted
 
 
 def count_write(tensor: Tensor) -> None:
     """Count a write that torch may not have counted: to an inference tensor, or by an operation within a dispatch."""
-    if tensor.is_inference():
+    if version_of(tensor) is None:
         tensor._halfbyte_writes = writes_to(tensor) + 1  # type: ignore[attr-defined]
     else:
         increment_version(tensor)

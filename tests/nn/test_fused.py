@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte import ops
+from halfbyte.bounded import count_write, version_of, writes_to
 from halfbyte.checkpoint import load_tensors, save
 from halfbyte.errors import UnsupportedError
 from halfbyte.formats.codes import Codes
@@ -22,6 +25,7 @@ from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.dequantized import dequantize_
+from halfbyte.nn.frozen import Frozen
 from halfbyte.nn.fused import FusedLinear, fuse_
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.report import report
@@ -65,6 +69,62 @@ def test_outputs_are_those_of_the_input_as_it_is_and_of_no_other_layer() -> None
     assert torch.equal(together.k_proj(x), alone.k_proj(x))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_siblings_are_one_product(
+    mode: Callable[[], AbstractContextManager[None]], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, together = pair(Config("q8_0", compute="float"))
+    block, calls, linear = together[0], list[int](), ops.linear
+    monkeypatch.setattr(ops, "linear", lambda *args, **kwargs: (calls.append(1), linear(*args, **kwargs))[1])
+
+    def siblings(x: Tensor) -> Tensor:
+        x = x * 2
+        return torch.cat((block.q_proj(x), block.k_proj(x), block.v_proj(x)), -1)
+
+    with mode():
+        (torch.compile(siblings, backend="eager", fullgraph=True) if compiled else siblings)(torch.randn(3, 72))
+    assert len(calls) == 1
+
+
+def test_a_write_to_a_bias_between_siblings_is_seen() -> None:
+    alone, together = (model[0] for model in pair(Config("q8_0", compute="float"), bias=True))
+    x = torch.randn(3, 72)
+    together.q_proj(x)
+    with torch.no_grad():
+        for block in (alone, together):
+            block.k_proj.bias.add_(1)
+    assert torch.equal(together.k_proj(x), alone.k_proj(x))
+
+
+def test_a_model_copied_and_fused_in_inference_mode_has_biases_without_versions() -> None:
+    """Of a parameter whose data was an inference tensor and is none, torch raises instead of giving a version."""
+    with torch.inference_mode():
+        together = fuse_(quantize_(copy.deepcopy(Block(bias=True)), "q8_0"))
+    bias = together.q_proj.bias
+    assert not bias.is_inference()
+    assert version_of(bias) is None
+    writes = writes_to(bias)
+    count_write(bias)
+    assert writes_to(bias) != writes
+    assert Frozen(together).is_unchanged()
+
+
+@torch.inference_mode()
+def test_loaded_codes_are_those_of_later_calls_where_torch_counts_no_writes() -> None:
+    blocks = [quantize_(Block(), "int8_channel") for _ in range(2)]
+    together = fuse_(copy.deepcopy(blocks[0]))
+    x = torch.randint(-128, 128, (3, 72), dtype=torch.int8)
+
+    def output(block: nn.Module) -> Tensor:
+        weight = block.q_proj.together[0] if isinstance(block.q_proj, FusedLinear) else block.q_proj.packed
+        return ops.qlinear(x, weight, in_scale=0.1, in_zero=100, out_scale=0.1, out_zero=0)[:, : block.q_proj.out_features]
+
+    assert torch.equal(output(together), output(blocks[0]))
+    together.load_state_dict(blocks[1].state_dict())
+    assert torch.equal(output(together), output(blocks[1]))
+
+
 def test_outputs_are_those_of_the_modes_that_are_on() -> None:
     alone, together = (model[0] for model in pair(Config("q8_0", compute="float"), bias=True))
     x = torch.randn(3, 72, requires_grad=True)
@@ -76,6 +136,8 @@ def test_outputs_are_those_of_the_modes_that_are_on() -> None:
     together.q_proj(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert together.k_proj(x).dtype == alone.k_proj(x).dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.float16):
+            assert together.v_proj(x).dtype == torch.float16
     together.q_proj(x)
     assert torch.equal(copy.deepcopy(together).k_proj(x), alone.k_proj(x)), "a copy takes no outputs along"
 

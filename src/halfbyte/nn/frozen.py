@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from halfbyte.bounded import by_object
+from halfbyte.bounded import by_object, version_of
 
 M = TypeVar("M", bound=nn.Module)
 V = TypeVar("V")
@@ -65,7 +65,7 @@ class Frozen:
         tensors = {id(value): value for value in (*self._registered, *others) if type(value) in (Tensor, nn.Parameter)}
         self._tensors = list(tensors.values())
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._counted = [tensor for tensor in self._tensors if version_of(tensor) is not None]
         self._versions = list(map(_version, self._counted))
         del self._seen
 

@@ -10,7 +10,7 @@ A GELU is applied to the product before that is written: no number changes by mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Literal, NamedTuple, cast
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfbyte import ops
-from halfbyte.bounded import version_of
+from halfbyte.bounded import count_write, version_of
 from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.codes import Codes
 from halfbyte.layouts import cpu_tiles, gpu_tiles
@@ -191,11 +191,14 @@ class _Outputs(NamedTuple):
     by_layer: dict[int, Tensor]
 
 
-def _state_of(x: Tensor) -> tuple[object, ...]:
-    """The version of x, and torch's modes. Writes to inference tensors, and those that torch.compile traces, are not counted."""
+def _state_of(x: Tensor, others: Iterable[Tensor]) -> tuple[object, ...]:
+    """The versions of x and other tensors, and torch's modes. Writes to inference tensors, and those that torch.compile traces, are not
+    counted."""
     if torch.compiler.is_compiling():
         return (torch.is_grad_enabled(),)
-    return version_of(x), torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return *map(version_of, (x, *others)), torch.is_grad_enabled(), dtype
 
 
 @dataclass(eq=False)
@@ -279,13 +282,19 @@ class _Group:
             self.join()
         return self._bias
 
+    def _parameters(self, low_rank: bool) -> Iterator[Tensor]:
+        """The tensors besides the weight that outputs depend on."""
+        yield from (bias for bias in self.biases if bias is not None)
+        for branch in self.branches if low_rank else ():
+            yield from (branch.low_rank_in, branch.low_rank_out)
+
     def rows(self, index: int) -> slice:
         start = sum(self.sizes[:index])
         return slice(start, start + self.sizes[index])
 
     def part(self, x: Tensor, of: FusedLinear, *, low_rank: bool = False) -> Tensor:
         """The outputs for x of one of the layers; the first one that is asked says how all are computed."""
-        cached, state = self.cached_outputs, (*_state_of(x), low_rank)
+        cached, state = self.cached_outputs, (*_state_of(x, self._parameters(low_rank)), low_rank)
         is_current = cached is not None and cached.x is x and cached.state == state
         output = cached.by_layer.pop(of.index, None) if cached is not None and is_current else None
         if output is None:
@@ -329,6 +338,7 @@ class _Group:
         with torch.inference_mode():  # where weights packed in this mode may be written to, too
             self.packed.data.copy_(packed.data)
             self.check.copy_(digest(packed.data))
+        count_write(self.packed.data)
 
 
 class FusedLinear(DerivedLinear):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from halfbyte.bounded import version_of
 from halfbyte.kernels.layer_kinds import Gelu
 from halfbyte.kernels.problem import Activation, Problem, check_compute
 from halfbyte.layouts import cpu_tiles
@@ -92,7 +93,7 @@ class TensorAddresses:
         Copying all experts' for each token takes too long: they are copied when torch's version counter says that they were written to,
         which does not see writes through `.data`.
         """
-        return self._float32(bias, by_version=bias.dim() > 1 and not bias.is_inference())
+        return self._float32(bias, by_version=bias.dim() > 1)
 
     def _float32(self, tensor: Tensor, *, by_version: bool = False) -> int:
         assert tensor.is_cpu
@@ -101,7 +102,7 @@ class TensorAddresses:
             with torch.inference_mode(False):  # `refresh` writes to the copy, not always in that mode
                 copy = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
             copy.copy_(tensor)
-            self._copies.append(_Float32Copy(copy, tensor, tensor._version if by_version else None))
+            self._copies.append(_Float32Copy(copy, tensor, version_of(tensor) if by_version else None))
             tensor = copy
         self._alive.append(tensor)
         return tensor.data_ptr()
