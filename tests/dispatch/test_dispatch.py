@@ -221,6 +221,18 @@ def test_two_threads_keep_times_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(list(tune.table_path(gpu).parent.iterdir())) == 1
 
 
+def test_times_and_failures_of_other_codes_and_scales() -> None:
+    """Formats whose kernels differ have times and failures of their own; those of plain integers stand in until there are some."""
+    gpu, names = GPUS["sm_90"], ("q4_0", "int4_g32_bf16", "mxfp4", "iq4_nl")
+    problems = {name: dataclasses.replace(problem(1), format=as_format(name)) for name in names}
+    assert len({tune.kind(one) for one in problems.values()}) == len(names)
+    tune.keep(gpu, problems["q4_0"], {"skinny": {"Config()": 1.0}})
+    assert {tune.measured(gpu, one).times["skinny"]["Config()"] for one in problems.values()} == {1.0}
+    for seconds, one in enumerate(problems.values(), 1):
+        tune.keep(gpu, one, {"skinny": {"Config()": float(seconds)}})
+    assert [tune.measured(gpu, one).times["skinny"]["Config()"] for one in problems.values()] == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_the_tables_in_the_package_are_sound_and_fit_the_kernels() -> None:
     """A config that a kernel no longer has is a number that nobody reads."""
     for path in tune._TABLES.glob("*.json"):

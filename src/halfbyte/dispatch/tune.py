@@ -9,7 +9,8 @@ that each candidate's configs took.
 This machine's stands in the cache folder and is believed for this GPU alone, whose name it holds. Where there is no such folder, it
 can't be written or what is there is damaged, times are known to the process that measured them, with one warning. The package's, in
 dispatch/tables, serve GPUs of their architecture with as many multiprocessors, whose configs are the same: that of the nearest bandwidth
-first. float16 and bfloat16 stand in for each other. A number of rows between two that were measured counts as the next power of two.
+first. float16 and bfloat16 stand in for each other, and integers with the usual scale for codebooks and other scales. A number of rows
+between two that were measured counts as the next power of two.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 
 from halfbyte import env
 from halfbyte.errors import ArgumentError
+from halfbyte.formats.spec import Format, usual_scale
 from halfbyte.io.files import write_whole
 from halfbyte.kernels.problem import Problem
 from halfbyte.layouts import gpu_tiles
@@ -49,10 +51,12 @@ class Measured(NamedTuple):
 
 def measured(gpu: Gpu, problem: Problem, *, here: bool = False) -> Measured:
     """What is known of `problem` on `gpu`: candidate -> config -> seconds; only what was measured `here`. Nothing, as a rule."""
-    rows = str(rows_class(problem.m))
-    other_half = _HALVES.get(problem.dtype, problem.dtype)
+    rows, fmt = str(rows_class(problem.m)), problem.format
+    dtypes = problem.dtype, _HALVES.get(problem.dtype, problem.dtype)
+    formats = fmt, Format(fmt.bits, fmt.block, fmt.zero, usual_scale(fmt.block))
+    keys = [kind(replace(problem, format=one, dtype=dtype)) for one in formats for dtype in dtypes]
     for table in (_local_table(gpu), *(() if here else map(_table, _shipped(gpu)))):
-        for key in (kind(problem), kind(replace(problem, dtype=other_half))):
+        for key in keys:
             times = table.get("linear", {}).get(key, {}).get(rows)
             if times is not None:
                 return Measured(times, str(table.get("gpu", gpu.name)))
@@ -83,8 +87,10 @@ def kind(problem: Problem) -> str:
     """What problems of all M with the same times have in common."""
     fmt, geo = problem.format, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     scope = ("row" if geo.block_rows == 1 else f"b{geo.padded}") + "_2:4" * problem.sparse
+    scale = "" if fmt.scale == usual_scale(fmt.block) else f"_{str(fmt.scale).removeprefix('torch.')}"
+    codes = f"{fmt.family if fmt.codebook else f'w{fmt.bits}'}_{fmt.zero}"
     way = f"{problem.compute}_{problem.activation}" if problem.compute == "int8" else problem.compute
-    return f"w{fmt.bits}_{fmt.zero}_{scope} {str(problem.dtype).removeprefix('torch.')} {way} {problem.n}x{problem.k}"
+    return f"{codes}_{scope}{scale} {str(problem.dtype).removeprefix('torch.')} {way} {problem.n}x{problem.k}"
 
 
 def rows_class(m: int) -> int:

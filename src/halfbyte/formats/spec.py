@@ -218,7 +218,7 @@ class Format:
         if self in _NAMES:
             return _NAMES[self]
         scope = f"g{self.block}" if isinstance(self.block, int) else self.block
-        scale = "" if self.scale == _usual_scale(self.block) else "_" + _SCALE_NAMES[self.scale]
+        scale = "" if self.scale == usual_scale(self.block) else "_" + _SCALE_NAMES[self.scale]
         return f"{self.family if self.has_limited_codes else f'int{self.bits}'}_{scope}{_ZERO_NAMES[self.zero]}{scale}"
 
 
@@ -250,7 +250,7 @@ def codebook(family: Family | Literal[""]) -> tuple[int, ...]:
     return lookup(CODEBOOKS, family, "the codebook") if family else ()
 
 
-def _usual_scale(block: Scope) -> torch.dtype:
+def usual_scale(block: Scope) -> torch.dtype:
     return torch.float16 if isinstance(block, int) else torch.float32
 
 
@@ -311,4 +311,4 @@ def as_format(name: str | Format) -> Format:
     block: Scope = int(match["block"]) if match["block"] else "channel" if match["scope"] == "channel" else "tensor"
     family = cast("Family", match["family"] or "int")
     bits = 8 if family in PACKED_BITS else int(match["bits"] or 4)
-    return Format(bits, block, _ZEROS[match["zero"]], SCALE_DTYPES[match["scale"]] if match["scale"] else _usual_scale(block), family)
+    return Format(bits, block, _ZEROS[match["zero"]], SCALE_DTYPES[match["scale"]] if match["scale"] else usual_scale(block), family)
