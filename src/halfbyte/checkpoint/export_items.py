@@ -105,7 +105,7 @@ def plain(model: StoredModel, name: str, *, as_float: bool) -> ExportItem:
 
 
 def _stands_in(model: StoredModel, name: str) -> bool:
-    """Whether this is a stack of experts, stored outputs first, that the float model has inputs first: as a quantized one beside it."""
+    """Return whether this is a stack of experts, stored outputs first, that the float model has inputs first, as all of its mixture."""
     if len(model.plain[name].shape) != 3 or not name.endswith(".weight"):
         return False
     mixture = name.removesuffix(".weight").rpartition(".")[0]
