@@ -128,6 +128,13 @@ def check_counts(what: str, **counts: Iterable[int]) -> None:
                 raise ArgumentError(f"{name} of {what} is a whole number from 1 on, got {value!r}: ask for 1 or more")
 
 
+def check_whole(what: str, sizes: Iterable[object]) -> None:
+    """Raise ArgumentError unless all sizes of `what` are ints: True and 64.0 are equal to one, and would pass for it in a cache."""
+    for size in sizes:
+        if type(size) is not int:
+            raise ArgumentError(f"sizes of {what} are whole numbers, got {size!r}: pass an int")
+
+
 def model_path(value: str | PathLike[str]) -> Path:
     """The path of a model, as a user names it; raises ArgumentError for what names none."""
     what = "a model is named by its folder or file, a str or a Path"

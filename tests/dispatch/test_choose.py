@@ -167,7 +167,7 @@ def test_every_convolution_has_a_kernel_on_every_cpu(isa: Any) -> None:
             assert any(not option.candidate.rearranges for option in choice.options)
 
 
-@pytest.mark.parametrize("sizes", [(4, 2, 64), (4, 2, 34), (6, 4, 64), (71, 1, 64), (4, 2, 1024)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 2, 64), (4, 2, 34), (6, 3, 64), (71, 1, 64), (4, 2, 1024)], ids=str)
 @pytest.mark.parametrize("cache", ["float", "int8"])
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_attention_on_a_gpu_is_explained_as_it_runs(
@@ -187,14 +187,13 @@ def test_attention_on_a_gpu_is_explained_as_it_runs(
     monkeypatch.setattr(attend_op, "OPS", SimpleNamespace(attend=SimpleNamespace(default=attend_op._attend_on_gpu)))
     said = explained(hb.AttentionShape(2, heads, kv_heads, dim, cache=cache), dtype=torch.bfloat16, device=arch)
     assert {*said.choice.reasons, said.kernel} - {"torch"} == {candidate.name for candidate in GPU_ATTENTION}
-    if heads % kv_heads == 0:  # others are refused before
-        entry = torch.zeros(2, kv_heads, 8, dim, dtype=torch.int8 if cache == "int8" else torch.bfloat16)
-        scales = torch.zeros(2, kv_heads, 8, -(-dim // 32), dtype=torch.bfloat16)
-        qkv = torch.zeros(2, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
-        length = torch.zeros(1, dtype=torch.int64)
-        both = (scales, scales.clone()) if cache == "int8" else None
-        attend_op.attend(qkv, None, entry, entry.clone(), length, None, Heads(heads, kv_heads, dim, 1.0), scales=both)
-        assert ran == [said.kernel]
+    entry = torch.zeros(2, kv_heads, 8, dim, dtype=torch.int8 if cache == "int8" else torch.bfloat16)
+    scales = torch.zeros(2, kv_heads, 8, -(-dim // 32), dtype=torch.bfloat16)
+    qkv = torch.zeros(2, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
+    length = torch.zeros(1, dtype=torch.int64)
+    both = (scales, scales.clone()) if cache == "int8" else None
+    attend_op.attend(qkv, None, entry, entry.clone(), length, None, Heads(heads, kv_heads, dim, 1.0), scales=both)
+    assert ran == [said.kernel]
     prompt = explained(hb.AttentionShape(2, heads, kv_heads, dim, tokens=5), dtype=torch.bfloat16, device=arch)
     why = prefill_ops.why_not_many(Heads(heads, kv_heads, dim, 1.0), torch.bfloat16, GPUS[arch])
     assert (prompt.kernel, prompt.choice.reasons.get("attend_many")) == ("attend_many" if why is None else "torch", why)
@@ -336,6 +335,13 @@ def test_3d_convolutions_are_those_of_images(weight: tuple[int, ...], settings: 
         (hb.ConvShape((1, 8, 4, 4), (8, 8, 3, 3)), {"format": "q8_0", "n": 3}, "leave them out"),
         (hb.AttentionShape(1, 0, 1, 8), {}, "sizes of at least 1"),
         (hb.AttentionShape(1, 4, 1, 8, cache="int4"), {}, "got 'int4'"),  # type: ignore[arg-type]
+        (hb.AttentionShape(1, 30, 8, 128), {}, "got 8 of keys for 30"),
+        (hb.AttentionShape(True, 4, 1, 8), {}, "attention are whole numbers, got True"),
+        (hb.ExpertsShape(1, 4, 2, 64.0, 64), {"format": "q4_0"}, "experts are whole numbers, got 64.0"),  # type: ignore[arg-type]
+        (hb.ConvShape((1, 8.0, 4, 4), (8, 8, 3, 3)), {"format": "q8_0"}, "whole numbers, got 8.0"),  # type: ignore[list-item]
+        (True, {"n": 64, "k": 64, "format": "q8_0"}, "a product are whole numbers, got True"),
+        (1, {"n": 64.0, "k": 64, "format": "q8_0"}, "a product are whole numbers, got 64.0"),
+        (1, {"n": 64, "k": 64, "format": "q8_0", "experts": 2.0}, "whole numbers, got 2.0"),
         (hb.AttentionShape(1, 4, 1, 8), {"dtype": torch.int8}, "float32, bfloat16 or float16"),
         (hb.AttentionShape(1, 4, 1, 8), {"activation": "image"}, "unknown activation scaling 'image'"),
         (hb.ExpertsShape(1, 2, 3, 64, 64), {"format": "q4_0"}, "at least top_k experts"),

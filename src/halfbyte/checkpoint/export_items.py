@@ -21,7 +21,13 @@ Progress = Callable[[int, int, str], object]
 
 @dataclass(frozen=True)
 class ExportItem:
-    """The tensors that are written, and the function that makes them. `row`: its row in the report, if any."""
+    """Tensors that are written together.
+
+    Attributes:
+        specs: Their names, types and shapes.
+        make: Reads and converts them.
+        row: The row of the report about them, if any.
+    """
 
     specs: Mapping[str, TensorSpec]
     make: Callable[[], Mapping[str, Tensor]]
@@ -35,7 +41,14 @@ class ExportItem:
 def kept(
     model: StoredModel, name: str, specs: Mapping[str, TensorSpec], write: Callable[[Codes, Tensor | None], Mapping[str, Tensor]]
 ) -> ExportItem:
-    """A weight that stays quantized; `write` makes its tensors from its codes and the order of its columns, if any."""
+    """Return the item of a weight that stays quantized.
+
+    Args:
+        model: The model.
+        name: Of the weight.
+        specs: Its tensors in the new files.
+        write: Makes them from its codes and from the order of its columns, None where that is the order of its inputs.
+    """
     weight, after = model.weights[name], sum(spec.nbytes for spec in specs.values())
     row = Row(name.removesuffix(".weight"), weight.kind, weight.shape, weight.format, None, model.nbytes(name), after, weight.error)
     return ExportItem(specs, lambda: write(model.codes(name), order_of(model, name)), row)
@@ -48,7 +61,15 @@ def dequantized(
     specs: Mapping[str, TensorSpec] | None = None,
     cut: Callable[[Tensor], Mapping[str, Tensor]] | None = None,
 ) -> ExportItem:
-    """A weight that is written in floating point: as in the float model, or split by `cut` (outputs first) into tensors of one dtype."""
+    """Return the item of a weight that is written in floating point.
+
+    Args:
+        model: The model.
+        name: Of the weight.
+        reason: Why it does not stay quantized, for the report.
+        specs: Its tensors in the new files, all of one dtype; None: the tensor of the float model.
+        cut: Makes them from the weight, outputs first; None: the weight as the float model has it is each of them.
+    """
     weight = model.weights[name]
     # In floating point, experts are parameters, not modules.
     specs = specs or {name.removesuffix(".weight") if weight.kind == "Experts" else name: TensorSpec(weight.dtype, weight.float_shape)}
@@ -67,7 +88,13 @@ def dequantized(
 
 
 def plain(model: StoredModel, name: str, *, as_float: bool) -> ExportItem:
-    """A tensor that is not quantized, unchanged; with `as_float`, a stack of experts in the float model's layout."""
+    """Return the item of a tensor that is not quantized.
+
+    Args:
+        model: The model.
+        name: Of the tensor.
+        as_float: Write a stack of experts inputs first where the float model has it so; else all tensors stay as they are.
+    """
     spec = model.plain[name]
     row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes(name), spec.nbytes)
     if not as_float or not _stands_in(model, name):
@@ -78,15 +105,16 @@ def plain(model: StoredModel, name: str, *, as_float: bool) -> ExportItem:
 
 
 def _stands_in(model: StoredModel, name: str) -> bool:
-    """Whether this is a stack of experts stored outputs first that the float model has inputs first, as next to a quantized one."""
-    mixture, _, last_part = name.removesuffix(".weight").rpartition(".")
+    """Return whether this is a stack of experts, stored outputs first, that the float model has inputs first, as all of its mixture."""
+    if len(model.plain[name].shape) != 3 or not name.endswith(".weight"):
+        return False
+    mixture = name.removesuffix(".weight").rpartition(".")[0]
     others = (weight for other, weight in model.weights.items() if other.startswith(f"{mixture}.") and weight.kind == "Experts")
-    return name.endswith(f"{last_part}.weight") and len(model.plain[name].shape) == 3 and any(weight.transposed for weight in others)
+    return any(weight.transposed for weight in others)
 
 
 def checkpoint_items(model: StoredModel) -> list[ExportItem]:
-    """Return the items of a halfbyte checkpoint: codes, scales and other tensors as they are. The order of a weight's columns is one of the
-    plain tensors."""
+    """Return the items of a halfbyte checkpoint: codes and scales, and other tensors, orders of columns among them, as they are."""
     weights = [
         kept(model, name, weight.stored(name), lambda codes, order, name=name: codes_in_files(name, codes))  # type: ignore[misc]
         for name, weight in model.weights.items()
@@ -95,7 +123,7 @@ def checkpoint_items(model: StoredModel) -> list[ExportItem]:
 
 
 def order_of(model: StoredModel, name: str) -> Tensor | None:
-    """The order of a weight's columns, if it is not that of its inputs."""
+    """Return the order of a weight's columns; None where it is that of its inputs."""
     return model.tensor(order_name(name)) if order_name(name) in model.plain else None
 
 

@@ -221,14 +221,8 @@ def _run(args: argparse.Namespace, opened: tuple[Part, PreTrainedTokenizerBase, 
         show(args.prompt)
     done = generate(model, tokenizer, prompt, show if shown else (lambda text: None), cache=new_cache(args, model), **settings)
     facts = {**measured(done), **sizes(model, args.device), "processes": count}
-    if rank > 0:
-        return 0
-    if args.json:
-        print_json({"model": str(args.model), "prompt": args.prompt, "text": done.text, **facts})
-        return 0
-    print()
-    if not args.quiet:
-        print(f"\n{in_words(facts)}", file=sys.stderr)
+    if rank == 0:
+        _finish(args, done.text, facts)
     return 0
 
 
@@ -243,13 +237,18 @@ def _run_native(args: argparse.Namespace, model: LanguageModel, sampling: Sampli
     sizes = {"weight_bytes": model.spec.nbytes, "peak_memory_bytes": _peak(args.device)}
     facts: dict[str, object] = {**native_measured(generation), **sizes, "processes": 1}
     facts |= {} if model.plan is None else {"plan": model.plan.to_json()}
+    _finish(args, generation.text, facts)
+    return 0
+
+
+def _finish(args: argparse.Namespace, text: str, facts: Mapping[str, Any]) -> None:
+    """Print what was measured, and as JSON the text with it, which otherwise has been shown."""
     if args.json:
-        print_json({"model": str(args.model), "prompt": args.prompt, "text": generation.text, **facts})
-        return 0
+        print_json({"model": str(args.model), "prompt": args.prompt, "text": text, **facts})
+        return
     print()
     if not args.quiet:
         print(f"\n{in_words(facts)}", file=sys.stderr)
-    return 0
 
 
 def _read_prompt(args: argparse.Namespace, processes: int) -> None:

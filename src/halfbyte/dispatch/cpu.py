@@ -28,7 +28,7 @@ class CpuCandidate(Candidate[Problem, ISA]):
 
     Attributes:
         compute: As in Problem.
-        why_not: The reason why the dot products of the name are not there, or do not pay, whatever compute was asked for.
+        why_not: The reason why the dot products of the name are missing, or do not pay, whatever compute was asked for.
     """
 
     compute: Compute = field(kw_only=True)

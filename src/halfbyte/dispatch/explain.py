@@ -17,7 +17,7 @@ from halfbyte.dispatch.explain_gpu import EXPERTS_HAVE_ZEROS, GpuExplanation, ex
 from halfbyte.dispatch.explain_shapes import AttentionShape, ConvShape, ExpertsShape, Shape, ShapeExplanation, explain_shape
 from halfbyte.dispatch.packed import packed_format
 from halfbyte.dispatch.roofline import Ceilings, Roofline, roofline
-from halfbyte.errors import ArgumentError, check_type
+from halfbyte.errors import ArgumentError, check_type, check_whole
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.cpu import probe
 from halfbyte.kernels.cpu.codegen import runtime
@@ -181,6 +181,7 @@ def explain(
     check_type(m, int, "explain takes a number of rows, or the shape of an op", "for a model call hb.report, or `halfbyte explain --model`")
     if n is None or k is None or format is None:
         raise ArgumentError(f"explain takes m, n, k and a format, got {m}, {n}, {k} and {format}: pass all four, or a ConvShape")
+    check_whole("a product", (m, n, k, *([] if experts is None else [experts])))
     fmt = as_format(format)
     if experts is not None and experts < 1:
         raise ArgumentError(f"grouped_linear has 1 or more experts, got {experts}: leave them out for linear")

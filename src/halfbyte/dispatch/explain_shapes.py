@@ -12,7 +12,7 @@ from halfbyte.dispatch.candidate import Choice
 from halfbyte.dispatch.choose import choose
 from halfbyte.dispatch.explain_gpu import described_gpu
 from halfbyte.dispatch.packed import packed_format
-from halfbyte.errors import ArgumentError
+from halfbyte.errors import ArgumentError, check_whole
 from halfbyte.formats.spec import Format
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
@@ -189,8 +189,10 @@ def explain_shape(
         raise ArgumentError(f'explain takes the format of the weights of a {what}, got none: pass format="int8_channel"')
     fmt = packed_format(fmt, on_cpu=on_cpu)
     if isinstance(shape, ConvShape):
+        check_whole("a convolution", (*shape.image, *shape.weight, shape.groups))
         return _explain_conv(shape, fmt, dtype, (compute, activation), here)
     sizes = shape.rows, shape.experts, shape.top_k, shape.hidden, shape.inner
+    check_whole("a mixture of experts", sizes)
     problem = ExpertsProblem(*sizes, fmt, fmt, dtype, check_compute(compute), activation)  # type: ignore[arg-type]
     choice = choose(problem, here)
     up, down = _product(choice.problem.first, here), _product(choice.problem.second, here)
@@ -207,7 +209,11 @@ def _explain_attention(shape: AttentionShape, dtype: torch.dtype, here: Gpu | IS
         raise ArgumentError(f'a cache is "float", "int8" or None, got {shape.cache!r}')
     kind: Literal["decode", "prefill", "encode"] = "encode" if shape.cache is None else "decode" if shape.tokens == 1 else "prefill"
     sizes = shape.batch, shape.tokens, shape.heads, shape.kv_heads, shape.head_dim
-    choice = choose(AttentionProblem(kind, *sizes, dtype, shape.cache or "float"), here)
+    check_whole("attention", sizes)
+    problem = AttentionProblem(kind, *sizes, dtype, shape.cache or "float")
+    if shape.heads % shape.kv_heads:
+        raise ArgumentError(f"as many heads share each head of keys, got {shape.kv_heads} of keys for {shape.heads}: pass the model's")
+    choice = choose(problem, here)
     cache = "no cache" if shape.cache is None else f"{shape.cache} cache"
     tokens = f"{shape.tokens} new token{'s' if shape.tokens > 1 else ''} of {shape.batch} sequence{'s' if shape.batch > 1 else ''}"
     heads = f"{shape.heads} heads of {shape.head_dim}, {shape.kv_heads} of keys and values"

@@ -1,6 +1,6 @@
-"""Which kernel convolves on a GPU: the literal list, the rules, and why each may not be taken.
+"""Which kernel convolves on a GPU: `choose_conv` takes the first of the list GPU_CONV that has no reason against it.
 
-The rules follow what was measured on an H100 and an H200 (`benchmarks/conv.py --device cuda`).
+The reasons (`_why_not_…`) follow what was measured on an H100 and an H200 (`benchmarks/conv.py --device cuda`).
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.problem import ConvProblem, check_one_scale
 from halfbyte.machine import Gpu
 
-_LEAST_WRITTEN = 4096  # patches from which on to write a weight out pays
-_FEW_ROWS = 64  # up to which linear layers have a kernel of their own
+_LEAST_WRITTEN = 4096  # patches from which on it pays to write the dequantized weight to memory first
+_FEW_ROWS = 64  # up to so many, linear layers have kernels of their own
 
-# What a kernel is given: pixels as rows and the weight, of the op `linear`; the image and the taps of each channel; the image and the
-# weight, as they are; or what `as_read` makes of them.
+# How a kernel reads a convolution:
+#   "pixels"   as the op `linear`, with a row for each pixel
+#   "taps"     the image, and the taps of each channel
+#   "image"    the image and the weight, as they are
+#   "patches"  as `as_read` describes it
 Reads = Literal["pixels", "taps", "image", "patches"]
 
 
 @dataclass(frozen=True)
 class GpuConvCandidate(Candidate[ConvProblem, Gpu]):
-    """A convolution on GPUs. The module `home` of kernels/gpu has configs and launch; nothing is known of its times.
+    """A kernel that convolves on GPUs.
 
     Attributes:
-        reads: Its operands.
-        home: The module; "": the op `linear` solves it, which chooses a kernel of its own.
-        replayable: Whether its launches can be replayed, and write to a given tensor; or torch's operations return one.
+        reads: How it reads a convolution.
+        home: Its module in kernels/gpu, which has `configs` and `launch`; "": the op `linear` computes it, which chooses a kernel.
+        replayable: Whether it writes to a given tensor by launches that can be replayed; else torch's operations return a new tensor.
         adds: Whether it computes an `Addition` to codes before it writes them.
     """
 
@@ -55,11 +58,11 @@ class GpuConvCandidate(Candidate[ConvProblem, Gpu]):
         return self.why_not(self.solved(problem), machine)
 
     def solved(self, problem: ConvProblem) -> ConvProblem:
-        """Return the problem as its file has it."""
+        """Return the problem as its module takes it."""
         return as_read(problem) if self.reads == "patches" else problem
 
     def configs(self, problem: ConvProblem, machine: Gpu) -> Sequence[object]:
-        """Return the best guess."""
+        """Return the config that its module lists first: times of convolutions are not predicted."""
         if not self.home or not self.replayable:
             return (None,)
         return self.module.configs(self.solved(problem), machine)[:1]  # type: ignore[no-any-return]
@@ -70,24 +73,28 @@ class GpuConvCandidate(Candidate[ConvProblem, Gpu]):
         Args:
             problem: `solved`.
             config: One of `configs`.
-            operands: The image in memory [B, H, W, C], the weight, the result [M, Co], an Epilogue. One that is not `replayable` is not
-                given a result, it returns it.
+            operands: The image in memory [B, H, W, C], the weight, the result [M, Co], an Epilogue. Without the result where the kernel is
+                not `replayable`, which returns it.
         """
         return self.module.launch(problem, config, *operands)
 
 
 def as_read(problem: ConvProblem) -> ConvProblem:
-    """Return the convolution as kernels of patches read it: of few channels with pieces of lines for taps, else of pixels, where each is
-    multiplied by itself."""
+    """Return a convolution as kernels of patches read it.
+
+    One with few channels has pieces of lines as taps (`conv/stem.py`); one of one tap has a pixel for each image (`ConvProblem.flat`).
+    """
     from halfbyte.kernels.gpu.conv import stem
 
     return stem.stem_of(problem) or problem.flat
 
 
 def choose_conv(problem: ConvProblem, gpu: Gpu) -> Choice[ConvProblem, GpuConvCandidate]:
-    """The kernel for `problem`, the first of the list that may be taken.
+    """Choose the kernel of a convolution on a GPU; nothing taken: torch's operations compute it.
 
-    Raises UnsupportedError where none can solve it, and torch's operations do not, either."""
+    Raises:
+        UnsupportedError: No kernel computes it, and torch's operations do not, either.
+    """
     problem = replace(problem, compute=_compute_of(problem))
     if (reason := problem.why_long()) is not None:
         return Choice(problem, None, (), tuple((candidate, reason) for candidate in GPU_CONV))
@@ -107,7 +114,7 @@ def choose_conv(problem: ConvProblem, gpu: Gpu) -> Choice[ConvProblem, GpuConvCa
 
 
 def _compute_of(problem: ConvProblem) -> Literal["float", "int8"]:
-    """What asks for a scale of the image asks for integers; depthwise convolutions of numbers are always computed in floating point."""
+    """Return what a convolution is computed in: int8 where a scale for each image is asked for; depthwise ones of floats in float."""
     if problem.dtype == torch.int8:
         return "int8"
     wanted = compute_of("int8" if problem.activation == "image" and problem.compute == "auto" else problem.compute)
@@ -122,7 +129,7 @@ def _why_not_depthwise(problem: ConvProblem, gpu: Gpu) -> str | None:
 
 
 def _why_not_quantized(problem: ConvProblem) -> str | None:
-    """Why kernels that quantize images are not for a problem."""
+    """Return why kernels that quantize images are not for a problem; None if they are."""
     if problem.dtype == torch.int8:
         return "it quantizes images, and these are codes"
     if problem.sizes.depthwise:
@@ -169,7 +176,7 @@ def _why_not_patches(problem: ConvProblem) -> str | None:
 
 
 def beats_linear(problem: ConvProblem, gpu: Gpu) -> bool:
-    """Whether a kernel of one tap, which is a linear layer of pixels, takes less time as a convolution in floating point."""
+    """Whether a convolution of one tap, which is a linear layer of pixels, takes less time by a kernel of convolutions of floats."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return False
     if _why_not_teams(problem, gpu) is None and problem.m > _FEW_ROWS:

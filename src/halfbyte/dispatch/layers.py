@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfbyte.dispatch.candidate import Candidate, Choice, Option, decide
-from halfbyte.dispatch.choose import choose
 from halfbyte.kernels.problem import AttentionKind, AttentionProblem, ExpertsProblem, NormedProblem, Problem
 from halfbyte.layouts import cpu_tiles
 from halfbyte.machine import Gpu
@@ -57,6 +56,13 @@ def why_not_router(experts: int, k: int, gpu: Gpu) -> str | None:
         return reason
     most: int = import_module("halfbyte.kernels.gpu.experts.routing").MOST_EXPERTS
     return None if experts <= most else f"{experts} experts are more than the {most} whose logits a warp's registers hold"
+
+
+def _choose_product(product: Problem, gpu: Gpu) -> Choice[Problem, GpuCandidate]:
+    """Choose the kernel of a product on a GPU, as `choose` does, but without keeping the choice: what depends on it is kept there."""
+    from halfbyte.dispatch.gpu import choose_product
+
+    return choose_product(product, gpu)
 
 
 # Attention
@@ -180,7 +186,7 @@ def gated_experts(product: Problem, gpu: Gpu) -> grouped.Config | None:
     """Return the config in which a product of experts computes silu(gate) * up, too; None where these have a kernel of their own."""
     from halfbyte.kernels.gpu.experts import grouped
 
-    taken = choose(product, gpu).taken
+    taken = _choose_product(product, gpu).taken
     return None if taken is None or taken.candidate.home != "experts.grouped" else grouped.gated(product, taken.config)
 
 
@@ -270,7 +276,7 @@ class _Fast(NamedTuple):
 def _fast_options(problem: NormedProblem, gpu: Gpu) -> _Fast | None:
     """Return the options that may be fast enough with norm and gates; None where no kernel solves the product."""
     product = problem.product
-    choice = choose(product, gpu)
+    choice = _choose_product(product, gpu)
     if choice.taken is None:
         return None
     # The time of separate kernels for what `skinny` includes, the norm of one row and gates: starts, and for gates another read and write.
@@ -321,7 +327,7 @@ def choose_normed(problem: NormedProblem, gpu: Gpu) -> Choice[NormedProblem, Nor
     reason = why_not_norm(product.k, gpu)
     if reason is None and not (product.n and product.m):
         reason = f"{product.m} rows of {product.n} outputs have no results to compute"
-    if reason is None and choose(product, gpu).taken is None:
+    if reason is None and _choose_product(product, gpu).taken is None:
         reason = "no kernel solves this product"
     if reason is not None:
         return Choice(problem, None, (), tuple((candidate, reason) for candidate in GPU_NORMED))

@@ -52,13 +52,13 @@ from halfbyte.memory import side_by_side
 
 NAME, SPARSE = "cpu_tiles", "cpu_tiles_2_4"
 PANEL = 32  # rows of a panel
-SPARSE_UNIT = 32  # of which data of 2:4 sparse weights are made
+SPARSE_UNIT = 32  # k of a piece of the data of 2:4 sparse weights
 LONGEST_BLOCK = 32768  # 255 * 127 * 32768 < 2^31
-_CHUNK_ELEMENTS = 1 << 24  # pack and unpack this much at a time, to bound their memory
+_CHUNK_ELEMENTS = 1 << 24  # of a weight, that `pack` and `unpack` take at a time, to bound their memory
 
 
 def plane_groups(packed_bits: int) -> int:
-    """Number of groups of 4 k whose high bits share a byte of the second plane."""
+    """Return how many groups of 4 k have their high bits in one byte of the second plane, for codes of 5 or 6 bits."""
     return lookup({5: 8, 6: 4}, packed_bits, "the planes of codes of so many bits,")
 
 
@@ -68,18 +68,31 @@ def has_pair_sums(fmt: Format) -> bool:
 
 
 def data_bytes(bits: int, k: int, *, sparse: bool) -> int:
-    """Bytes of a panel's data for so many k."""
+    """Return the bytes of a panel's data.
+
+    Args:
+        bits: Bits of a stored code.
+        k: Elements of each row, padded.
+        sparse: Whether zeros of 2:4 sparsity are left out.
+    """
     return PANEL * k * (bits * KEPT // GROUP + 1 if sparse else bits) // 8
 
 
 def tail_bytes(scale_bytes: int, zero_bytes: int, *, pair_sums: bool) -> int:
-    """Bytes of a record after its data."""
+    """Return the bytes of a record after its data."""
     return round_up(PANEL * (scale_bytes + zero_bytes + 4 * pair_sums), 64)
 
 
 def piece(block: int, k: int) -> int:
-    """Elements whose products are summed in int32: a block. A block longer than LONGEST_BLOCK is split into the fewest equal pieces
-    that are not, or, where it holds all of K, into pieces of that length and a remainder."""
+    """Return how many elements of a row a record holds, whose products are summed in int32.
+
+    That is a block. One longer than LONGEST_BLOCK is split into the fewest equal pieces that are not longer; or, where it covers the whole
+    row, into pieces of LONGEST_BLOCK and a remainder.
+
+    Args:
+        block: Elements of a block.
+        k: Elements of a row.
+    """
     if block >= k or block <= LONGEST_BLOCK:
         return min(block, LONGEST_BLOCK)
     return next(block // pieces for pieces in range(-(-block // LONGEST_BLOCK), block + 1) if block % pieces == 0)
@@ -87,7 +100,17 @@ def piece(block: int, k: int) -> int:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a weight [N, K] of `format` in this layout, or in the one for `sparse` weights. A block is padded to whole `unit`s of k."""
+    """Where the parts of a weight are in this layout.
+
+    A row of K elements is cut into `blocks` records of `block` elements, of which the last may have fewer (`last`); each is padded to whole
+    units.
+
+    Attributes:
+        format: Of the codes.
+        n: Rows, N.
+        k: Elements of a row, K.
+        sparse: Whether it is the layout for 2:4 sparse weights.
+    """
 
     format: Format
     n: int
@@ -116,10 +139,12 @@ class Geometry:
 
     @functools.cached_property
     def padded(self) -> int:
+        """Elements of a record with those that pad it."""
         return round_up(self.block, self.unit)
 
     @functools.cached_property
     def blocks(self) -> int:
+        """Records of a panel."""
         return -(-self.k // self.block)
 
     @functools.cached_property
@@ -129,6 +154,7 @@ class Geometry:
 
     @functools.cached_property
     def last_padded(self) -> int:
+        """`padded` of the last record."""
         return round_up(self.last, self.unit)
 
     @functools.cached_property
@@ -158,6 +184,7 @@ class Geometry:
         return tail_bytes(self.scale_bytes, self.zero_bytes, pair_sums=self.pair_sums)
 
     def record_bytes(self, padded: int) -> int:
+        """Return the bytes of a record of so many elements for each row."""
         return data_bytes(self.bits, padded, sparse=self.sparse) + self.tail_bytes
 
     @functools.cached_property
@@ -176,34 +203,36 @@ class Geometry:
 
 @functools.lru_cache(maxsize=4096)
 def geometry(fmt: Format, shape: tuple[int, ...], *, sparse: bool = False) -> Geometry:
-    """The geometry of a weight of logical `shape` [..., N, K]; leading dimensions count as rows."""
+    """Return the geometry of a weight of logical `shape` [..., N, K]; leading dimensions count as rows."""
     return Geometry(fmt, math.prod(shape[:-1]), shape[-1], sparse)
 
 
 @functools.lru_cache(maxsize=4096)
 def sparse_bytes(fmt: Format, n: int, k: int) -> int | None:
-    """Packed bytes of a weight [n, k] in the layout for sparse ones, fewer than in the other: by their number operations know which it is.
-    None where it has no such layout."""
+    """Return the bytes of a weight [n, k] in the layout for sparse ones; None where it has no such layout.
+
+    They are fewer than in the dense layout: operations, which are handed bytes, know by their number which layout it is (`geometry_of`).
+    """
     geo = geometry(fmt, (n, k), sparse=True)
     return geo.nbytes if n and k and geo.unit == SPARSE_UNIT and fmt.zero != "offset" and not fmt.has_limited_codes else None
 
 
 def geometry_of(fmt: Format, n: int, k: int, nbytes: int) -> Geometry:
-    """The geometry of a weight [n, k] with so many packed bytes, which it has in one of the layouts."""
+    """Return the geometry of a weight [n, k] in the one of the two layouts in which it has so many bytes."""
     return geometry(fmt, (n, k), sparse=nbytes == sparse_bytes(fmt, n, k))
 
 
 def allocate(nbytes: int) -> Tensor:
-    """uint8 [nbytes], zeros, for packed weights: in huge pages where Linux provides them.
+    """Return zeros, uint8 [nbytes], for packed weights, in huge pages where Linux provides them.
 
-    A product with few rows is bound by the memory bandwidth, of which address translation for pages of 4 KB takes some.
+    A product with few rows is bound by memory bandwidth, some of which goes to address translation where pages have 4 KB.
     """
     memory = side_by_side(nbytes)
     return torch.zeros(nbytes, dtype=torch.uint8, device="cpu") if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _pad_k(u: Tensor, padded: int, fill: Tensor | int) -> Tensor:
-    """u [..., size] -> [..., padded], filled with `fill` (broadcastable to [..., 1])."""
+    """Pad [..., size] to [..., padded] with `fill`, which broadcasts to [..., 1]."""
     if u.shape[-1] == padded:
         return u
     out = u.new_empty(*u.shape[:-1], padded)
@@ -213,7 +242,17 @@ def _pad_k(u: Tensor, padded: int, fill: Tensor | int) -> Tensor:
 
 
 def _records(u: Tensor, tails: list[Tensor], padded: int, geo: Geometry) -> Tensor:
-    """u uint8 [P, 32, blocks, padded], tails [P, 32, blocks] each -> uint8 [P, blocks, record bytes]."""
+    """Write the records of some panels.
+
+    Args:
+        u: Stored elements, uint8 [P, 32, blocks, padded].
+        tails: Scales and zeros, [P, 32, blocks] each.
+        padded: Elements of a record.
+        geo: Of the weight.
+
+    Returns:
+        uint8 [P, blocks, record bytes].
+    """
     panels, _, blocks, _ = u.shape
     quads = u.view(panels, PANEL, blocks, padded // 4, 4)
     if geo.format.packed_bits:
@@ -234,7 +273,7 @@ def _records(u: Tensor, tails: list[Tensor], padded: int, geo: Geometry) -> Tens
 
 
 def _planes(quads: Tensor, geo: Geometry) -> Tensor:
-    """Unsigned bytes [P, 32, blocks, groups of 4 k, 4] -> the data of 5 or 6 bits, in the order of their groups of 128 bytes."""
+    """Turn unsigned bytes [P, 32, blocks, groups of 4 k, 4] into the data of 5 or 6 bits, in the order of their groups of 128 bytes."""
     packed_bits, groups = geo.format.packed_bits, plane_groups(geo.format.packed_bits)
     q = (quads - (geo.format.pad_index - (1 << packed_bits - 1) if geo.format.signed else 0)).unflatten(3, (-1, geo.unit // 4))
     low, high = q & 15, (q >> 4).unflatten(4, (-1, groups))
@@ -244,7 +283,7 @@ def _planes(quads: Tensor, geo: Geometry) -> Tensor:
 
 
 def _from_planes(quads: Tensor, geo: Geometry) -> Tensor:
-    """The inverse of `_planes`."""
+    """Invert `_planes`."""
     packed_bits, groups = geo.format.packed_bits, plane_groups(geo.format.packed_bits)
     low, high = quads.unflatten(3, (-1, geo.unit * packed_bits // 32)).split((geo.unit // 8, geo.unit // 4 // groups), dim=4)
     low = torch.stack((low & 15, low >> 4), dim=5).flatten(4, 5)
@@ -255,7 +294,7 @@ def _from_planes(quads: Tensor, geo: Geometry) -> Tensor:
 
 
 def pack(codes: Codes) -> Packed:
-    """Codes -> Packed on the CPU."""
+    """Pack codes for the CPU; 2:4 sparse ones as any others: `kernels/cpu/linear/sparse.py` leaves zeros out."""
     fmt, geo = codes.format, geometry(codes.format, codes.shape)
     n, k = geo.n, geo.k
     if n == 0 or k == 0:
@@ -286,14 +325,14 @@ def pack(codes: Codes) -> Packed:
 
 
 def _stored(data: Tensor, k: int, fmt: Format) -> Tensor:
-    """Canonical data of some rows -> one unsigned byte per element."""
+    """Turn canonical data of some rows into a byte for each element, as it is stored."""
     if fmt.bits == 4:
         return unpack_nibbles(data, k)
     return data.view(torch.uint8) ^ 128 if fmt.signed else data
 
 
 def _per_row(per_block: Tensor, n: int, geo: Geometry) -> Tensor:
-    """Scales or zeros in canonical shape -> [N, records]."""
+    """Turn scales or zeros of canonical shape into [N, records]."""
     if geo.format.block == "tensor":
         return per_block.reshape(1, 1).expand(n, geo.blocks)
     flat = per_block.reshape(n, -1)
@@ -303,7 +342,7 @@ def _per_row(per_block: Tensor, n: int, geo: Geometry) -> Tensor:
 
 
 def unpack(packed: Packed) -> Codes:
-    """The exact inverse of `pack`."""
+    """Return the codes of a weight in either layout: the exact inverse of `pack`."""
     fmt, shape, geo = packed.format, packed.shape, geometry(packed.format, packed.shape, sparse=packed.layout == SPARSE)
     if packed.layout != geo.layout or packed.data.numel() != geo.nbytes:
         got = f"{packed.data.numel()} in layout {packed.layout}"
@@ -330,7 +369,17 @@ def unpack(packed: Packed) -> Codes:
 
 
 def _read_records(records: Tensor, padded: int, size: int, geo: Geometry) -> tuple[Tensor, list[Tensor]]:
-    """uint8 [P, blocks, record bytes] -> elements uint8 [P*32, blocks*size], tails [P*32, blocks] each."""
+    """Read the records of some panels: the inverse of `_records`, for both layouts.
+
+    Args:
+        records: uint8 [P, blocks, record bytes].
+        padded: Elements of a record, with those that pad it.
+        size: Elements of a record without them.
+        geo: Of the weight.
+
+    Returns:
+        Stored elements, uint8 [P * 32, blocks * size], and scales and zeros, [P * 32, blocks] each.
+    """
     fmt, (panels, blocks, _) = geo.format, records.shape
     at = data_bytes(geo.bits, padded, sparse=geo.sparse)
     if geo.sparse:
@@ -355,12 +404,15 @@ def _read_records(records: Tensor, padded: int, size: int, geo: Geometry) -> tup
 
 
 def _quads(units: Tensor, bits: int, zero: Tensor | int) -> Tensor:
-    """Data of sparse weights, uint8 [P, blocks, units, bytes of each] -> elements uint8 [P, blocks, groups of 4 k, 32, 4].
+    """Expand the data of 2:4 sparse weights.
 
     Args:
-        units: The data.
+        units: The data, uint8 [P, blocks, units, bytes of each].
         bits: Bits of a code.
         zero: The stored code that means 0: a number, or [P, blocks, 1, 32].
+
+    Returns:
+        Stored elements, uint8 [P, blocks, groups of 4 k, 32, 4].
     """
     codes, masks = units.split((units.shape[-1] - 128, 128), dim=-1)
     codes = codes.reshape(*units.shape[:3], -1, 1, PANEL, KEPT)
@@ -378,7 +430,7 @@ def _quads(units: Tensor, bits: int, zero: Tensor | int) -> Tensor:
 
 
 def _canonical(tail: Tensor, scale_shape: tuple[int, ...], geo: Geometry) -> Tensor:
-    """[N, records] -> the canonical shape of scales and zeros."""
+    """Invert `_per_row`."""
     if geo.format.block == "tensor":
         return tail[:1, :1].reshape(scale_shape).clone()
     blocks = scale_shape[-1]

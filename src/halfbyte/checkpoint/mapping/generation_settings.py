@@ -26,48 +26,33 @@ def _are_tokens(value: object) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(map(_is_token, value))
 
 
-def _is_token_or_several(value: object) -> bool:
-    return _is_token(value) or _are_tokens(value)
-
-
 def _are_lists_of_tokens(value: object) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(map(_are_tokens, value))
 
 
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool) or value in (0, 1)
+def _number(least: float = -math.inf, most: float = math.inf) -> Callable[[object], bool]:
+    """Return whether a value is a finite number from `least` to `most`, and no bool."""
+
+    def is_in_range(value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and least <= value <= most
+
+    return is_in_range
 
 
-def _is_factor(value: object) -> bool:
-    return _is_number(value) and _LEAST <= value <= _MOST  # type: ignore[operator]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_fraction(value: object) -> bool:
-    return _is_number(value) and 0 <= value <= 1  # type: ignore[operator]
-
-
-def _is_probability(value: object) -> bool:
-    return _is_fraction(value) and value != 0
-
-
-def _is_count(most: int) -> Callable[[object], bool]:
+def _count(most: int) -> Callable[[object], bool]:
     return lambda value: type(value) is int and 0 <= value <= most
 
 
 _TOKEN = _is_token, "a token id"
 _TOKENS = _are_tokens, "a list of token ids"
-_TOKEN_OR_SEVERAL = _is_token_or_several, "a token id or a list of them"
-_FLAG = _is_flag, "true or false"
-_FACTOR = _is_factor, f"a number from {_LEAST:g} to {_MOST:g}"
-_PROBABILITY = _is_probability, "a number above 0 and at most 1"
-_FRACTION = _is_fraction, "a number from 0 to 1"
-_COUNT = _is_count(_MOST_TOKENS), "a number of tokens"
-_NGRAM = _is_count(_LONGEST_NGRAM), f"a number of tokens, at most {_LONGEST_NGRAM}"
-_NUMBER = _is_number, "a number"
+_TOKEN_OR_SEVERAL = lambda value: _is_token(value) or _are_tokens(value), "a token id or a list of them"
+_FLAG = lambda value: isinstance(value, bool) or value in (0, 1), "true or false"
+_FACTOR = _number(_LEAST, _MOST), f"a number from {_LEAST:g} to {_MOST:g}"
+_PROBABILITY = _number(math.nextafter(0, 1), 1), "a number above 0 and at most 1"
+_FRACTION = _number(0, 1), "a number from 0 to 1"
+_COUNT = _count(_MOST_TOKENS), "a number of tokens"
+_NGRAM = _count(_LONGEST_NGRAM), f"a number of tokens, at most {_LONGEST_NGRAM}"
+_NUMBER = _number(), "a number"
 
 # Name of a setting -> (whether a value is one that transformers can use, in words). null is none, for all of them.
 _SETTINGS: Mapping[str, tuple[Callable[[object], bool], str]] = {
