@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, requantization, requantized, store_partial, sum_partials
+from halfbyte.kernels.gpu.decode import HALVES
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.quantize import activations
 from halfbyte.kernels.gpu.quantize.activations import Plan, Quantized, aligned
@@ -215,9 +216,6 @@ def multiply(
 launch = activations.quantizing_launch(multiply, workspace_bytes)
 
 
-HALVES = tl.constexpr(
-    "{.reg .b32 t; shl.b32 t, $2, 4; lop3.b32 $0, t, 0x80808080, 0xf0f0f0f0, 0x28; lop3.b32 $1, $2, 0x80808080, 0xf0f0f0f0, 0x28;}"
-)
 # The registers of a lane: khalf 0 of rowhalf 0 and 1, khalf 1 of both. Out: planes 0 to 3 of rowhalf 0 and 1 each.
 PLANES = tl.constexpr(
     "{.reg .b32 e, o, t;"
