@@ -1,4 +1,4 @@
-"""What compilers make of the kernels for weights whose blocks have 16 elements (Q6_K's, NVFP4's): twice as many scales as blocks of 32 have,
+"""What compilers make of the kernels for weights with blocks of 16 (Q6_K, NVFP4): twice as many scales as blocks of 32 have,
 which all have to fit in registers."""
 
 from __future__ import annotations
