@@ -267,7 +267,7 @@ def _x_params(a, m, placeholder, FIRST: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _add_scaled(total, p, w, x, S: gl.constexpr):
-    """Return total + integers p that start at the bits of 1.5 * 2^23, scaled; as `gemm_int8.fold`."""
+    """Return total + integers p that start at the bits of 1.5 * 2^23, scaled; as `gemm_int8._add_scaled`."""
     v = p.to(gl.float32, bitcast=True)
     s = w[0].to(gl.float32)
     if S.zero == "none" and w[0].dtype == gl.float16:
