@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfbyte.formats import as_format
-from halfbyte.kernels.gpu.conv import depthwise, implicit_gemm
+from halfbyte.kernels.gpu.conv import depthwise, few, implicit_gemm
 from halfbyte.kernels.gpu.conv.stem import stem_of
 from halfbyte.kernels.problem import ConvProblem, Epilogue, Window
 from halfbyte.layouts.convolution import Filter
@@ -66,3 +66,12 @@ def test_pixels_of_a_stem_overlap() -> None:
     large = stem_of(replace(problem, image=(20000, 30000)))
     assert large is not None
     assert "2^31" in (implicit_gemm.supports(large, GPUS["sm_90"]) or "")
+
+
+def test_images_of_2_31_elements_are_declined() -> None:
+    """Kernels compute offsets inside of an image in int32: those of few pixels of y, too, which a large stride leaves of a large image."""
+    sizes = Filter(as_format("int8_channel"), 64, 64, (1, 1))
+    problem = ConvProblem(sizes, Window((128, 128), (0, 0, 0, 0)), 1, (8192, 8192), torch.float16)
+    assert problem.m == 4096
+    assert few.supports(replace(problem, image=(4096, 4096)), GPUS["sm_90"]) is None
+    assert "2^31" in (few.supports(problem, GPUS["sm_90"]) or "")

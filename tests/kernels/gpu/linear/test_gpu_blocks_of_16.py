@@ -3,6 +3,8 @@ which all have to fit in registers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from aot import Job, compile_all, grouped_job, linear_job
 
@@ -10,7 +12,7 @@ from halfbyte.kernels.gpu.linear import gemm_hopper, gemm_int8, skinny, skinny_h
 from halfbyte.machine import GPUS
 
 FORMATS = ("int6_g16", "nvfp4", "int8_g16")  # Q6_K's blocks, NVIDIA's, and bytes
-SIZES = {"n": 4096, "k": 4096, "dtype": "bfloat16"}
+SIZES: dict[str, Any] = {"n": 4096, "k": 4096, "dtype": "bfloat16"}
 # Rows of x for which each kernel's first config is compiled: it is what dispatch takes where nothing was measured.
 FLOATS = {
     (skinny.__name__, "sm_80"): (1, 8, 64),

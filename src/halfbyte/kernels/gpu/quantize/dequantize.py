@@ -73,8 +73,8 @@ def write_sums(weight: gpu_tiles.Views, geo: gpu_tiles.Geometry, granule: int, b
         sums: float32 [granules, N padded].
     """
     sizes = geo.k, geo.n_padded, geo.records, max(1, geo.padded // granule), *block
-    how = {"BITS": geo.format.bits, "ZERO": zero_number(geo.format), "G": granule}
-    run(_sums, (geo.panels, geo.records), weight.codes.view(torch.int8), weight.scale, weight.zero, sums, *sizes, **how)
+    codes, number = weight.codes.view(torch.int8), zero_number(geo.format)
+    run(_sums, (geo.panels, geo.records), codes, weight.scale, weight.zero, sums, *sizes, BITS=geo.format.bits, ZERO=number, G=granule)
 
 
 def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Tensor:
