@@ -1,4 +1,7 @@
-"""The weight operand of wgmma: codes in 4 or 8 bits -> float16 or bfloat16 in registers, a plane (32 of K) of a K slab at a time.
+"""The weight operand of Hopper's kernels: codes in 4 or 8 bits in shared memory -> float16 or bfloat16 in registers, a plane (32 of K) of
+a K slab at a time. `tile.py` (many rows, experts, convolutions) calls `load_codes` and `dequantize_plane`; `skinny_tile.py` (few rows)
+composes their parts, `load_words`, `load_bytes`, `convert_plane` and `subtract_zero`, as it may scale sums instead. Both integer tiles
+call `load_nibbles`.
 
     4 bits      a thread reads 16 bytes, and three instructions give two weights: LOP3, a fused multiply-add that subtracts zero point and
                 magic constant, and one that multiplies by the scale
@@ -11,7 +14,8 @@
 Arithmetic: the weight is rounded to x's type as in `skinny.py` ("weights"). Weights from subnormal codes are 2**-24 times as large
 (`SUBNORMAL_SCALE`). With 4 bits and zero points, their product of zero point and scale is rounded, too, by 2**-8 of it at most.
 
-`S` is a `tile.Static`. `params` are scales and zeros of a slab's blocks, as `load_block_params` returns them.
+`S` is a `tile.Static`, of the parts also a `skinny_tile.Static`. `params` are scales and zeros of a slab's blocks, as
+`load_block_params` returns them.
 """
 
 from __future__ import annotations

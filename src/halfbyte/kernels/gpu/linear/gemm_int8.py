@@ -6,6 +6,9 @@ Of a block of K_i elements, with q the codes, s scales and o offsets (o = -s * p
 
 the four terms of `reference.linear`. x and W in the order of `quantize/activations.py` and `layouts/gpu_tiles.py`.
 
+Flow: `launch` quantizes x (`activations.quantizing_launch`), `multiply` starts `_gemm`. That computes a tile: `_tile_pointers`,
+`_sum_slabs` (which adds K slab by K slab by `_add_products` or `_add_slab`), the reduction of split-K, and `_finish_rows`.
+
 Y^T = W X^T, so that the weight is the register operand of an mma. A register w holds eight nibbles u; `(w << 4 ^ 0x80808080) &
 0xf0f0f0f0` are four int8 of 16 * (u - 8), and the same of w without the shift the four others: three instructions for eight
 weights, the 16 is divided out at the end (exactly). Blocks shorter than 128 collect their bytes by a PRMT first. The instruction
