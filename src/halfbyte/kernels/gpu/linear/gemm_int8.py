@@ -108,7 +108,7 @@ class Static(CompileTime, Config):
 
 
 class ActivationPointers(NamedTuple):
-    """Sections of the quantized x (`activations.Quantized`); None for those that are not there."""
+    """Sections of the quantized x (`activations.Quantized`); None for missing ones."""
 
     q: Value
     scale: Value
