@@ -263,6 +263,12 @@ def padded_for_gpu(sizes: Filter) -> Filter:
     return replace(sizes, channels=4 if channels <= 4 else 8 if channels <= 8 else round_up(channels, 16))
 
 
+def gpu_image_channels(sizes: Filter) -> int:
+    """Channels of the image that GPUs' kernels read: few are padded as the weight's are, so that several taps fit 16 bytes."""
+    channels = padded_for_gpu(sizes).channels
+    return channels if sizes.groups == 1 and channels <= 16 else sizes.channels * sizes.groups
+
+
 @functools.lru_cache(maxsize=4096)
 def gpu_geometry(sizes: Filter) -> gpu_tiles.Geometry:
     """The geometry of one group's matrix."""

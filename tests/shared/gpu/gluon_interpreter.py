@@ -184,6 +184,10 @@ class Shared:
     def dtype(self) -> Any:
         return _GLUON[self.t.dtype]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.t.shape)
+
     layout = None
 
     def reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> Shared:

@@ -66,6 +66,10 @@ _PAIRS_BF16 = tl.constexpr(
     _SHIFTED + ".reg .b32 m, n; mov.b32 n, 0xbf80bf80;"  # -1
     "lop3.b32 m, t, 0x007f007f, 0x43004300, 0xea; lop3.b32 s, t, 0x00800080, 0x43004300, 0xea; fma.rn.bf16x2 $0, s, n, m;}"
 )
+# The low and the high nibbles of four bytes as int8 16 * (u - 8).
+HALVES = tl.constexpr(
+    "{.reg .b32 t; shl.b32 t, $2, 4; lop3.b32 $0, t, 0x80808080, 0xf0f0f0f0, 0x28; lop3.b32 $1, $2, 0x80808080, 0xf0f0f0f0, 0x28;}"
+)
 _FMA_F16 = tl.constexpr("fma.rn.f16x2 $0, $1, $2, $3;")
 _FMA_BF16 = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
 

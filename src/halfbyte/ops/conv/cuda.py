@@ -386,9 +386,9 @@ def _pixels(x: Tensor, plan: _Plan, outside: int) -> Tensor:
 
 
 def with_channels(x: Tensor, sizes: Filter, outside: int) -> Tensor:
-    """[B, H, W, C], with so many channels that several taps fit 16 bytes, where there are few and no groups."""
-    channels = convolution.padded_for_gpu(sizes).channels
-    if sizes.groups > 1 or sizes.channels == channels or channels > 16:
+    """[B, H, W, C], with the channels that kernels read (`gpu_image_channels`)."""
+    channels = convolution.gpu_image_channels(sizes)
+    if x.shape[3] == channels:
         return x
     padded = x.new_full((*x.shape[:3], channels), outside)
     padded[..., : sizes.channels] = x

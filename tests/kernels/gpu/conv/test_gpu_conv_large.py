@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from halfbyte.formats import as_format
-from halfbyte.kernels.gpu.conv import depthwise, implicit_gemm
+from halfbyte.kernels.gpu.conv import depthwise, few, implicit_gemm
 from halfbyte.kernels.gpu.conv.stem import stem_of
 from halfbyte.kernels.problem import ConvProblem, Epilogue, Window
+from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import GPUS, Gpu
 
@@ -66,3 +67,24 @@ def test_pixels_of_a_stem_overlap() -> None:
     large = stem_of(replace(problem, image=(20000, 30000)))
     assert large is not None
     assert "2^31" in (implicit_gemm.supports(large, GPUS["sm_90"]) or "")
+
+
+def test_images_of_2_31_elements_are_declined() -> None:
+    """Kernels compute offsets inside of an image in int32: those of few pixels of y, too, which a large stride leaves of a large image."""
+    sizes = Filter(as_format("int8_channel"), 64, 64, (1, 1))
+    problem = ConvProblem(sizes, Window((128, 128), (0, 0, 0, 0)), 1, (8192, 8192), torch.float16)
+    assert problem.m == 4096
+    assert few.supports(replace(problem, image=(4096, 4096)), GPUS["sm_90"]) is None
+    assert "2^31" in (few.supports(problem, GPUS["sm_90"]) or "")
+
+
+def test_padding_of_channels_counts() -> None:
+    """An image of one channel has four where kernels read it: fewer than 2^31 elements become more."""
+    sizes = Filter(as_format("int8_channel"), 64, 1, (3, 3))
+    problem = ConvProblem(sizes, Window((2, 2), (1, 1, 1, 1), (2, 2)), 1, (30000, 30000), torch.float16)
+    assert convolution.gpu_image_channels(sizes) == 4
+    assert "2^31" in (implicit_gemm.supports(problem, GPUS["sm_90"]) or "")
+    assert implicit_gemm.supports(replace(problem, image=(20000, 20000)), GPUS["sm_90"]) is None
+    wide = replace(sizes, channels=40)  # is read as it is
+    assert convolution.gpu_image_channels(wide) == 40
+    assert convolution.gpu_image_channels(replace(wide, groups=2)) == 80

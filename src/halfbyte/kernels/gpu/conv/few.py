@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from halfbyte.kernels.gpu.conv.implicit_gemm import supports as supports_any
 from halfbyte.kernels.gpu.conv.tile import shapes
 from halfbyte.kernels.gpu.epilogue import write
 from halfbyte.kernels.gpu.linear import skinny_config
@@ -54,8 +55,8 @@ class Static(skinny_config.Static):
 def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     """Return the reason why this kernel does not compute `problem`, or None."""
     sizes = problem.sizes
-    if not problem.m or not sizes.out or not sizes.k:
-        return "there is nothing to multiply"
+    if reason := supports_any(problem, gpu):
+        return reason
     if gpu.backend != "cuda":
         return f"it was measured on GPUs of CUDA alone, not on {gpu.name}"
     if problem.dtype not in (torch.float16, torch.bfloat16):

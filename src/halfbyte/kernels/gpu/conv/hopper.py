@@ -26,14 +26,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.kernels.gpu.conv.hopper_tile import Static, convolve
 from halfbyte.kernels.gpu.conv.hopper_write import GROUP
 from halfbyte.kernels.gpu.conv.implicit_gemm import supports as supports_any
 from halfbyte.kernels.gpu.hopper.gluon_compat import LARGER_VIEWS
-from halfbyte.kernels.gpu.hopper.ring import why_not_hopper
+from halfbyte.kernels.gpu.hopper.ring import descriptor, why_not_hopper
 from halfbyte.kernels.gpu.quantize import dequantize
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import double_buffer
@@ -227,7 +226,7 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
         rows, table = gpu_tiles.views(weight, geo).codes, table if epilogue.outside else table[:, :4]
     if residual is not None and config.with_residual is not None:
         config = config.with_residual
-    window, step, bits = problem.window, _step(problem), 8 * x.element_size()
+    window, step = problem.window, _step(problem)
     roomy = _roomy(problem, config.rows, config.pixels)
     static = Static(
         rows=config.rows,
@@ -261,24 +260,21 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
     weights, part = rows, [config.rows, step]
     if static.direct:  # in an order in which a thread's sums are of 8 outputs next to each other
         weights, part = rows.view(-1, 4, 4, 2, rows.shape[1]).permute(0, 2, 1, 3, 4), [config.rows // GROUP.value, 4, 4, 2, step]
-    row_layout = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=len(part))
-    box_layout = gl.NVMMASharedLayout(swizzle_byte_width=step * bits // 8, element_bitwidth=bits, rank=len(box))
     boxes = tuple(-(-size // side) for size, side in zip((problem.batch, *problem.out), config.box, strict=True))
     half = [*static.half, 64]
-    half_layout = gl.NVMMASharedLayout(swizzle_byte_width=8 * bits, element_bitwidth=bits, rank=4)
 
     def halves(y: Tensor | None) -> TensorDescriptor | None:
         if not config.slots or y is None:
             return None
         pixels = y.view(problem.batch, *problem.out, problem.n)
         order = (1, 2, 0, 3) if config.sweep else (0, 1, 2, 3)
-        return TensorDescriptor.from_tensor(pixels.permute(order), [half[i] for i in order], half_layout)
+        return descriptor(pixels.permute(order), [half[i] for i in order])
 
     launcher.run(
         convolve,
         (config.programs,),
-        TensorDescriptor.from_tensor(images, box, box_layout),
-        TensorDescriptor.from_tensor(weights, part, row_layout),
+        descriptor(images, box),
+        descriptor(weights, part),
         table,
         halves(out),
         halves(residual),

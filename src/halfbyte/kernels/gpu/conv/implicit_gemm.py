@@ -57,7 +57,7 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     sizes = problem.sizes
     if not problem.m or not sizes.out or not sizes.k:
         return "there is nothing to multiply"
-    pixel = problem.overlap or sizes.channels * sizes.groups
+    pixel = problem.overlap or convolution.gpu_image_channels(sizes)
     if problem.image[0] * problem.image[1] * pixel >= _MOST_ELEMENTS:
         return f"an image of {problem.image[0]} x {problem.image[1]} x {pixel} has 2^31 elements or more"
     if problem.dtype == torch.int8 and (sizes.format.zero != "none" or isinstance(sizes.format.block, int)):

@@ -23,7 +23,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu.arithmetic import clamped
@@ -32,7 +31,7 @@ from halfbyte.kernels.gpu.conv.implicit_gemm import supports as supports_any
 from halfbyte.kernels.gpu.hopper import tile as hopper_tile
 from halfbyte.kernels.gpu.hopper.epilogue import sums_layout
 from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, reinterpret, thread_barrier
-from halfbyte.kernels.gpu.hopper.ring import Shape, barriers, why_not_hopper
+from halfbyte.kernels.gpu.hopper.ring import Shape, barriers, descriptor, why_not_hopper
 from halfbyte.kernels.gpu.hopper.weights import dequantize_two_planes, high_bytes
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.values import Value
@@ -157,13 +156,6 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
     Co]."""
     sizes, window, geo = problem.sizes, problem.window, convolution.gpu_geometry(problem.sizes)
     codes, scale, zero = gpu_tiles.views(weight, geo)
-    lines = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    box_layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    if geo.format.bits == 4:
-        packed = TensorDescriptor.from_tensor(codes.view(-1, 64), [32, 64], lines)
-    else:
-        byte_layout = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-        packed = TensorDescriptor.from_tensor(codes.view(geo.n_padded, -1), [64, 64], byte_layout)
     static = _Static(
         rows=64,
         block_m=math.prod(config.box),
@@ -182,8 +174,8 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
     launcher.run(
         _conv,
         (tiles(problem, config),),
-        TensorDescriptor.from_tensor(x, [*config.box, 64], box_layout),
-        packed,
+        descriptor(x, [*config.box, 64]),
+        hopper_tile.codes_descriptor(codes, static),
         (scale, scale if zero is None else zero),
         out,
         (epilogue.bias, epilogue.residual),

@@ -22,15 +22,23 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu.arithmetic import grouped_ordering
 from halfbyte.kernels.gpu.experts import grouped
 from halfbyte.kernels.gpu.hopper.epilogue import OUT, QUARTERS, Outputs, quarters_of, write_rows
 from halfbyte.kernels.gpu.hopper.gluon_compat import thread_barrier
-from halfbyte.kernels.gpu.hopper.ring import Shape
-from halfbyte.kernels.gpu.hopper.tile import Operands, WeightOffset, XBoxes, allocate_ring, load_stage, multiply_slabs, scale_descriptors
+from halfbyte.kernels.gpu.hopper.ring import Shape, descriptor
+from halfbyte.kernels.gpu.hopper.tile import (
+    Operands,
+    WeightOffset,
+    XBoxes,
+    allocate_ring,
+    codes_descriptor,
+    load_stage,
+    multiply_slabs,
+    scale_descriptors,
+)
 from halfbyte.kernels.gpu.hopper.weights import high_bytes
 from halfbyte.kernels.gpu.linear import gemm_hopper
 from halfbyte.kernels.gpu.linear.gemm_hopper import Config, compiled_for, most_stages
@@ -120,17 +128,16 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     chunks = -(-k // CHUNK.value)
     schedule = grouped.tile_schedule(ids, experts, config.block_m, NARROWEST.value, counters_per_tile=chunks + 1, balanced=True)
     sorted_x = output(torch.empty(problem.m, k, dtype=x.dtype, device=x.device))
-    layout, static = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2), compiled_for(problem, config, clamp=False)
-    if geo.format.bits == 4:
-        codes = TensorDescriptor.from_tensor(weight.view(torch.int16).view(-1, 64), [32, 64], layout)
+    static = compiled_for(problem, config, clamp=False)
+    if static.bits == 4:
+        codes = codes_descriptor(weight.view(torch.int16), static)
     else:  # rows of twice their length, as an expert may begin anywhere in one
         shape, strides = [(experts - 1) * geo.nbytes // geo.k_padded + geo.n_padded, 2 * geo.k_padded], [geo.k_padded, 1]
-        of_bytes = replace(layout, swizzle_byte_width=static.stage_k, element_bitwidth=8)
-        codes = TensorDescriptor(weight.view(torch.int8), shape, strides, [static.block_n, static.stage_k], of_bytes)
+        codes = descriptor(weight.view(torch.int8), [static.block_n, static.stage_k], shape=shape, strides=strides)
     launcher.run(
         _grouped,
         (config.programs,),
-        TensorDescriptor.from_tensor(sorted_x, [NARROWEST.value, static.stage_k], layout),
+        descriptor(sorted_x, [NARROWEST.value, static.stage_k]),
         codes,
         *scale_descriptors(scale, zero, static),
         weight[geo.scale_offset :].view(geo.format.scale),  # of the first expert, and so on

@@ -19,9 +19,9 @@ from halfbyte.kernels.gpu.experts import grouped
 from halfbyte.kernels.gpu.experts.grouped_hopper import NARROWEST, PUBLISHED, next_tile, publish_tile, receive_tile, tile_at, with_width_of
 from halfbyte.kernels.gpu.hopper.epilogue import Outputs
 from halfbyte.kernels.gpu.hopper.int8_tile import Operands, RowOrder, Target, WeightOffset, allocate_ring, load_tile, multiply_tile
-from halfbyte.kernels.gpu.hopper.ring import Shape
+from halfbyte.kernels.gpu.hopper.ring import Shape, descriptor
 from halfbyte.kernels.gpu.linear import gemm_int8_hopper
-from halfbyte.kernels.gpu.linear.gemm_int8_hopper import Config, compiled_for, descriptor
+from halfbyte.kernels.gpu.linear.gemm_int8_hopper import Config, compiled_for
 from halfbyte.kernels.gpu.quantize import activations
 from halfbyte.kernels.gpu.runtime.launch import output, run
 from halfbyte.kernels.problem import Problem
@@ -93,11 +93,11 @@ def launch(problem: Problem, config: Config, x: Tensor, weight: Tensor, ids: Ten
     run(
         _grouped,
         (config.programs,),
-        descriptor(rows.q, NARROWEST.value, 128),
-        descriptor(weight.view(torch.int8).view(-1, 128), 32, 128),
-        None if static.whole or static.row_scale else descriptor(rows.scale, 1, config.block_m),
-        None if static.whole or rows.sums is None else descriptor(rows.sums, 1, config.block_m),
-        None if static.whole else descriptor(lines, 1, 64),
+        descriptor(rows.q, [NARROWEST.value, 128]),
+        descriptor(weight.view(torch.int8).view(-1, 128), [32, 128]),
+        None if static.whole or static.row_scale else descriptor(rows.scale, [1, config.block_m], flat=True),
+        None if static.whole or rows.sums is None else descriptor(rows.sums, [1, config.block_m], flat=True),
+        None if static.whole else descriptor(lines, [1, 64], flat=True),
         (rows.scale, rows.sums),
         (scale, zero),
         strides,

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC
 from halfbyte.kernels.gpu.hopper.ring import next_stage
-from halfbyte.kernels.gpu.linear.gemm_int8 import HALVES
+from halfbyte.kernels.gpu.hopper.weights import load_nibbles
 
 _DOWN, _UP = gl.constexpr(2.0**-38), gl.constexpr(2.0**38)  # factors of chained sums, and back
 _FROM_BITS = gl.constexpr(2.0 ** (149 - 38))  # integers read as floats -> integers times _DOWN
@@ -38,10 +38,7 @@ def _load_weight(ws, S: gl.constexpr):
     each."""
     if S.bits == 4:
         OPERAND: gl.constexpr = S.operand
-        LANES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-        b = ws.load(LANES).reshape([2, 4, 8, 4, 2, 2, 4]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([64, 64])
-        b = gl.convert_layout(b, OPERAND, assert_trivial=True)
-        return gl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
+        return load_nibbles(ws, OPERAND)
     else:
         return ws
 
@@ -270,7 +267,7 @@ def _x_params(a, m, placeholder, FIRST: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _add_scaled(total, p, w, x, S: gl.constexpr):
-    """Return total + integers p that start at the bits of 1.5 * 2^23, scaled; as `gemm_int8.fold`."""
+    """Return total + integers p that start at the bits of 1.5 * 2^23, scaled; as `gemm_int8._add_scaled`."""
     v = p.to(gl.float32, bitcast=True)
     s = w[0].to(gl.float32)
     if S.zero == "none" and w[0].dtype == gl.float16:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.kernels.gpu.values import Value
 from halfbyte.machine import Gpu
@@ -27,6 +30,22 @@ def why_not_hopper(gpu: Gpu) -> str | None:
     if gpu.backend != "cuda" or gpu.capability != (9, 0):
         return f"it is made of Hopper's instructions (sm_90), and {gpu.name} is {gpu.arch}"
     return why_untested("gluon")
+
+
+def descriptor(
+    tensor: Tensor, box: Sequence[int], *, flat: bool = False, shape: Sequence[int] | None = None, strides: Sequence[int] | None = None
+) -> TensorDescriptor:
+    """Return a TMA descriptor of boxes of a tensor.
+
+    Args:
+        tensor: Contiguous along its last dimension.
+        box: Sizes of a box.
+        flat: Boxes are in shared memory as they are, as scales; otherwise their lines of up to 128 bytes are swizzled, as wgmma reads them.
+        shape, strides: Of the memory that begins with the tensor; None: those of the tensor.
+    """
+    swizzle = 0 if flat else min(128, box[-1] * tensor.itemsize)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * tensor.itemsize, rank=len(box))
+    return TensorDescriptor(tensor, list(shape or tensor.shape), list(strides or tensor.stride()), list(box), layout)
 
 
 @gluon.constexpr_function

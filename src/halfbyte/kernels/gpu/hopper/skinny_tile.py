@@ -25,19 +25,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16, E2M1_BF16, E2M1_F16
+from halfbyte.formats.spec import Zero
+from halfbyte.kernels.gpu.decode import BYTES_BF16, BYTES_F16
 from halfbyte.kernels.gpu.hopper.gluon_compat import reinterpret
 from halfbyte.kernels.gpu.hopper.sparse_tile import WIDE, add_sparse
 from halfbyte.kernels.gpu.hopper.weights import (
-    PLANES_F16,
-    PLANES_SUBNORMAL,
-    byte_layout,
-    convert_bytes,
+    convert_plane,
     fma,
+    load_bytes,
+    load_nibbles,
+    load_words,
     negated_point,
-    shared_byte_layout,
+    subtract_zero,
 )
-from halfbyte.kernels.gpu.linear.gemm_int8 import HALVES
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
 from halfbyte.kernels.gpu.values import Value
 
@@ -82,7 +82,7 @@ class Static(CompileTime):
         blocks_per_slab: Quantization blocks in a K slab of a row.
         slabs_per_block: K slabs in a block.
         one_block: One block along K, whose scale multiplies the sums.
-        has_points: Codes have zero points.
+        zero: Kind of zero: points or none.
         scale_bytes: Of a scale.
         use_wgmma: wgmma instead of mma.
         scaled: The scale multiplies the weight, not the sums.
@@ -105,7 +105,7 @@ class Static(CompileTime):
     blocks_per_slab: int
     slabs_per_block: int
     one_block: bool
-    has_points: bool
+    zero: Zero
     scale_bytes: int
     use_wgmma: bool
     scaled: bool
@@ -118,6 +118,11 @@ class Static(CompileTime):
     sparse: bool = False
     paired: bool = False
     polled: int = 0
+
+    @property
+    def has_points(self) -> bool:
+        """Whether codes have zero points."""
+        return self.zero == "point"
 
     @property
     def gated(self) -> bool:
@@ -237,45 +242,25 @@ def _load_params(s, block, PANEL: gl.constexpr, LAYOUT: gl.constexpr, S: gl.cons
 
 @gluon.jit
 def _load_codes(ws, stage, PLANE: gl.constexpr, PANEL: gl.constexpr, SLAB: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
-    """Load the words of a K slab in operand order [64, 32]; of 8 bits one plane's bytes, by fours [64, 8] or twos [64, 16]."""
+    """Load the words of a panel's K slab in operand order [64, 32]; of 8 bits the bytes of plane PLANE (`weights.load_bytes`)."""
     if S.bits == 4:
-        LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        words = ws.index(stage).slice((PANEL * S.stage_slabs + SLAB) * 32, 32, dim=0).load(LANES)
-        # kt, nt, row, k4, khalf, rowhalf, k
-        words = words.reshape([2, 4, 8, 4, 2, 2, 2]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([ROWS, 32])
-        return gl.convert_layout(words, OPERAND, assert_trivial=True)
+        return load_words(ws.index(stage).slice((PANEL * S.stage_slabs + SLAB) * 32, 32, dim=0), OPERAND)
     else:
-        NUMBER: gl.constexpr = 8 if S.paired else 16
-        bytes_ = ws.index(stage * S.stage_slabs + SLAB)
-        bytes_ = reinterpret(bytes_, gl.int32 if S.paired else gl.int16, [S.rows, 4 * NUMBER], shared_byte_layout(128, S.paired))
-        return bytes_.slice(PANEL * ROWS, ROWS, dim=0).slice(PLANE * NUMBER, NUMBER, dim=1).load(byte_layout(ROWS, S.paired))
+        return load_bytes(ws.index(stage * S.stage_slabs + SLAB), PLANE, PANEL, ROWS, S.paired)
 
 
 @gluon.jit
 def _dequantize_plane(codes, points, high, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return plane PLANE of the loaded codes as u - zero point in DTYPE."""
-    if S.bits == 8:
-        u = convert_bytes(codes, high, OPERAND, DTYPE, False, S.paired)
-    else:
-        FLOATS: gl.constexpr = E2M1_F16 if DTYPE == gl.float16 else E2M1_BF16
-        TEXTS: gl.constexpr = FLOATS if S.float_codes else PLANES_SUBNORMAL if S.subnormal else PLANES_F16
-        u = gl.inline_asm_elementwise(TEXTS[PLANE], "=r,r", [codes], dtype=gl.int16, is_pure=True, pack=2).to(DTYPE, bitcast=True)
-    ODD: gl.constexpr = PLANE % 2 == 1 and S.bits == 4
-    SIGNED: gl.constexpr = S.bits == 8 and DTYPE == gl.bfloat16  # u - 128 already
-    # Subnormal codes are 2**-133 times the integer, or 2**-129 times.
-    TIMES: gl.constexpr = 2.0 ** (129 if ODD else 133) / SUBNORMAL_SCALE if S.subnormal else 0.0625 if ODD else 1.0
-    if S.has_points:
-        if S.subnormal:
+    """Return plane PLANE of the loaded codes as u - zero point in DTYPE; with S.subnormal divided by SUBNORMAL_SCALE."""
+    u = convert_plane(codes, high, PLANE, OPERAND, DTYPE, S)
+    if S.subnormal:  # 2**-133 times the integer, or 2**-129 times
+        TIMES: gl.constexpr = 2.0 ** (129 if PLANE % 2 == 1 else 133) / SUBNORMAL_SCALE
+        constant = gl.full([ROWS, 1], -8.0 / SUBNORMAL_SCALE, DTYPE, layout=OPERAND)
+        if S.has_points:
             constant = (points.to(gl.float32) * (-1.0 / SUBNORMAL_SCALE)).to(DTYPE)
-        else:
-            constant = (128 - points).to(gl.float32).to(DTYPE) if SIGNED else negated_point(points, ODD, DTYPE)
-    else:
-        LEAST: gl.constexpr = 8.0 / SUBNORMAL_SCALE if S.subnormal else (64.0 if ODD else 1024.0) + (8.0 if S.bits == 4 else 128.0)
-        constant = gl.full([ROWS, 1], -LEAST, DTYPE, layout=OPERAND)
-    if (SIGNED and not S.has_points) or S.float_codes:
-        return u
-    else:
         return fma(u, gl.full([ROWS, 1], TIMES, DTYPE, layout=OPERAND), constant)
+    else:
+        return subtract_zero(u, points, PLANE, S)
 
 
 @gluon.jit
@@ -369,13 +354,9 @@ def _add_integers(acc, xs, ws, stage, PANEL: gl.constexpr, SLAB: gl.constexpr, S
     """Return acc + a K slab of integers; of 4 bits 16 times as much."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4)
     if S.bits == 4:
-        LANES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
         BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
         lines = reinterpret(ws.index(stage), gl.int8, [32 * S.partitions * S.slabs, 128], BYTES)
-        b = lines.slice((PANEL * S.stage_slabs + SLAB) * 32, 32, dim=0).load(LANES)
-        b = b.reshape([2, 4, 8, 4, 2, 2, 4]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([ROWS, 64])
-        b = gl.convert_layout(b, OPERAND, assert_trivial=True)
-        w = gl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
+        w = load_nibbles(lines.slice((PANEL * S.stage_slabs + SLAB) * 32, 32, dim=0), OPERAND)
     else:
         q = ws.index(stage * S.stage_slabs + SLAB).slice(PANEL * ROWS, ROWS, dim=0)
     for i in gl.static_range(2):

@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from halfbyte.formats.spec import Zero
 from halfbyte.kernels.gpu.hopper.epilogue import sums_layout
 from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, reinterpret
-from halfbyte.kernels.gpu.hopper.ring import barriers, next_stage
+from halfbyte.kernels.gpu.hopper.ring import barriers, descriptor, next_stage
 from halfbyte.kernels.gpu.hopper.weights import SUBNORMAL_SCALE, dequantize_plane, dequantize_two_planes, load_block_params, load_codes
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
 from halfbyte.kernels.gpu.values import Value
@@ -231,14 +231,16 @@ def of_weight(geo: gpu_tiles.Geometry) -> WeightFields:
     }
 
 
+def codes_descriptor(codes: Tensor, static: Static) -> TensorDescriptor:
+    """Return a TMA descriptor of codes: 4 bits in lines of 128 bytes, a panel of a K slab; bytes [N padded, K padded], those of a stage."""
+    return descriptor(codes.view(-1, 64), [32, 64]) if static.bits == 4 else descriptor(codes, [static.block_n, static.stage_k])
+
+
 def scale_descriptors(scale: Tensor, zero: Tensor | None, static: Static) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     """Return TMA descriptors of scales and zeros [matrices, block rows, N padded], in boxes of a K slab of a tile."""
-
-    def read(of_blocks: Tensor) -> TensorDescriptor:
-        flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * of_blocks.element_size(), rank=3)
-        return TensorDescriptor.from_tensor(of_blocks, [1, static.blocks_per_slab, 2 * static.rows], flat)
-
-    return None if static.one_block else read(scale), None if zero is None else read(zero)
+    box = [1, static.blocks_per_slab, 2 * static.rows]
+    of_scale = None if static.one_block else descriptor(scale, box, flat=True)
+    return of_scale, None if zero is None else descriptor(zero, box, flat=True)
 
 
 # Device functions. `S` is a Static, `operands` Operands, `ring` a Ring, `shape` a Shape.

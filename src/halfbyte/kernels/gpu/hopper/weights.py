@@ -1,4 +1,7 @@
-"""The weight operand of wgmma: codes in 4 or 8 bits -> float16 or bfloat16 in registers, a plane (32 of K) of a K slab at a time.
+"""The weight operand of Hopper's kernels: codes in 4 or 8 bits in shared memory -> float16 or bfloat16 in registers, a plane (32 of K) of
+a K slab at a time. `tile.py` (many rows, experts, convolutions) calls `load_codes` and `dequantize_plane`; `skinny_tile.py` (few rows)
+composes their parts, `load_words`, `load_bytes`, `convert_plane` and `subtract_zero`, as it may scale sums instead. Both integer tiles
+call `load_nibbles`.
 
     4 bits      a thread reads 16 bytes, and three instructions give two weights: LOP3, a fused multiply-add that subtracts zero point and
                 magic constant, and one that multiplies by the scale
@@ -11,7 +14,8 @@
 Arithmetic: the weight is rounded to x's type as in `skinny.py` ("weights"). Weights from subnormal codes are 2**-24 times as large
 (`SUBNORMAL_SCALE`). With 4 bits and zero points, their product of zero point and scale is rounded, too, by 2**-8 of it at most.
 
-`S` is a `tile.Static`. `params` are scales and zeros of a slab's blocks, as `load_block_params` returns them.
+`S` is a `tile.Static`, of the parts also a `skinny_tile.Static`. `params` are scales and zeros of a slab's blocks, as
+`load_block_params` returns them.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from halfbyte.kernels.gpu.decode import E2M1_BF16, E2M1_F16
+from halfbyte.kernels.gpu.decode import E2M1_BF16, E2M1_F16, HALVES
 from halfbyte.kernels.gpu.hopper.gluon_compat import reinterpret
 
 
@@ -75,26 +79,43 @@ def negated_point(point, ODD: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _dequantize(plane, params, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
-    """Return a plane with its magic constant as the weight in DTYPE."""
-    ROWS: gl.constexpr = S.rows
-    BLOCKS: gl.constexpr = S.blocks_per_slab
+def subtract_zero(plane, point, PLANE: gl.constexpr, S: gl.constexpr):
+    """Return a plane of `convert_plane` without its magic constant: u - point, where S.zero is "none" u - 8 or u - 128, and where it is
+    "offset" u. Exact.
+
+    Args:
+        plane: [rows, 32], not of subnormal codes.
+        point: int16 [rows, 1 or 32]; not read unless S.zero is "point".
+    """
+    DTYPE: gl.constexpr = plane.dtype
+    ROWS: gl.constexpr = plane.shape[0]
     LAYOUT: gl.constexpr = plane.type.layout
     ODD: gl.constexpr = PLANE % 2 == 1 and DTYPE == gl.float16 and S.bits == 4
     SIGNED: gl.constexpr = S.bits == 8 and DTYPE == gl.bfloat16  # bytes have no magic constant then: they are u - 128
     factor = gl.full([ROWS, 32], 0.0625 if ODD else 1.0, DTYPE, layout=LAYOUT)
     if S.zero == "point":
-        point = _of_plane(params, BLOCKS, PLANE, LAYOUT, S).to(gl.int16)
         zero = (128 - point).to(gl.float32).to(DTYPE) if SIGNED else negated_point(point, ODD, DTYPE)
     else:
         BASE: gl.constexpr = -128.0 if SIGNED else 64.0 if ODD else 1024.0 if DTYPE == gl.float16 else 128.0
         POINT: gl.constexpr = 0.0 if S.zero == "offset" else 8.0 if S.bits == 4 else 128.0
         zero = gl.full([ROWS, 1], -BASE - POINT, DTYPE, layout=LAYOUT)
-    q = plane
-    if (not SIGNED or S.zero != "none") and not S.float_codes:
-        q = fma(plane, factor, zero)
+    if (SIGNED and S.zero == "none") or S.float_codes:
+        return plane
+    else:
+        return fma(plane, factor, zero)
+
+
+@gluon.jit
+def _dequantize(plane, params, PLANE: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Return a plane of `convert_plane` as the weight in DTYPE."""
+    BLOCKS: gl.constexpr = S.blocks_per_slab
+    LAYOUT: gl.constexpr = plane.type.layout
+    point = plane
+    if S.zero == "point":
+        point = _of_plane(params, BLOCKS, PLANE, LAYOUT, S).to(gl.int16)
+    q = subtract_zero(plane, point, PLANE, S)
     if not S.one_block:
-        offset = gl.full([ROWS, 1], -0.0, DTYPE, layout=LAYOUT)
+        offset = gl.full([S.rows, 1], -0.0, DTYPE, layout=LAYOUT)
         if S.zero == "offset":
             offset = _of_plane(params, BLOCKS, PLANE, LAYOUT, S).to(DTYPE)
         q = fma(q, _of_plane(params, 0, PLANE, LAYOUT, S).to(DTYPE), offset)
@@ -202,32 +223,64 @@ def convert_bytes(codes, high, OPERAND: gl.constexpr, DTYPE: gl.constexpr, SUBNO
 
 @gluon.jit
 def load_codes(ws, PLANE: gl.constexpr, HALF: gl.constexpr, OPERAND: gl.constexpr, S: gl.constexpr):
-    """Load the words of a K slab in operand order [rows, 32]; of 8 bits one plane's bytes, by fours [rows, 8] or twos [rows, 16]."""
+    """Load the words of a warpgroup's half of a K slab in operand order [rows, 32]; of 8 bits the bytes of plane PLANE (`load_bytes`)."""
     ROWS: gl.constexpr = S.rows
     if S.bits == 8:
-        NUMBER: gl.constexpr = 8 if S.paired else 16
-        WIDTH: gl.constexpr = S.stage_k * NUMBER // 32
-        bytes_ = reinterpret(ws, gl.int32 if S.paired else gl.int16, [S.block_n, WIDTH], shared_byte_layout(S.stage_k, S.paired))
-        return bytes_.slice(HALF * ROWS, ROWS, dim=0).slice(PLANE * NUMBER % WIDTH, NUMBER, dim=1).load(byte_layout(ROWS, S.paired))
+        return load_bytes(ws, PLANE, HALF, ROWS, S.paired)
     else:
-        PANELS: gl.constexpr = S.rows // 64
-        LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        words = ws.slice(HALF * 32 * PANELS, 32 * PANELS, dim=0).load(LANES)
-        words = words.reshape([PANELS, 2, 4, 8, 4, 2, 2, 2]).permute([0, 2, 6, 3, 1, 5, 4, 7]).reshape([ROWS, 32])
-        return gl.convert_layout(words, OPERAND, assert_trivial=True)
+        return load_words(ws.slice(HALF * (ROWS // 2), ROWS // 2, dim=0), OPERAND)
+
+
+@gluon.jit
+def load_words(lines, OPERAND: gl.constexpr):
+    """Load a K slab of 4 bits, 16-bit words [32 * panels, 64] in shared memory, in operand order: [64 * panels, 32]. A word has the codes
+    of four planes."""
+    PANELS: gl.constexpr = lines.shape[0] // 32
+    words = lines.load(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    # panel, kt, nt, row, k4, khalf, rowhalf, k
+    words = words.reshape([PANELS, 2, 4, 8, 4, 2, 2, 2]).permute([0, 2, 6, 3, 1, 5, 4, 7]).reshape([64 * PANELS, 32])
+    return gl.convert_layout(words, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def load_bytes(stage, PLANE: gl.constexpr, PART: gl.constexpr, ROWS: gl.constexpr, PAIRED: gl.constexpr):
+    """Load plane PLANE of 8 bits of the PART-th ROWS rows of a stage [rows, elements along K]: by fours [ROWS, 8] if paired, else by
+    twos [ROWS, 16], as `convert_bytes` takes them."""
+    STAGE_K: gl.constexpr = stage.shape[1]
+    NUMBER: gl.constexpr = 8 if PAIRED else 16
+    WIDTH: gl.constexpr = STAGE_K * NUMBER // 32
+    codes = reinterpret(stage, gl.int32 if PAIRED else gl.int16, [stage.shape[0], WIDTH], shared_byte_layout(STAGE_K, PAIRED))
+    return codes.slice(PART * ROWS, ROWS, dim=0).slice(PLANE * NUMBER % WIDTH, NUMBER, dim=1).load(byte_layout(ROWS, PAIRED))
+
+
+@gluon.jit
+def load_nibbles(lines, OPERAND: gl.constexpr):
+    """Load a K slab of 4 bits of a panel, bytes [32, 128] in shared memory, as int8 16 * (u - 8) in operand order: the low nibbles
+    [64, 64], and the high ones."""
+    b = lines.load(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+    b = b.reshape([2, 4, 8, 4, 2, 2, 4]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([64, 64])
+    b = gl.convert_layout(b, OPERAND, assert_trivial=True)
+    return gl.inline_asm_elementwise(HALVES, "=r,=r,r", [b], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
+
+
+@gluon.jit
+def convert_plane(codes, high, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
+    """Return plane PLANE of the loaded codes in DTYPE: u with its magic constant (bytes in bfloat16: u - 128), with S.subnormal u alone,
+    and with S.float_codes the values of the codes."""
+    if S.bits == 8:
+        return convert_bytes(codes, high, OPERAND, DTYPE, S.subnormal, S.paired)
+    elif DTYPE == gl.float16:
+        TEXTS_F16: gl.constexpr = E2M1_F16 if S.float_codes else PLANES_F16
+        return gl.inline_asm_elementwise(TEXTS_F16[PLANE], "=r,r", [codes], dtype=gl.float16, is_pure=True, pack=2)
+    else:
+        TEXTS: gl.constexpr = E2M1_BF16 if S.float_codes else PLANES_SUBNORMAL if S.subnormal else PLANES_BF16
+        return gl.inline_asm_elementwise(TEXTS[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def dequantize_plane(codes, high, params, PLANE: gl.constexpr, OPERAND: gl.constexpr, DTYPE: gl.constexpr, S: gl.constexpr):
     """Return plane PLANE of the loaded codes as weights in DTYPE."""
-    if S.bits == 8:
-        u = convert_bytes(codes, high, OPERAND, DTYPE, S.subnormal, S.paired)
-    elif DTYPE == gl.float16:
-        HALVES: gl.constexpr = E2M1_F16 if S.float_codes else PLANES_F16
-        u = gl.inline_asm_elementwise(HALVES[PLANE], "=r,r", [codes], dtype=gl.float16, is_pure=True, pack=2)
-    else:
-        TEXTS: gl.constexpr = E2M1_BF16 if S.float_codes else PLANES_SUBNORMAL if S.subnormal else PLANES_BF16
-        u = gl.inline_asm_elementwise(TEXTS[PLANE], "=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=2)
+    u = convert_plane(codes, high, PLANE, OPERAND, DTYPE, S)
     if S.subnormal:
         return _dequantize_subnormal(u, params, PLANE, DTYPE, S)
     else:

@@ -19,12 +19,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu.hopper.epilogue import QUARTERS, Outputs, quarters_of, send_tile, write_rows
 from halfbyte.kernels.gpu.hopper.reduction import reduce_tile, sharers_of_tile
-from halfbyte.kernels.gpu.hopper.ring import Shape, consumer_registers, why_not_hopper
+from halfbyte.kernels.gpu.hopper.ring import Shape, consumer_registers, descriptor, why_not_hopper
 from halfbyte.kernels.gpu.hopper.stream_k import divisors_of, segment_at, share_of_program
 from halfbyte.kernels.gpu.hopper.tile import (
     Operands,
@@ -32,6 +31,7 @@ from halfbyte.kernels.gpu.hopper.tile import (
     WeightOffset,
     XBoxes,
     allocate_ring,
+    codes_descriptor,
     load_stage,
     load_weight,
     load_x,
@@ -178,13 +178,6 @@ def launch(
         x = x.clone(memory_format=torch.contiguous_format)
     geo, static = gpu_tiles.geometry(problem.format, (problem.n, problem.k)), compiled_for(problem, config, clamp=epilogue.clamps)
     static = replace(static, tma_store=_can_tma_store(problem, static, out, epilogue), registers=registers)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    if geo.format.bits == 4:
-        lines = TensorDescriptor.from_tensor(codes.view(-1, 64), [32, 64], layout)
-    else:
-        of_bytes = gl.NVMMASharedLayout(swizzle_byte_width=static.stage_k, element_bitwidth=8, rank=2)
-        lines = TensorDescriptor.from_tensor(codes, [static.block_n, static.stage_k], of_bytes)
-    yd = TensorDescriptor.from_tensor(out, [config.block_m, static.rows], layout) if static.tma_store else None
     scratch: tuple[Tensor, Tensor] | None = None
     if nbytes:
         memory = workspace(out.device, nbytes) if memory is None else memory
@@ -192,11 +185,11 @@ def launch(
     launcher.run(
         _gemm,
         (config.programs,),
-        TensorDescriptor.from_tensor(x, [config.block_m // (_BOXES if registers is None else 1), static.stage_k], layout),
-        lines,
+        descriptor(x, [config.block_m // (_BOXES if registers is None else 1), static.stage_k]),
+        codes_descriptor(codes, static),
         *scale_descriptors(scale[None], None if zero is None else zero[None], static),
         scale,
-        yd,
+        descriptor(out, [config.block_m, static.rows]) if static.tma_store else None,
         out,
         (epilogue.bias, epilogue.residual),
         scratch,

@@ -6,6 +6,9 @@ Of a block of K_i elements, with q the codes, s scales and o offsets (o = -s * p
 
 the four terms of `reference.linear`. x and W in the order of `quantize/activations.py` and `layouts/gpu_tiles.py`.
 
+Flow: `launch` quantizes x (`activations.quantizing_launch`), `multiply` starts `_gemm`. That computes a tile: `_tile_pointers`,
+`_sum_slabs` (which adds K slab by K slab by `_add_products` or `_add_slab`), the reduction of split-K, and `_finish_rows`.
+
 Y^T = W X^T, so that the weight is the register operand of an mma. A register w holds eight nibbles u; `(w << 4 ^ 0x80808080) &
 0xf0f0f0f0` are four int8 of 16 * (u - 8), and the same of w without the shift the four others: three instructions for eight
 weights, the 16 is divided out at the end (exactly). Blocks shorter than 128 collect their bytes by a PRMT first. The instruction
@@ -21,20 +24,25 @@ It wins for small M; on Hopper `gemm_int8_hopper.py` takes over where x fills it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfbyte.formats.spec import Zero
 from halfbyte.kernels.gpu.arithmetic import MAGIC, MAGIC_BITS, requantization, requantized, store_partial, sum_partials
+from halfbyte.kernels.gpu.decode import HALVES
 from halfbyte.kernels.gpu.epilogue import write
-from halfbyte.kernels.gpu.quantize import activations
+from halfbyte.kernels.gpu.quantize import activations, dequantize
 from halfbyte.kernels.gpu.quantize.activations import Plan, Quantized, aligned
+from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
 from halfbyte.kernels.gpu.runtime.launch import run
 from halfbyte.kernels.gpu.runtime.scratch import locks
-from halfbyte.kernels.gpu.weight_kinds import zero_number
+from halfbyte.kernels.gpu.values import Value
+from halfbyte.kernels.gpu.weight_kinds import zero_of
 from halfbyte.kernels.problem import Epilogue, Problem
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -65,6 +73,76 @@ class Config:
     stages: int
     warps: int
     asm: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static(CompileTime, Config):
+    """What the kernel is compiled for, in addition to Config.
+
+    Attributes:
+        split: 2: programs share K; 1: they do not.
+        bits, zero: Of the weight.
+        with_offset, whole, whole_row, granule: As in `activations.Plan`.
+        slabs_per_sum: K slabs whose products are summed in int32 before they are scaled; 1 for shorter blocks.
+        clamp: Whether y is clamped.
+    """
+
+    bits: int
+    zero: Zero
+    with_offset: bool
+    whole: bool
+    whole_row: bool
+    granule: int
+    slabs_per_sum: int
+    clamp: bool
+
+    @property
+    def block_offsets(self) -> bool:
+        """Whether each block of x has an offset, not the row."""
+        return self.with_offset and not self.whole_row
+
+    @property
+    def pieces(self) -> int:
+        """Granules of a K slab."""
+        return gpu_tiles.RECORD // self.granule
+
+
+class ActivationPointers(NamedTuple):
+    """Sections of the quantized x (`activations.Quantized`); None for missing ones."""
+
+    q: Value
+    scale: Value
+    sums: Value
+    offset: Value
+
+
+class WeightPointers(NamedTuple):
+    """Sections of the weight, and, where x has an offset, sums of its elements (`dequantize.write_sums`); None for missing ones."""
+
+    codes: Value
+    scale: Value
+    zero: Value
+    sums: Value
+
+
+class Shape(NamedTuple):
+    """Sizes of the product.
+
+    Attributes:
+        columns: M with padding: the distance of rows of the sections of x.
+        n: N.
+        n_padded: N with padding.
+        k_slabs: K slabs of a row.
+        per_weight_block: Granules of a block of the weight.
+        per_x_scale: Granules that have the same scale of x.
+    """
+
+    columns: Value
+    n: Value
+    n_padded: Value
+    k_slabs: Value
+    per_weight_block: Value
+    per_x_scale: Value
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -126,6 +204,22 @@ def _weight_sums_bytes(problem: Problem) -> int:
     return aligned(4 * plan.granules * geo.n_padded) if plan.with_offset else 0
 
 
+def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
+    """Return what the kernel is compiled for."""
+    plan = activations.plan(problem)
+    return Static(
+        **vars(replace(config, split=min(2, config.split))),
+        bits=problem.format.bits,
+        zero=zero_of(problem.format),
+        with_offset=plan.with_offset,
+        whole=plan.whole,
+        whole_row=plan.whole_row,
+        granule=plan.granule,
+        slabs_per_sum=1 if plan.whole else max(1, plan.padded // gpu_tiles.RECORD),
+        clamp=clamp,
+    )
+
+
 def workspace_bytes(problem: Problem, config: Config) -> int:
     """Bytes that `multiply` needs: sums of the weight where x has an offset, partial sums where K is split."""
     partials = 4 * config.split * _tiles(problem, config) * config.block_m * config.block_n if config.split > 1 else 0
@@ -144,70 +238,32 @@ def multiply(
 ) -> None:
     """The product alone, with `workspace_bytes(problem, config)` bytes of `memory`; with qlinear's table [3, at least N] to int8."""
     plan, geo = x.plan, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    tiles, split = _tiles(problem, config), config.split > 1
+    tiles, static = _tiles(problem, config), compiled_for(problem, config, clamp=epilogue.clamps)
     codes, scale, zero = weight.codes.view(torch.int8), weight.scale, weight.zero
-    wsums = None
+    per_weight_block = max(1, geo.padded // plan.granule)
+    per_x_scale = plan.granules if plan.whole_row else plan.padded // plan.granule
+    weight_sums = None
     if plan.with_offset:
-        wsums = memory[: 4 * plan.granules * geo.n_padded].view(torch.float32)
-        run(
-            _weight_sums,
-            (geo.panels, geo.records),
-            codes,
-            scale,
-            zero,
-            wsums,
-            problem.k,
-            geo.n_padded,
-            geo.records,
-            max(1, geo.padded // plan.granule),
-            plan.block,
-            plan.padded,
-            BITS=problem.format.bits,
-            ZERO=zero_number(problem.format),
-            G=plan.granule,
-        )
-    partials = memory[_weight_sums_bytes(problem) :].view(torch.int32 if plan.whole else torch.float32) if split else None
+        weight_sums = memory[: 4 * plan.granules * geo.n_padded].view(torch.float32)
+        dequantize.write_sums(weight, geo, plan.granule, (plan.block, plan.padded), weight_sums)
+    scratch: tuple[Tensor, Tensor] | None = None
+    if config.split > 1:
+        sums = memory[_weight_sums_bytes(problem) :].view(torch.int32 if plan.whole else torch.float32)
+        scratch = sums, locks(out.device, tiles)
     run(
         _gemm,
         (tiles, config.split),
-        x.q,
-        x.scale,
-        x.sums,
-        x.offset,
-        codes,
-        scale,
-        zero,
-        wsums,
+        ActivationPointers(x.q, x.scale, x.sums, x.offset),
+        WeightPointers(codes, scale, zero, weight_sums),
         table,
         out,
-        epilogue.bias,
-        epilogue.residual,
-        epilogue.low,
-        epilogue.high,
-        partials,
-        locks(out.device, tiles) if split else None,
+        (epilogue.bias, epilogue.residual),
+        (epilogue.low, epilogue.high),
+        scratch,
         plan.m,
-        plan.columns,
-        problem.n,
-        geo.n_padded,
-        geo.records,
-        max(1, geo.padded // plan.granule),
-        plan.granules if plan.whole_row else plan.padded // plan.granule,
+        Shape(plan.columns, problem.n, geo.n_padded, geo.records, per_weight_block, per_x_scale),
         0 if table is None else table.shape[1],
-        BITS=problem.format.bits,
-        ZERO=zero_number(problem.format),
-        WITH_OFFSET=plan.with_offset,
-        WHOLE=plan.whole,
-        ROW=plan.whole_row,
-        G=plan.granule,
-        FOLD=1 if plan.whole else max(1, plan.padded // gpu_tiles.RECORD),
-        BM=config.block_m,
-        BN=config.block_n,
-        SLABS=config.records,
-        STAGES=config.stages,
-        SPLIT=split,
-        CLAMP=epilogue.clamps,
-        ASM=config.asm,
+        static,
         num_warps=config.warps,
     )
 
@@ -215,9 +271,6 @@ def multiply(
 launch = activations.quantizing_launch(multiply, workspace_bytes)
 
 
-HALVES = tl.constexpr(
-    "{.reg .b32 t; shl.b32 t, $2, 4; lop3.b32 $0, t, 0x80808080, 0xf0f0f0f0, 0x28; lop3.b32 $1, $2, 0x80808080, 0xf0f0f0f0, 0x28;}"
-)
 # The registers of a lane: khalf 0 of rowhalf 0 and 1, khalf 1 of both. Out: planes 0 to 3 of rowhalf 0 and 1 each.
 PLANES = tl.constexpr(
     "{.reg .b32 e, o, t;"
@@ -267,246 +320,237 @@ def _operand(plane, BN: tl.constexpr):
     return tl.reshape(tl.permute(p, (0, 2, 5, 3, 1, 4, 6)), (BN, 32))
 
 
-@triton.jit
-def fold(acc, p, s, z, sa, sm, oa, ws, BITS: tl.constexpr, FLAGS: tl.constexpr, BIASED: tl.constexpr):
-    """acc + the integers p [BN, BM] of a block, scaled; 16 times too large for 4 bits. BIASED: they start at the bits of 1.5 * 2^23.
+# Device functions. `S` is a Static.
 
-    s, z    scale and zero of the weight [BN]; ws the sum of its elements
-    sa, oa  scale and offset of x [BM] (not where the row has one of each); sm the sum of its codes
+
+@triton.jit
+def _add_scaled(acc, p, params, S: tl.constexpr, BIASED: tl.constexpr):
+    """Return acc + the integers p [block_n, block_m] of a block, scaled; of 4 bits 16 times too large.
+
+    params: as of `_load_params`.
+    BIASED: integers start at the bits of 1.5 * 2^23.
     """
-    ZERO: tl.constexpr = FLAGS[0]
+    scale, zero, x_scale, x_sums, x_offset, weight_sums = params
     v = p.to(tl.float32, bitcast=True) - MAGIC if BIASED else p.to(tl.float32)
-    if ZERO != 0:  # from u - 8 or u - 128 to u - point, in exact integers
-        point = z.to(tl.float32) if ZERO == 1 else tl.zeros(z.shape, tl.float32)
-        point = (point - 8) * 16 if BITS == 4 else point - 128
-        v -= point[:, None] * sm[None, :]
-    v *= s.to(tl.float32)[:, None]
-    if ZERO == 2:
-        v += (z.to(tl.float32) * (16 if BITS == 4 else 1))[:, None] * sm[None, :]
-    if FLAGS[2]:
+    if S.zero != "none":  # from u - 8 or u - 128 to u - point, in exact integers
+        point = zero.to(tl.float32) if S.zero == "point" else tl.zeros(zero.shape, tl.float32)
+        point = (point - 8) * 16 if S.bits == 4 else point - 128
+        v -= point[:, None] * x_sums[None, :]
+    v *= scale.to(tl.float32)[:, None]
+    if S.zero == "offset":
+        v += (zero.to(tl.float32) * (16 if S.bits == 4 else 1))[:, None] * x_sums[None, :]
+    if S.whole_row:
         acc += v
     else:
-        acc += v * sa[None, :]
-        if FLAGS[1]:
-            acc += (ws * (16 if BITS == 4 else 1))[:, None] * oa[None, :]
+        acc += v * x_scale[None, :]
+        if S.with_offset:
+            acc += (weight_sums * (16 if S.bits == 4 else 1))[:, None] * x_offset[None, :]
     return acc
 
 
 @triton.jit
-def at_end(v, sa, oa, ws, BITS: tl.constexpr, WITH_OFFSET: tl.constexpr, ROW: tl.constexpr):
-    """The sum of all folds: what is left to multiply by, and the offset's term, where the row has one scale and one offset."""
-    if BITS == 4:
-        v *= 0.0625
-    if ROW:
-        v *= sa[None, :]
-        if WITH_OFFSET:
-            v += ws[:, None] * oa[None, :]
-    return v
+def _load_params(x, weight, i, shape, rn, rm, S: tl.constexpr):
+    """Load what the integers of granule i are scaled by: scale and zero of the weight, [block_n]; scale of x, sums of its codes, and its
+    offset, [block_m]; sums of the weight's elements, [block_n]. Placeholders stand for those that formats do not have, or whole rows have
+    one of."""
+    at = i // shape.per_weight_block * shape.n_padded + rn
+    scale = tl.load(weight.scale + at)
+    zero = scale
+    if S.zero != "none":
+        zero = tl.load(weight.zero + at)
+    x_scale = scale
+    if not S.whole_row:
+        x_scale = tl.load(x.scale + i // shape.per_x_scale * shape.columns + rm)
+    x_sums = x_scale
+    if S.zero != "none":
+        x_sums = tl.load(x.sums + i * shape.columns + rm)
+    x_offset = x_scale
+    weight_sums = scale
+    if S.block_offsets:
+        weight_sums = tl.load(weight.sums + i * shape.n_padded + rn)
+        x_offset = tl.load(x.offset + i // shape.per_x_scale * shape.columns + rm)
+    return scale, zero, x_scale, x_sums, x_offset, weight_sums
 
 
 @triton.jit
-def _fetch(w, x, i, w_every, a_every, NP, MP, rn, rm, ZERO: tl.constexpr, WITH_OFFSET: tl.constexpr, ROW: tl.constexpr):
-    """Load what granule i needs: scale and zero of the weight, scale, sums and offset of x, sums of the weight. A value that the format
-    does not have is a copy of another."""
-    at = i // w_every * NP + rn
-    s = tl.load(w[0] + at)
-    z = s
-    if ZERO != 0:
-        z = tl.load(w[1] + at)
-    sa = s
-    if not ROW:
-        sa = tl.load(x[0] + i // a_every * MP + rm)
-    sm = sa
-    if ZERO != 0:
-        sm = tl.load(x[1] + i * MP + rm)
-    oa = sa
-    ws = s
-    if WITH_OFFSET and not ROW:
-        ws = tl.load(w[2] + i * NP + rn)
-        oa = tl.load(x[2] + i // a_every * MP + rm)
-    return s, z, sa, sm, oa, ws
-
-
-@triton.jit
-def _fetch_slab(w, x, t, w_every, a_every, NP, MP, rn, rm, PIECES: tl.constexpr, FLAGS: tl.constexpr):
-    """Return the same for each granule of record t."""
-    fetched = ()
+def _load_slab_params(x, weight, t, shape, rn, rm, S: tl.constexpr):
+    """Return `_load_params` of each granule of K slab t."""
+    PIECES: tl.constexpr = S.pieces
+    loaded = ()
     for j in tl.static_range(PIECES):
-        fetched += (_fetch(w, x, t * PIECES + j, w_every, a_every, NP, MP, rn, rm, FLAGS[0], FLAGS[1], FLAGS[2]),)  # type: ignore[assignment]
-    return fetched
+        loaded += (_load_params(x, weight, t * PIECES + j, shape, rn, rm, S),)  # type: ignore[assignment]
+    return loaded
 
 
 @triton.jit
-def _product(
-    acc, wp, xp, t, PIECE: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, SLABS: tl.constexpr, ASM: tl.constexpr
-):
-    """acc + the integers of records t and after of 4 bits, or of piece PIECE of record t of 8 bits."""
-    if BITS == 4:
-        w0, w1 = halves(tl.load(wp + t * 4096), BN, SLABS, ASM)
-        acc = tl.dot(w0, tl.load(xp + t * 128), acc, out_dtype=tl.int32)
-        return tl.dot(w1, tl.load(xp + t * 128 + 64), acc, out_dtype=tl.int32)
+def _add_products(acc, wp, xp, t, PIECE: tl.constexpr, SLABS: tl.constexpr, S: tl.constexpr):
+    """Return acc + the integers of SLABS K slabs from t on of 4 bits, or of piece PIECE of slab t of 8 bits."""
+    if S.bits == 4:
+        low, high = halves(tl.load(wp + t * 4096), S.block_n, SLABS, S.asm)
+        acc = tl.dot(low, tl.load(xp + t * 128), acc, out_dtype=tl.int32)
+        return tl.dot(high, tl.load(xp + t * 128 + 64), acc, out_dtype=tl.int32)
     else:
-        at = t * 128 + PIECE * G
+        at = t * 128 + PIECE * S.granule
         return tl.dot(tl.load(wp + at), tl.load(xp + at), acc, out_dtype=tl.int32)
 
 
+@triton.jit
+def _add_slab(acc, wp, xp, t, params, start, S: tl.constexpr):
+    """Return acc + K slab t, whose blocks are no longer than it; the integers of each begin with `start`. `params` are those of its
+    granules."""
+    G: tl.constexpr = S.granule
+    PIECES: tl.constexpr = S.pieces
+    if G == 16:
+        q = planes(tl.load(wp + t * 2048), S.block_n, S.asm) if S.bits == 4 else (0,)
+        for j in tl.static_range(4):  # the instruction multiplies 32 of K: x of one of two blocks, and zeros
+            w32 = q[j] if S.bits == 4 else tl.load(wp + t * 128 + 32 * j)
+            x32 = tl.load(xp + t * 128 + 32 * j)
+            for half in tl.static_range(2):
+                p = tl.dot(w32, tl.where(tl.arange(0, 32)[:, None] // 16 == half, x32, 0), start, out_dtype=tl.int32)
+                acc = _add_scaled(acc, p, params[2 * j + half], S, True)
+    elif S.bits == 4 and G < 128:
+        q = planes(tl.load(wp + t * 2048), S.block_n, S.asm)
+        for j in tl.static_range(0, 4, G // 32):
+            p = tl.dot(q[j], tl.load(xp + t * 128 + 32 * j), start, out_dtype=tl.int32)
+            if G == 64:
+                p = tl.dot(q[j + 1], tl.load(xp + t * 128 + 32 * j + 32), p, out_dtype=tl.int32)
+            acc = _add_scaled(acc, p, params[j * 32 // G], S, True)
+    else:
+        for j in tl.static_range(PIECES):
+            acc = _add_scaled(acc, _add_products(start, wp, xp, t, j, 1, S), params[j], S, True)
+    return acc
+
+
+@triton.jit
+def _tile_pointers(x, weight, pn, rn, rm, shape, S: tl.constexpr):
+    """Return pointers to a tile's codes of the weight and of x, of the first K slab."""
+    BN: tl.constexpr = S.block_n
+    SLABS: tl.constexpr = S.records
+    xp = x.q + rm[None, :].to(tl.int64) * (shape.k_slabs * 128)
+    if S.bits == 4:
+        panel = tl.minimum(pn * (BN // 64) + tl.arange(0, BN // 64), shape.n_padded // 64 - 1).to(tl.int64)[:, None] * shape.k_slabs
+        if S.granule == 128:
+            wp = weight.codes + panel * 4096 + tl.arange(0, 4096 * SLABS)[None, :]
+            kx = tl.arange(0, 64 * SLABS)
+            xp += (kx // 64 * 128 + kx % 64)[:, None]
+        else:
+            wp = weight.codes.to(tl.pointer_type(tl.int16)) + panel * 2048 + tl.arange(0, 2048)[None, :]
+            xp += tl.arange(0, 32)[:, None]
+    else:
+        WIDE: tl.constexpr = 32 if S.granule == 16 else S.granule * SLABS
+        wp = weight.codes + rn[:, None].to(tl.int64) * (shape.k_slabs * 128) + tl.arange(0, WIDE)[None, :]
+        xp += tl.arange(0, WIDE)[:, None]
+    return wp, xp
+
+
+@triton.jit
+def _sum_slabs(x, weight, wp, xp, first, end, shape, rn, rm, S: tl.constexpr):
+    """Return the sums [block_n, block_m] of K slabs first … end - 1: int32 if S.whole, else float32, scaled."""
+    BN: tl.constexpr = S.block_n
+    BM: tl.constexpr = S.block_m
+    SLABS: tl.constexpr = S.records
+    start = tl.full([BN, BM], 0 if S.whole or S.slabs_per_sum > 1 else MAGIC_BITS, tl.int32)
+    acc = start if S.whole else tl.zeros([BN, BM], tl.float32)
+    if S.whole:
+        for t in tl.range(first, end, SLABS, num_stages=S.stages):
+            acc = _add_products(acc, wp, xp, t, 0, SLABS, S)
+    else:
+        p = start
+        x_sums = tl.zeros([BM], tl.float32)
+        weight_sums = tl.zeros([BN], tl.float32)
+        params = _load_slab_params(x, weight, first, shape, rn, rm, S)
+        for t in tl.range(first, end, num_stages=S.stages):
+            # The next slab's scales are fetched while this one is multiplied: they are too short for Triton to copy ahead.
+            following = _load_slab_params(x, weight, tl.minimum(t + 1, shape.k_slabs - 1), shape, rn, rm, S)
+            if S.slabs_per_sum > 1:
+                p = _add_products(p, wp, xp, t, 0, 1, S)
+                scale, zero, x_scale, slab_x_sums, x_offset, slab_weight_sums = params[0]
+                if S.zero != "none":
+                    x_sums += slab_x_sums
+                if S.block_offsets:
+                    weight_sums += slab_weight_sums
+                if (t + 1) % S.slabs_per_sum == 0 or t + 1 == end:
+                    acc = _add_scaled(acc, p, (scale, zero, x_scale, x_sums, x_offset, weight_sums), S, False)
+                    p = start
+                    x_sums = tl.zeros([BM], tl.float32)
+                    weight_sums = tl.zeros([BN], tl.float32)
+            else:
+                acc = _add_slab(acc, wp, xp, t, params, start, S)
+            params = following
+    return acc
+
+
+@triton.jit
+def _finish_rows(acc, x, weight, shape, rn, rm, S: tl.constexpr):
+    """Return the sums over all of K as float32 products: multiplied by what whole rows and channels have one of, less the 16 of 4 bits."""
+    BN: tl.constexpr = S.block_n
+    BM: tl.constexpr = S.block_m
+    total = acc
+    if S.whole_row:
+        row_scale = tl.load(x.scale + rm)
+        row_offset = row_scale
+        weight_sums = tl.zeros([BN], tl.float32)
+        if S.with_offset:
+            row_offset = tl.load(x.offset + rm)
+            for i in range(shape.k_slabs * S.pieces):
+                weight_sums += tl.load(weight.sums + i * shape.n_padded + rn)
+        if S.whole:
+            scale = tl.load(weight.scale + rn)
+            zero = scale
+            x_sums = row_scale
+            if S.zero != "none":
+                zero = tl.load(weight.zero + rn)
+                x_sums = tl.load(x.sums + rm)
+            params = (scale, zero, row_scale, x_sums, row_offset, weight_sums)
+            total = _add_scaled(tl.zeros([BN, BM], tl.float32), acc, params, S, False)
+    if S.bits == 4:
+        total *= 0.0625
+    if S.whole_row:
+        total *= row_scale[None, :]
+        if S.with_offset:
+            total += weight_sums[:, None] * row_offset[None, :]
+    return total
+
+
 @triton.jit(do_not_specialize=["M"])
-def _gemm(
-    x, sa, sums, oa, codes, scale, zero, wsums, table, out, bias, residual, low, high, partials, locks,
-    M, MP, N, NP, R, w_every, a_every, table_row,
-    BITS: tl.constexpr, ZERO: tl.constexpr, WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, ROW: tl.constexpr,
-    G: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SLABS: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT: tl.constexpr, CLAMP: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """With a `table`, of `ops.requantization_table`, the result is int8."""
+def _gemm(x, weight, table, out, added, bounds, scratch, M, shape, table_row, S: tl.constexpr):
+    """Compute tile program_id(0), or the share of its K that program_id(1) has.
+
+    x, weight  ActivationPointers, WeightPointers
+    table      of `ops.requantization_table`: the result is int8; or None
+    added      bias and residual; each may be None
+    bounds     of the clamp
+    scratch    partial sums and locks; None: one program has all of K
+    table_row  elements of a row of the table
+    """
+    BN: tl.constexpr = S.block_n
+    BM: tl.constexpr = S.block_m
     tiles_m = tl.cdiv(M, BM)
     pm = tl.program_id(0) % tiles_m
     pn = tl.program_id(0) // tiles_m
     # What lies outside is computed from the last row's data and not written.
     rm = pm * BM + tl.arange(0, BM)
     rn = pn * BN + tl.arange(0, BN)
-    rmi = tl.minimum(rm, M - 1)
-    rni = tl.minimum(rn, NP - 1)
-    first, end = 0, R
-    if SPLIT:
-        share = tl.cdiv(R // SLABS, tl.num_programs(1)) * SLABS
+    rm_read = tl.minimum(rm, M - 1)
+    rn_read = tl.minimum(rn, shape.n_padded - 1)
+    first, end = 0, shape.k_slabs
+    if S.split > 1:
+        share = tl.cdiv(shape.k_slabs // S.records, tl.num_programs(1)) * S.records
         first = tl.program_id(1) * share
-        end = tl.minimum(first + share, R)
-    xp = x + rmi[None, :].to(tl.int64) * (R * 128)
-    if BITS == 4:
-        panel = tl.minimum(pn * (BN // 64) + tl.arange(0, BN // 64), NP // 64 - 1).to(tl.int64)[:, None] * R
-        if G == 128:
-            wp = codes + panel * 4096 + tl.arange(0, 4096 * SLABS)[None, :]
-            kx = tl.arange(0, 64 * SLABS)
-            xp += (kx // 64 * 128 + kx % 64)[:, None]
-        else:
-            wp = codes.to(tl.pointer_type(tl.int16)) + panel * 2048 + tl.arange(0, 2048)[None, :]
-            xp += tl.arange(0, 32)[:, None]
-    else:
-        WIDE: tl.constexpr = 32 if G == 16 else G * SLABS
-        wp = codes + rni[:, None].to(tl.int64) * (R * 128) + tl.arange(0, WIDE)[None, :]
-        xp += tl.arange(0, WIDE)[:, None]
-    w = (scale, zero, wsums)
-    a = (sa, sums, oa)
-    PIECES: tl.constexpr = 128 // G
-    FLAGS: tl.constexpr = (ZERO, WITH_OFFSET, ROW)
-    start = tl.full([BN, BM], 0 if WHOLE or FOLD > 1 else MAGIC_BITS, tl.int32)
-    acc = start if WHOLE else tl.zeros([BN, BM], tl.float32)
-    if WHOLE:
-        for t in tl.range(first, end, SLABS, num_stages=STAGES):
-            acc = _product(acc, wp, xp, t, 0, BITS, G, BN, SLABS, ASM)
-    else:
-        p = start
-        sm = tl.zeros([BM], tl.float32)
-        ws = tl.zeros([BN], tl.float32)
-        f = _fetch_slab(w, a, first, w_every, a_every, NP, MP, rni, rm, PIECES, FLAGS)
-        for t in tl.range(first, end, num_stages=STAGES):
-            # The next record's scales are fetched while this one is multiplied: they are too short for Triton to copy ahead.
-            following = _fetch_slab(w, a, tl.minimum(t + 1, R - 1), w_every, a_every, NP, MP, rni, rm, PIECES, FLAGS)
-            if FOLD > 1:
-                p = _product(p, wp, xp, t, 0, BITS, G, BN, 1, ASM)
-                if ZERO != 0:
-                    sm += f[0][3]
-                if WITH_OFFSET and not ROW:
-                    ws += f[0][5]
-                if (t + 1) % FOLD == 0 or t + 1 == end:
-                    acc = fold(acc, p, f[0][0], f[0][1], f[0][2], sm, f[0][4], ws, BITS, FLAGS, False)
-                    p = start
-                    sm = tl.zeros([BM], tl.float32)
-                    ws = tl.zeros([BN], tl.float32)
-            elif G == 16:
-                q = planes(tl.load(wp + t * 2048), BN, ASM) if BITS == 4 else (0,)
-                for j in tl.static_range(4):  # the instruction multiplies 32 of K: x of one of two blocks, and zeros
-                    w32 = q[j] if BITS == 4 else tl.load(wp + t * 128 + 32 * j)
-                    x32 = tl.load(xp + t * 128 + 32 * j)
-                    for half in tl.static_range(2):
-                        p = tl.dot(w32, tl.where(tl.arange(0, 32)[:, None] // 16 == half, x32, 0), start, out_dtype=tl.int32)
-                        g = f[2 * j + half]
-                        acc = fold(acc, p, g[0], g[1], g[2], g[3], g[4], g[5], BITS, FLAGS, True)
-            elif BITS == 4 and G < 128:
-                q = planes(tl.load(wp + t * 2048), BN, ASM)
-                for j in tl.static_range(0, 4, G // 32):
-                    p = tl.dot(q[j], tl.load(xp + t * 128 + 32 * j), start, out_dtype=tl.int32)
-                    if G == 64:
-                        p = tl.dot(q[j + 1], tl.load(xp + t * 128 + 32 * j + 32), p, out_dtype=tl.int32)
-                    g = f[j * 32 // G]
-                    acc = fold(acc, p, g[0], g[1], g[2], g[3], g[4], g[5], BITS, FLAGS, True)
-            else:
-                for j in tl.static_range(PIECES):
-                    p = _product(start, wp, xp, t, j, BITS, G, BN, 1, ASM)
-                    acc = fold(acc, p, f[j][0], f[j][1], f[j][2], f[j][3], f[j][4], f[j][5], BITS, FLAGS, True)
-            f = following
-    if SPLIT:
+        end = tl.minimum(first + share, shape.k_slabs)
+    wp, xp = _tile_pointers(x, weight, pn, rn_read, rm_read, shape, S)
+    acc = _sum_slabs(x, weight, wp, xp, first, end, shape, rn_read, rm, S)
+    if S.split > 1:
         # Results of a program that has nothing to add are zeros.
         place = tl.program_id(0).to(tl.int64) * (BN * BM) + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         slot_stride = tl.num_programs(0).to(tl.int64) * (BN * BM)
-        if store_partial(acc, partials + place, slot_stride, locks + tl.program_id(0)) != tl.num_programs(1) - 1:
+        lock = scratch[1] + tl.program_id(0)
+        if store_partial(acc, scratch[0] + place, slot_stride, lock) != tl.num_programs(1) - 1:
             return
-        acc = sum_partials(acc, partials + place, slot_stride)
-        tl.store(locks + tl.program_id(0), 0)
+        acc = sum_partials(acc, scratch[0] + place, slot_stride)
+        tl.store(lock, 0)
     if table is not None:
-        y = requantized(acc, requantization(table, tl.minimum(rn, N - 1), table_row), low, high, BITS)
-        tl.store(out + rm[None, :].to(tl.int64) * N + rn[:, None], y, mask=(rn < N)[:, None] & (rm < M)[None, :])
+        y = requantized(acc, requantization(table, tl.minimum(rn, shape.n - 1), table_row), bounds[0], bounds[1], S.bits)
+        tl.store(out + rm[None, :].to(tl.int64) * shape.n + rn[:, None], y, mask=(rn < shape.n)[:, None] & (rm < M)[None, :])
         return
-    if ROW:
-        row_scale = tl.load(sa + rm)
-        row_offset = row_scale
-        ws = tl.zeros([BN], tl.float32)
-        if WITH_OFFSET:
-            row_offset = tl.load(oa + rm)
-            for i in range(R * PIECES):
-                ws += tl.load(wsums + i * NP + rni)
-        if WHOLE:
-            s = tl.load(scale + rni)
-            z = s
-            sm = row_scale
-            if ZERO != 0:
-                z = tl.load(zero + rni)
-                sm = tl.load(sums + rm)
-            total = fold(tl.zeros([BN, BM], tl.float32), acc, s, z, row_scale, sm, row_offset, ws, BITS, FLAGS, False)
-        else:
-            total = acc
-        total = at_end(total, row_scale, row_offset, ws, BITS, WITH_OFFSET, ROW)
-    else:
-        total = at_end(acc, acc, acc, acc, BITS, WITH_OFFSET, ROW)
-    write(total, out, (bias, residual), rn, rm, M, N, low, high, CLAMP)
-
-
-@triton.jit
-def _weight_sums(codes, scale, zero, sums, K, NP, R, w_every, block, padded, BITS: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr):
-    """sums [granules, N padded]: of the weight's elements, scale * (sum(q) - point * count) or scale * sum(q) + offset * count."""
-    panel = tl.program_id(0)
-    r = tl.program_id(1)
-    rn = panel * 64 + tl.arange(0, 64)
-    for j in tl.static_range(128 // G):
-        i = r * (128 // G) + j
-        start = i * G
-        within = start % padded
-        count = tl.minimum(block - within, K - start // padded * block - within)
-        count = tl.minimum(tl.maximum(count, 0), G).to(tl.float32)
-        at = i // w_every * NP + rn
-        s = tl.load(scale + at).to(tl.float32)
-        if BITS == 4:
-            # kt, nt, row, k4, khalf, rowhalf, k; padding is u = 8 or, with a zero, u = 0
-            place = (panel.to(tl.int64) * R + r) * 2048 + tl.arange(0, 2048)
-            words = tl.load(codes.to(tl.pointer_type(tl.int16)) + place).to(tl.int32)
-            words = tl.permute(tl.reshape(words, (2, 4, 8, 4, 2, 2, 2)), (1, 5, 2, 0, 3, 4, 6))
-            words = tl.reshape(words, (64, 32))
-            total = tl.zeros([64], tl.int32)
-            for plane in tl.static_range(j * G // 32, ((j + 1) * G + 31) // 32):
-                u = words >> 4 * plane & 15
-                u = u - 8 if ZERO == 0 else u
-                if G == 16:
-                    u = tl.where(tl.arange(0, 32)[None, :] // 16 == j % 2, u, 0)
-                total += tl.sum(u, axis=1)
-        else:
-            place = rn[:, None].to(tl.int64) * (R * 128) + start + tl.arange(0, G)[None, :]
-            u = tl.load(codes + place).to(tl.int32)
-            total = tl.sum(u if ZERO == 0 else u + 128, axis=1)
-        if ZERO == 1:
-            value = (total.to(tl.float32) - tl.load(zero + at).to(tl.float32) * count) * s
-        elif ZERO == 2:
-            value = total.to(tl.float32) * s + tl.load(zero + at).to(tl.float32) * count
-        else:
-            value = total.to(tl.float32) * s
-        tl.store(sums + i * NP + rn, value)
+    write(_finish_rows(acc, x, weight, shape, rn_read, rm, S), out, added, rn, rm, M, shape.n, bounds[0], bounds[1], S.clamp)

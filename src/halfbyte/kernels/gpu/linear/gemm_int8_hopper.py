@@ -34,7 +34,7 @@ from halfbyte.kernels.gpu.hopper.int8_tile import (
     load_x_and_scales,
     multiply_tile,
 )
-from halfbyte.kernels.gpu.hopper.ring import Shape, consumer_registers, why_not_hopper
+from halfbyte.kernels.gpu.hopper.ring import Shape, consumer_registers, descriptor, why_not_hopper
 from halfbyte.kernels.gpu.linear import gemm_int8
 from halfbyte.kernels.gpu.quantize import activations
 from halfbyte.kernels.gpu.quantize.activations import Quantized
@@ -180,12 +180,12 @@ def multiply(
     run(
         _gemm,
         (config.programs,),
-        descriptor(x.q, min(config.block_m, 128), 128),
-        descriptor(rows, 8 * static.bits, 128),
-        None if static.whole or static.row_scale else descriptor(x.scale, 1, config.block_m),
-        None if static.whole or x.sums is None else descriptor(x.sums, 1, config.block_m),
-        None if static.whole else descriptor(weight.scale.view(-1, 64), 1, 64),
-        descriptor(out, static.epilogue_rows, 64) if by_tma else None,
+        descriptor(x.q, [min(config.block_m, 128), 128]),
+        descriptor(rows, [8 * static.bits, 128]),
+        None if static.whole or static.row_scale else descriptor(x.scale, [1, config.block_m], flat=True),
+        None if static.whole or x.sums is None else descriptor(x.sums, [1, config.block_m], flat=True),
+        None if static.whole else descriptor(weight.scale.view(-1, 64), [1, 64], flat=True),
+        descriptor(out, [static.epilogue_rows, 64]) if by_tma else None,
         *_low_rank_operands(problem, config, epilogue.low_rank),
         (x.scale, x.sums),
         (weight.scale, weight.zero),
@@ -222,16 +222,7 @@ def _low_rank_operands(
     if reason := why_no_low_rank(problem, config, branches := inner.shape[1] // LOW_RANK):
         raise KernelError(f"gemm_int8_hopper adds no product of low rank here: {reason}")
     rows = min(config.block_m, 128)
-    return descriptor(inner.view(torch.int8), rows, 128), descriptor(outer, 64, LOW_RANK), problem.n // branches
-
-
-def descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return a TMA descriptor of tiles of a matrix; rows of 64 and 128 bytes are swizzled as wgmma reads them, but not single ones of
-    scales."""
-    width = columns * matrix.itemsize
-    swizzle = width if rows > 1 and width in (64, 128) else 0
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * matrix.itemsize, rank=2)
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+    return descriptor(inner.view(torch.int8), [rows, 128]), descriptor(outer, [64, LOW_RANK]), problem.n // branches
 
 
 launch = activations.quantizing_launch(multiply, _workspace_bytes, early=not triton.knobs.runtime.interpret)

@@ -38,7 +38,7 @@ from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.hopper.epilogue import Outputs, store_masked
 from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, reinterpret, thread_barrier
 from halfbyte.kernels.gpu.hopper.reduction import pack_sums, poll_sums, send_sums, unpack_sums
-from halfbyte.kernels.gpu.hopper.ring import barriers, next_stage
+from halfbyte.kernels.gpu.hopper.ring import barriers, descriptor, next_stage
 from halfbyte.kernels.gpu.hopper.skinny_tile import ROWS, SUBNORMAL_SCALE, Operands, Ring, Static, add_slab
 from halfbyte.kernels.gpu.hopper.weights import high_bytes
 from halfbyte.kernels.gpu.linear import skinny_hopper_config
@@ -117,16 +117,15 @@ def multiply(
         sums = memory.view(torch.int32 if static.integers else torch.float32)
         scratch = sums, locks(out.device, tiles * static.panels * rows_of_tiles)
         share = divmod(tiles * steps, config.programs)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32 if static.sparse else 16 if static.bits == 4 else 8, rank=2)
     metadata = None
     if static.sparse:
         quads, pairs = codes.view(-1, 32).split([geo.panels * geo.records * 4 * geo.format.bits, geo.panels * geo.records * 8])
-        lines = TensorDescriptor.from_tensor(quads, [4 * geo.format.bits * static.stage_slabs, 32], layout)
-        metadata = TensorDescriptor.from_tensor(pairs, [8 * static.stage_slabs, 32], layout)
+        lines = descriptor(quads, [4 * geo.format.bits * static.stage_slabs, 32])
+        metadata = descriptor(pairs, [8 * static.stage_slabs, 32])
     elif static.bits == 4:
-        lines = TensorDescriptor.from_tensor(codes.view(-1, 64), [32 * static.stage_slabs, 64], layout)
+        lines = descriptor(codes.view(-1, 64), [32 * static.stage_slabs, 64])
     else:
-        lines = TensorDescriptor.from_tensor(codes, [64, 128], layout)
+        lines = descriptor(codes, [64, 128])
     launcher.run(
         _skinny,
         (config.programs, rows_of_tiles),
@@ -160,9 +159,8 @@ def _x_descriptor(x: Tensor, static: Static) -> TensorDescriptor:
     if x.shape[1] % piece:
         x = functional.pad(x, (0, -x.shape[1] % piece))
     (m, k), stride, half_stride = x.shape, x.stride(0), _half_stride(len(x), half)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=4)
     shape = [k // piece, 2, m - half_stride, piece] if m > half else [k // piece, 1, m, piece]
-    return TensorDescriptor(x, shape, [piece, half_stride * stride, stride, 1], [static.x_pieces, 2, half, piece], layout)
+    return descriptor(x, [static.x_pieces, 2, half, piece], shape=shape, strides=[piece, half_stride * stride, stride, 1])
 
 
 def _half_stride(m: int, half: int) -> int:
@@ -173,9 +171,7 @@ def _half_stride(m: int, half: int) -> int:
 
 def _scale_descriptor(of_blocks: Tensor, static: Static) -> TensorDescriptor:
     """Return a TMA descriptor of scales or zero points, those of a stage at once."""
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * of_blocks.element_size(), rank=2)
-    box = [1, static.rows // 2] if static.gated else [static.stage_blocks, static.rows]
-    return TensorDescriptor.from_tensor(of_blocks, box, flat)
+    return descriptor(of_blocks, [1, static.rows // 2] if static.gated else [static.stage_blocks, static.rows], flat=True)
 
 
 # The kernel. `S` is a Static, `operands` Operands, `ring` a Ring, `shape` a Shape, `share` a Share.

@@ -227,7 +227,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool, gates: str = 
         blocks_per_slab=blocks,
         slabs_per_block=1 if geo.block_rows == 1 else max(1, geo.padded // gpu_tiles.RECORD),
         one_block=integers or geo.block_rows == 1,
-        has_points=zero_of(geo.format) == "point",
+        zero=zero_of(geo.format),
         scale_bytes=geo.format.scale.itemsize,
         use_wgmma=use_wgmma,
         scaled=floats and geo.block_rows > 1 and fewer,

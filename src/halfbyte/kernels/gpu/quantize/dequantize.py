@@ -61,6 +61,22 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, exper
     )
 
 
+def write_sums(weight: gpu_tiles.Views, geo: gpu_tiles.Geometry, granule: int, block: tuple[int, int], sums: Tensor) -> None:
+    """Write the sums of the weight's elements over each granule of K, which integer products with an x that has offsets need:
+    scale * (sum(q) - point * count) or scale * sum(q) + offset * count.
+
+    Args:
+        weight: Its sections.
+        geo: Of the weight.
+        granule: Elements that are summed, with padding.
+        block: Elements of a block, or of a piece of it, without padding and with it.
+        sums: float32 [granules, N padded].
+    """
+    sizes = geo.k, geo.n_padded, geo.records, max(1, geo.padded // granule), *block
+    codes, number = weight.codes.view(torch.int8), zero_number(geo.format)
+    run(_sums, (geo.panels, geo.records), codes, weight.scale, weight.zero, sums, *sizes, BITS=geo.format.bits, ZERO=number, G=granule)
+
+
 def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Tensor:
     """Return rows `ids`, int64 or int32 [count], of the weight: [count, k]. A row out of bounds is NaN."""
     out = torch.empty(len(ids), geo.k, dtype=dtype, device=data.device)
@@ -205,3 +221,45 @@ def _rows(
     v = tl.where(valid, v, float("nan")).to(out.dtype.element_ty)
     column, exists = _place(start, piece * PIECE % G + (kq % 16 if G == 16 else kq), k, block, padded)
     tl.store(out + number * k + column, v, mask=exists & (r < R))
+
+
+@triton.jit
+def _sums(
+    codes, scale, zero, sums, K, NP, R, per_weight_block, block, padded, BITS: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr
+):  # fmt: skip
+    """Write the sums of K slab program_id(1) of panel program_id(0); BITS, ZERO, NP, R as in `_whole`."""
+    panel = tl.program_id(0)
+    r = tl.program_id(1)
+    rn = panel * 64 + tl.arange(0, 64)
+    for j in tl.static_range(128 // G):
+        i = r * (128 // G) + j
+        start = i * G
+        within = start % padded
+        count = tl.minimum(block - within, K - start // padded * block - within)
+        count = tl.minimum(tl.maximum(count, 0), G).to(tl.float32)
+        at = i // per_weight_block * NP + rn
+        s = tl.load(scale + at).to(tl.float32)
+        if BITS == 4:
+            # kt, nt, row, k4, khalf, rowhalf, k; padding is u = 8 or, with a zero, u = 0
+            place = (panel.to(tl.int64) * R + r) * 2048 + tl.arange(0, 2048)
+            words = tl.load(codes.to(tl.pointer_type(tl.int16)) + place).to(tl.int32)
+            words = tl.permute(tl.reshape(words, (2, 4, 8, 4, 2, 2, 2)), (1, 5, 2, 0, 3, 4, 6))
+            words = tl.reshape(words, (64, 32))
+            total = tl.zeros([64], tl.int32)
+            for plane in tl.static_range(j * G // 32, ((j + 1) * G + 31) // 32):
+                u = words >> 4 * plane & 15
+                u = u - 8 if ZERO == 0 else u
+                if G == 16:
+                    u = tl.where(tl.arange(0, 32)[None, :] // 16 == j % 2, u, 0)
+                total += tl.sum(u, axis=1)
+        else:
+            place = rn[:, None].to(tl.int64) * (R * 128) + start + tl.arange(0, G)[None, :]
+            u = tl.load(codes + place).to(tl.int32)
+            total = tl.sum(u if ZERO == 0 else u + 128, axis=1)
+        if ZERO == 1:
+            value = (total.to(tl.float32) - tl.load(zero + at).to(tl.float32) * count) * s
+        elif ZERO == 2:
+            value = total.to(tl.float32) * s + tl.load(zero + at).to(tl.float32) * count
+        else:
+            value = total.to(tl.float32) * s
+        tl.store(sums + i * NP + rn, value)
