@@ -39,27 +39,23 @@ from halfbyte.kernels.cpu.transformer.attend import inverse_root
 from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction
 from halfbyte.layouts.cpu_tiles import PANEL
 
-_HEADER = LINEAR.fields[:4]
-SEQUENCE = Block((*_HEADER, "steps", "count"))
-LANES = Block((*_HEADER, "sequences", "count"))
+SEQUENCE = Block("steps", "count")
+LANES = Block("sequences", "count")
 NORM = Block(
     # `residual`: bytes from an output to what is added to it; `eps` and the factor
-    (*_HEADER, "x", "x_stride", "out", "residual", "out_stride", "rows", "k", "weight", "shift", "eps"),
-    frozenset({"eps"}),
+    *("x", "x_stride", "out", "residual", "out_stride", "rows", "k", "weight", "shift", "eps"),
+    floats=["eps"],
 )
 PRODUCT = Block(
-    (
-        *_HEADER,
-        "linear",  # a block of LINEAR
-        # norm of x before it is laid out: its weight (0: none) and its shift, float32; where normed rows go, and bytes between those of the
-        # threads and of the rows; and epsilon
-        *("norm", "shift", "normed", "normed_thread", "normed_row", "eps"),
-        "private",  # bytes between the threads' own copies of what is laid out; 0 where they share one
-        *("groups", "shares"),  # of panels: group i is shares[i] … shares[i + 1] - 1
-        "gate",  # panels of gates; those behind them are multiplied by a function of them, in their place
-        *("up", "up_row"),  # what outputs are multiplied by that are all gates, float32, and bytes between its rows
-    ),
-    frozenset({"eps"}),
+    "linear",  # a block of LINEAR
+    # norm of x before it is laid out: its weight (0: none) and its shift, float32; where normed rows go, and bytes between those of the
+    # threads and of the rows; and epsilon
+    *("norm", "shift", "normed", "normed_thread", "normed_row", "eps"),
+    "private",  # bytes between the threads' own copies of what is laid out; 0 where they share one
+    *("groups", "shares"),  # of panels: group i is shares[i] … shares[i + 1] - 1
+    "gate",  # panels of gates; those behind them are multiplied by a function of them, in their place
+    *("up", "up_row"),  # what outputs are multiplied by that are all gates, float32, and bytes between its rows
+    floats=["eps"],
 )
 
 

@@ -168,12 +168,5 @@ def runner() -> Callable[[int, int], None]:
     return run
 
 
-def run(block: bytes, most_threads: int) -> bytes:
-    """Run the kernel that `block` describes on at most so many threads, at least one, and return the block as it is afterwards."""
-    buffer = ctypes.create_string_buffer(block, len(block))
-    runner()(ctypes.addressof(buffer), max(1, min(threads(), most_threads)))
-    return buffer.raw
-
-
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.codegen.arguments import Block
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
@@ -42,15 +41,11 @@ from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import PANEL
 
-MATRIX = Block(
-    (
-        *DIRECT.fields,
-        # units: places of their codes behind an output's; bytes from an output to the next; which line of the image each copied one is
-        *("units", "unit_places", "row_step", "near_from"),
-        # with how many rows of the tile before each unit makes outputs, but for some first units
-        *("rows_a_unit", "waiting_units"),
-    ),
-    DIRECT.floats,
+MATRIX = DIRECT.extended(
+    # units: places of their codes behind an output's; bytes from an output to the next; which line of the image each copied one is
+    *("units", "unit_places", "row_step", "near_from"),
+    # with how many rows of the tile before each unit makes outputs, but for some first units
+    *("rows_a_unit", "waiting_units"),
 )
 UNIT = COLUMN_BYTES  # codes
 _VECTORS = 2  # of columns

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UnsupportedError
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import OPERANDS
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
@@ -31,13 +31,9 @@ from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.layouts.convolution import Filter
 
-DEPTHWISE = Block(
-    (
-        *LINEAR.fields[: LINEAR.fields.index("clamp") + 1],
-        *("channels", "lines", "height", "width", "out_height", "out_width", "stride_h", "stride_w", "top", "left"),
-        *("dilation_h", "dilation_w", "kernel_h", "kernel_w", "outside", "first_inside", "stop_inside"),
-    ),
-    LINEAR.floats,
+DEPTHWISE = OPERANDS.extended(
+    *("channels", "lines", "height", "width", "out_height", "out_width", "stride_h", "stride_w", "top", "left"),
+    *("dilation_h", "dilation_w", "kernel_h", "kernel_w", "outside", "first_inside", "stop_inside"),
 )
 _TOGETHER = 8  # neighbouring outputs that share a weight, at most; with many registers _MORE_TOGETHER
 _MORE_TOGETHER = 14

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from halfbyte.errors import unreachable
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function, phase
@@ -31,28 +31,24 @@ from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import PANEL
 
-DIRECT = Block(
-    (
-        *LINEAR.fields,
-        # items: strips of lines x groups of channels x parts of `group` panels
-        *("items", "parts", "group", "groups", "strips", "strip_lines", "rows"),
-        "asks",  # 1: while the first rows of a strip are multiplied by a panel's weights, those of the next panel are asked for
-        *("group_bytes", "group_weights", "group_bias", "group_out", "scales"),  # scales: one of each image, for floating-point outputs
-        # a thread's memory: the lines of a strip, patches where they are written out, sums of each pixel and of each row
-        *("thread_bytes", "patches_at", "pixel_sums_at", "sums_at"),
-        # the image, and its lines where they are copied: bytes of a line there, of what is copied, of what stands for 0 to its left
-        *("height", "out_height", "out_width", "stride_h", "top", "image_bytes", "line_bytes"),
-        *("near_lines", "near_line_bytes", "copied_codes", "left_codes", "outside"),
-        # a patch: places of a strip's outputs, lines, runs of a line, codes of a run and of a patch that is written out
-        *("places", "lines", "line_step", "runs", "run_step", "run_codes", "row_codes"),
-        *("walk_places", "walk_runs", "walk_steps"),  # how tiles walk over it: one that is written out is one run
-        *("bands", "band_count"),  # `Band`s of a strip
-        "lane_places",  # for `arranged.py`
-        "left_pairs",  # the share, in sums of pairs, of what pads a row of weights and is not walked over
-        # what is summed: pixels (or patches), their bytes and those from one to the next; and where a patch's pixels lie, in pixels
-        *("pixels", "pixel_bytes", "pixel_mask", "pixel_step", "pixel_stride", "pixel_line", "taps", "tap_step", "tap_line_step"),
-    ),
-    LINEAR.floats,
+DIRECT = LINEAR.extended(
+    # items: strips of lines x groups of channels x parts of `group` panels
+    *("items", "parts", "group", "groups", "strips", "strip_lines", "rows"),
+    "asks",  # 1: while the first rows of a strip are multiplied by a panel's weights, those of the next panel are asked for
+    *("group_bytes", "group_weights", "group_bias", "group_out", "scales"),  # scales: one of each image, for floating-point outputs
+    # a thread's memory: the lines of a strip, patches where they are written out, sums of each pixel and of each row
+    *("thread_bytes", "patches_at", "pixel_sums_at", "sums_at"),
+    # the image, and its lines where they are copied: bytes of a line there, of what is copied, of what stands for 0 to its left
+    *("height", "out_height", "out_width", "stride_h", "top", "image_bytes", "line_bytes"),
+    *("near_lines", "near_line_bytes", "copied_codes", "left_codes", "outside"),
+    # a patch: places of a strip's outputs, lines, runs of a line, codes of a run and of a patch that is written out
+    *("places", "lines", "line_step", "runs", "run_step", "run_codes", "row_codes"),
+    *("walk_places", "walk_runs", "walk_steps"),  # how tiles walk over it: one that is written out is one run
+    *("bands", "band_count"),  # `Band`s of a strip
+    "lane_places",  # for `arranged.py`
+    "left_pairs",  # the share, in sums of pairs, of what pads a row of weights and is not walked over
+    # what is summed: pixels (or patches), their bytes and those from one to the next; and where a patch's pixels lie, in pixels
+    *("pixels", "pixel_bytes", "pixel_mask", "pixel_step", "pixel_stride", "pixel_line", "taps", "tap_step", "tap_line_step"),
 )
 PixelSums = Literal["none", "lines", "single"]
 SLACK = 128  # bytes behind each part of a thread's memory that whole vectors may reach into

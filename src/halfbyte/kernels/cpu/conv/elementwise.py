@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import Block
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, bytes_of, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
@@ -26,8 +26,9 @@ from halfbyte.kernels.cpu.steps import ProgramStep
 from halfbyte.kernels.problem import Combination
 
 ELEMENTWISE = Block(
-    (*LINEAR.fields[:4], "a", "b", "out", "n", "scales", "offset", "clamp"),  # `arguments.py` tells of the header of all blocks
-    frozenset({"scales", "offset", "clamp"}),  # (scale_a, scale_b), (offset, 0), (low, high)
+    *("a", "b", "out", "n"),
+    *("scales", "offset", "clamp"),  # (scale_a, scale_b), (offset, 0), (low, high)
+    floats=["scales", "offset", "clamp"],
 )
 _A, _B, _OUT = (ELEMENTWISE.offset(name) for name in ("a", "b", "out"))
 _pack_addresses = ELEMENTWISE.struct("a", "out").pack_into

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import Block
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
@@ -30,11 +30,9 @@ from halfbyte.kernels.cpu.steps import ProgramStep
 from halfbyte.kernels.problem import Window
 
 POOL = Block(
-    (
-        *(*LINEAR.fields[:4], "x", "out", "lines", "channels"),
-        *("height", "width", "out_height", "out_width", "kernel_h", "kernel_w"),
-        *("stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w", "zero"),
-    )
+    *("x", "out", "lines", "channels"),
+    *("height", "width", "out_height", "out_width", "kernel_h", "kernel_w"),
+    *("stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w", "zero"),
 )
 _TENSORS = POOL.offset("x")
 _pack_tensors = POOL.struct("x", "out").pack_into

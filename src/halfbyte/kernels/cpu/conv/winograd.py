@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
@@ -46,21 +46,17 @@ from halfbyte.layouts.cpu_tiles import PANEL, allocate
 
 T = TypeVar("T", int, Value)
 
-WINOGRAD = Block(
-    (
-        *LINEAR.fields,
-        # items: runs of tiles x parts of the columns
-        *("items", "parts", "tiles", "run", "columns", "channels"),
-        # a thread's memory: products of a run, a tile of the image or of outputs; before them the transformed image, a plane a position
-        *("thread_bytes", "products_at", "image_tile_at", "out_tile_at"),
-        *(f"{field}_{n}" for n in range(4) for field in ("planes_at", "plane_bytes", "class_start", "class_stop")),  # of `CLASSES`
-        # the image and the outputs
-        *("height", "width", "out_height", "out_width", "tiles_high", "tiles_wide", "top", "left"),
-        *(f"kind_{n}" for n in range(4)),  # where the tiles of each of `KINDS` begin among all
-        *("image_bytes", "line_bytes", "pixel_bytes", "out_line_bytes", "outside"),
-        *("scales", "scales_at"),  # of each image, and bytes from the weights to those of the outputs, for floating-point outputs
-    ),
-    LINEAR.floats,
+WINOGRAD = LINEAR.extended(
+    # items: runs of tiles x parts of the columns
+    *("items", "parts", "tiles", "run", "columns", "channels"),
+    # a thread's memory: products of a run, a tile of the image or of outputs; before them the transformed image, a plane a position
+    *("thread_bytes", "products_at", "image_tile_at", "out_tile_at"),
+    *(f"{field}_{n}" for n in range(4) for field in ("planes_at", "plane_bytes", "class_start", "class_stop")),  # of `CLASSES`
+    # the image and the outputs
+    *("height", "width", "out_height", "out_width", "tiles_high", "tiles_wide", "top", "left"),
+    *(f"kind_{n}" for n in range(4)),  # where the tiles of each of `KINDS` begin among all
+    *("image_bytes", "line_bytes", "pixel_bytes", "out_line_bytes", "outside"),
+    *("scales", "scales_at"),  # of each image, and bytes from the weights to those of the outputs, for floating-point outputs
 )
 M, SIZE = 4, 6  # outputs of a tile and pixels under it, each way
 SHORT = 2  # outputs of a short tile

@@ -23,12 +23,11 @@ from dataclasses import dataclass
 
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import PACK_SPARSE
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, mangled
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase
+from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase, run
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import PANEL, SPARSE_UNIT, data_bytes
@@ -264,6 +263,5 @@ def _converted(packed: Packed, layout: str) -> Packed:
         "sparse_bytes": sparse.panel_bytes,
     }
     spec = ConvertSpec(to_dense, fmt.bits, dense.scale_bytes, fmt.zero == "point", dense.tail_bytes, sparse.tail_bytes)
-    block = arguments(PACK_SPARSE, compiled(build, spec, current()), fields)
-    runtime.run(block.raw, dense.n * dense.k // _ELEMENTS_A_THREAD)
+    run(arguments(PACK_SPARSE, compiled(build, spec, current()), fields), dense.n * dense.k // _ELEMENTS_A_THREAD)
     return Packed(fmt, packed.shape, layout, out)

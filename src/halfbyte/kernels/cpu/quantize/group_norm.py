@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import Block, Buffer
 from halfbyte.kernels.cpu.codegen.elementary import silu
 from halfbyte.kernels.cpu.codegen.elements import KINDS, Kind, element_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, bytes_of, vector
@@ -35,13 +35,10 @@ from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.cpu.transformer.attend import inverse_root
 
 GROUP_NORM = Block(
-    (
-        *LINEAR.fields[:4],
-        *("x", "out", "weight", "bias", "added", "scales"),  # what changes from call to call; all but x and codes are float32
-        *("sums", "affine", "batch", "pixels", "channels", "groups", "threads"),  # threads: that share the pixels; any more are idle
-        "eps",
-    ),
-    frozenset({"eps"}),
+    *("x", "out", "weight", "bias", "added", "scales"),  # what changes from call to call; all but x and codes are float32
+    *("sums", "affine", "batch", "pixels", "channels", "groups", "threads"),  # threads: that share the pixels; any more are idle
+    "eps",
+    floats=["eps"],
 )
 pack_tensors, TENSORS = GROUP_NORM.struct("x", "scales").pack_into, GROUP_NORM.offset("x")
 _TOGETHER = 4  # vectors

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import Block, Buffer
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
@@ -26,7 +26,7 @@ from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 
-IMAGES = Block((*LINEAR.fields[:4], "x", "out", "scales", "extremes", "batch", "elements", "threads"))
+IMAGES = Block("x", "out", "scales", "extremes", "batch", "elements", "threads")
 pack_tensors, TENSORS = IMAGES.struct("x", "scales").pack_into, IMAGES.offset("x")
 _TOGETHER = 4  # vectors
 _ROW = 12  # bytes of what a thread finds
