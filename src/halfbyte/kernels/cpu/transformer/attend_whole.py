@@ -370,6 +370,29 @@ def parts(heads: int, rows: int, threads: int) -> int:
     return max(1, min(4 * threads // heads, rows // _ROWS_A_PART)) if heads else 1
 
 
+class Heads(NamedTuple):
+    """The heads of a tensor [B, T, H * D] in memory, float32.
+
+    Attributes:
+        address: Of the first head of the first token.
+        row_bytes: From a token to the next.
+        tokens: T
+    """
+
+    address: int
+    row_bytes: int
+    tokens: int
+
+
+def head_fields(queries: Heads, keys: Heads, values: Heads, head_bytes: int) -> dict[str, int | tuple[float, float]]:
+    """Return the fields of WHOLE that say where queries, keys and values are, and how many; `head_bytes`: from a head to the next."""
+    fields: dict[str, int | tuple[float, float]] = {"tokens": queries.tokens, "length": keys.tokens}
+    for name, heads in (("q", queries), ("k", keys), ("v", values)):
+        fields |= {name: heads.address, f"{name}_batch": heads.tokens * heads.row_bytes}
+        fields |= {f"{name}_head": head_bytes, f"{name}_token": heads.row_bytes}
+    return fields
+
+
 def readable(scores: Tensor) -> Tensor:
     """Return a mask or bias whose rows are padded to whole vectors, which the kernel loads."""
     more = -scores.shape[3] % 16

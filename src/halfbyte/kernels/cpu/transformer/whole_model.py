@@ -27,18 +27,16 @@ from torch import Tensor
 from halfbyte.kernels.cpu.codegen.arguments import DEQUANTIZE, LINEAR, Buffer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
-from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
 from halfbyte.kernels.cpu.quantize import dequantize
 from halfbyte.kernels.cpu.step_sequence import NORM, Product, Step, StepSequence, phase
 from halfbyte.kernels.cpu.transformer import decoder
 from halfbyte.kernels.cpu.transformer.attend import ATTEND, CACHES
 from halfbyte.kernels.cpu.transformer.attention_sublayer import Size
 from halfbyte.kernels.cpu.transformer.decoder import Entry, Layer, Plan
-from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, Workspace, product_steps
+from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, Workspace, linear_arguments, product_steps
 from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.cpu_tiles import Geometry
 
-_INFINITE = float("inf")
 _pack = struct.Struct("<q").pack_into
 _pack_mask = ATTEND.struct("mask", "mask_batch").pack_into
 _WHERE, _QKV = ATTEND.struct("qkv", "out_stride"), ATTEND.offset("qkv")
@@ -204,12 +202,11 @@ class DecodeSteps:
             self._out_places = [(block, NORM.offset("out"))]
             return [block]
         alone = self._rows == 1
-        buffer, private = head.kernel.arguments(self._rows, self.threads)
-        private = private + 63 & ~63
+        private = head.kernel.scratch_bytes(self._rows) + 63 & ~63
         with torch.inference_mode(False):
             self._memory = torch.empty(self.threads * (private + 4 * k) + 64, dtype=torch.uint8, device="cpu")
         laid_out = self._memory.data_ptr() + 63 & ~63
-        pack_call(buffer, CALL, 0, self.x.data_ptr(), 4 * k, laid_out, head.weight, head.bias, 0, 0, -_INFINITE, _INFINITE)
+        buffer = linear_arguments(head, self._rows, self.threads, self.x.data_ptr(), laid_out, 0)
         self._out_places = [(buffer, LINEAR.offset("out"))]
         fields: Fields = {
             "normed": laid_out + self.threads * private,
