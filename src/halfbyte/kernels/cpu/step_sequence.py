@@ -193,23 +193,23 @@ def prepare(
 
 def _norms(f: Function, isa: ISA, step: Step) -> None:
     """Emit norms of rows, which threads share evenly."""
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     x, out = (NORM.load(args, name, "ptr") for name in ("x", "out"))
     rows, k, x_stride, out_stride, residual = (NORM.load(args, name) for name in ("rows", "k", "x_stride", "out_stride", "residual"))
     vectors = NORM.load(args, "weight", "ptr"), NORM.load(args, "shift", "ptr")
     norm = RowNorm(f, isa, k, vectors, args + NORM.offset("eps"), step.layer_norm, step.unit_offset)
-    for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+    for r in f.share(rows):
         norm.emit(x + r * x_stride, out + r * out_stride, residual if step.added else None, vectors[1] if step.scaled else None)
 
 
 def _scales(f: Function, isa: ISA) -> None:
     """Emit factor * x + residual of rows, which threads share evenly."""
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     x, out = (NORM.load(args, name, "ptr") for name in ("x", "out"))
     rows, k, x_stride, out_stride, residual = (NORM.load(args, name) for name in ("rows", "k", "x_stride", "out_stride", "residual"))
     _, factor = NORM.load_floats(args, "eps")
     whole = k // isa.lanes * isa.lanes
-    for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+    for r in f.share(rows):
         row, to = x + r * x_stride, out + r * out_stride
 
         def write(at: Value, type_: str, by: Value, row: Value = row, to: Value = to) -> None:

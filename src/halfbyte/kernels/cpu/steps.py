@@ -39,8 +39,7 @@ class ProgramStep(NamedTuple):
         out_bytes: Bytes of its result.
         inputs: Offsets in the block of the addresses of the tensors that it reads.
         out: Offset of the address of its result.
-        scratch: Offset of the address of scratch memory.
-        scratch_bytes: Scratch memory that threads share.
+        scratch_bytes: Scratch memory that threads share, of a block that extends LINEAR.
         thread_scratch_bytes: Scratch memory of each thread in addition.
         alive: What the block points to.
     """
@@ -50,7 +49,6 @@ class ProgramStep(NamedTuple):
     out_bytes: int
     inputs: tuple[int, ...] = (_X,)
     out: int = _OUT
-    scratch: int = _SCRATCH
     scratch_bytes: int = 0
     thread_scratch_bytes: int = 0
     alive: tuple[object, ...] = ()
@@ -104,7 +102,7 @@ class Program:
             phases = phases_of(step.block)
             for block in phases:
                 if step.scratch_bytes + step.thread_scratch_bytes:
-                    _pack(block, step.scratch, base + size)
+                    _pack(block, _SCRATCH, base + size)
                 for offset, value in zip((*step.inputs, step.out), (*sources, num_inputs + i), strict=True):
                     if value in self._unbound:
                         self._unbound[value].append((block, offset))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from halfbyte.kernels.cpu.codegen.ir import Value
@@ -32,6 +33,8 @@ class Block:
 
     def __init__(self, *fields: str, floats: Iterable[str] = ()) -> None:
         self.fields, self.floats = (*_HEADER, *fields), frozenset(floats)
+        if repeated := [name for name, count in Counter(self.fields).items() if count > 1]:
+            raise ValueError(f"the fields of a block have different names, got {', '.join(repeated)} twice: use the one that is there")
         self.nbytes = 8 * len(self.fields)
         self._offsets = {name: 8 * i for i, name in enumerate(self.fields)}
 
@@ -49,10 +52,10 @@ class Block:
         """Return a block with these values, and 0 in all other fields."""
         buffer = ctypes.create_string_buffer(self.nbytes)
         for name, value in values.items():
-            if isinstance(value, tuple):
-                _FLOATS.pack_into(buffer, self._offsets[name], *value)
+            if name in self.floats:
+                _FLOATS.pack_into(buffer, self._offsets[name], *value)  # type: ignore[misc]  # an integer raises TypeError
             else:
-                _INTEGER.pack_into(buffer, self._offsets[name], value)
+                _INTEGER.pack_into(buffer, self._offsets[name], value)  # a pair of floats raises struct.error
         return buffer
 
     def offset(self, field: str) -> int:
@@ -61,10 +64,12 @@ class Block:
 
     def load(self, args: Value, field: str, type_: str = "i64") -> Value:
         """Emit the load of a field of the block at `args`: an integer, or an address with type "ptr"."""
+        assert field not in self.floats, f"{field} is a pair of floats: use load_floats()"
         return args.load(type_, self.offset(field), 8)
 
     def load_floats(self, args: Value, field: str) -> tuple[Value, Value]:
         """Emit the loads of a field's two floats."""
+        assert field in self.floats, f"{field} is no pair of floats: use load()"
         first, second = ((args + self.offset(field)).load("float", at, 4) for at in (0, 4))
         return first, second
 

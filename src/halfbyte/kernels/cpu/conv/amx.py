@@ -42,8 +42,8 @@ from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import PANEL
 
 MATRIX = DIRECT.extended(
-    # units: places of their codes behind an output's; bytes from an output to the next; which line of the image each copied one is
-    *("units", "unit_places", "row_step", "near_from"),
+    # places of units' codes behind an output's; bytes from an output to the next; which line of the image each copied one is
+    *("unit_places", "row_step", "near_from"),
     # with how many rows of the tile before each unit makes outputs, but for some first units
     *("rows_a_unit", "waiting_units"),
 )

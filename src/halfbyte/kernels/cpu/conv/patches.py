@@ -30,7 +30,7 @@ CONV = LINEAR.extended(
     # scratch memory of a thread: row tiles, and from `rows_offset` on `row_capacity` plain rows (`_RowWriter`)
     *("thread_bytes", "rows_offset", "row_stride", "row_capacity"),
     # items: channel groups x chunks of `chunk_tiles` row tiles x parts of `part_panels` panels
-    *("items", "parts", "part_panels", "chunks", "chunk_tiles"),
+    *("items", "parts", "part_panels", "chunk_tiles"),
     # bytes from one channel group to the next
     *("group_bytes", "group_weights", "group_bias", "group_out"),
     # `ConvGeometry.fields` in pixels (`top`, `left`: padding), and bytes from one image, line and pixel to the next

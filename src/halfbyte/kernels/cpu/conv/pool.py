@@ -48,7 +48,7 @@ class PoolSpec:
 
 @phase
 def build(spec: PoolSpec, isa: ISA, f: Function) -> None:
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
 
     def get(name: str) -> Value:
         return POOL.load(args, name)
@@ -57,7 +57,7 @@ def build(spec: PoolSpec, isa: ISA, f: Function) -> None:
     kind, ints = vector("i8", together), vector("i32", together)
     channels, out_width, lines = get("channels"), get("out_width"), get("lines")
     line_bytes = get("width") * channels
-    for line in f.loop((thread + 1) * lines // threads, start=thread * lines // threads):
+    for line in f.share(lines):
         y = line % get("out_height") * get("stride_h") - get("top")
         image = POOL.load(args, "x", "ptr") + line // get("out_height") * (get("height") * line_bytes)
         for ox in f.loop(out_width):
@@ -110,6 +110,7 @@ def step(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
 
 
 def _prepare(shape: Sequence[int], kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None) -> Call:
+    assert zero is None or window.padding == (0, 0, 0, 0), f"a mean counts all pixels of the window, got padding={window.padding}"
     batch, channels, height, width = shape
     isa, lines = current(), batch * out_size[0]
     geo = ConvGeometry(batch, channels, (height, width), channels, out_size, kernel, window, kernel[0] * kernel[1] * channels)

@@ -48,7 +48,7 @@ T = TypeVar("T", int, Value)
 
 WINOGRAD = LINEAR.extended(
     # items: runs of tiles x parts of the columns
-    *("items", "parts", "tiles", "run", "columns", "channels"),
+    *("items", "parts", "run", "columns", "channels"),
     # a thread's memory: products of a run, a tile of the image or of outputs; before them the transformed image, a plane a position
     *("thread_bytes", "products_at", "image_tile_at", "out_tile_at"),
     *(f"{field}_{n}" for n in range(4) for field in ("planes_at", "plane_bytes", "class_start", "class_stop")),  # of `CLASSES`

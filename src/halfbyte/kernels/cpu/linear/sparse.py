@@ -159,12 +159,12 @@ class ConvertSpec:
 @phase
 def build(spec: ConvertSpec, isa: ISA, f: Function) -> None:
     """Convert the panels of PACK_SPARSE's arguments; threads take whole ones."""
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     panels, blocks = PACK_SPARSE.load(args, "panels"), PACK_SPARSE.load(args, "blocks")
     layouts, tails = ("dense", "sparse"), (spec.dense_tail, spec.sparse_tail)
     source, target = (1, 0) if spec.to_dense else (0, 1)
     unit_bytes = [data_bytes(spec.bits, SPARSE_UNIT, sparse=layout == "sparse") for layout in layouts]
-    for p in f.loop((thread + 1) * panels // threads, thread * panels // threads):
+    for p in f.share(panels):
         places = [f.variable(PACK_SPARSE.load(args, layout, "ptr") + p * PACK_SPARSE.load(args, f"{layout}_bytes")) for layout in layouts]
         for b in f.loop(blocks):
             units = (b + 1).equals(blocks).select(PACK_SPARSE.load(args, "last_units"), PACK_SPARSE.load(args, "units"))

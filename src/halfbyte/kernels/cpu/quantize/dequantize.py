@@ -58,12 +58,12 @@ class DequantizeSpec:
 @phase
 def build(spec: DequantizeSpec, isa: ISA, f: Function) -> None:
     """Emit the kernel; its arguments are a DEQUANTIZE block, its thread and the number of threads. Threads share the rows evenly."""
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     ids, out = DEQUANTIZE.load(args, "ids", "ptr"), DEQUANTIZE.load(args, "out", "ptr")
     has_ids = ids.is_null().equals(0)
     rows, stride = DEQUANTIZE.load(args, "rows"), DEQUANTIZE.load(args, "out_stride")
     weight_row = f.variable(f.value("i64", 0))
-    for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+    for r in f.share(rows):
         weight_row.value = r
         with f.when(has_ids):
             weight_row.value = (ids + r * 8).load("i64", align=8)

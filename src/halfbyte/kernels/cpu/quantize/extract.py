@@ -34,10 +34,10 @@ class ExtractSpec:
 
 @phase
 def build(spec: ExtractSpec, isa: ISA, f: Function) -> None:
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     data, out, blocks = EXTRACT.load(args, "data", "ptr"), EXTRACT.load(args, "out", "ptr"), EXTRACT.load(args, "blocks")
     lanes = min([_LANES, *(field.run for field in spec.fields if field.run > 1)])
-    for b in f.loop((thread + 1) * blocks // threads, thread * blocks // threads):
+    for b in f.share(blocks):
         source, to = data + b * spec.nbytes, out + b * (spec.weights * spec.bits // 8)
         for first in range(0, spec.weights, lanes):
             q = f.value(f"<{lanes} x i8>", spec.added)

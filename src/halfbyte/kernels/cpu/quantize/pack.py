@@ -74,7 +74,7 @@ class _Packer(Emitter):
     def emit(self) -> None:
         f, spec = self.f, self.spec
         panels = (self.rows + (PANEL - 1)) // PANEL
-        for p in f.loop((self.thread + 1) * panels // self.threads, self.thread * panels // self.threads):
+        for p in f.share(panels):
             for lane in f.loop(PANEL):
                 row = p * PANEL + lane
                 real = row.below(self.rows)

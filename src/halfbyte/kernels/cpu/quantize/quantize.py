@@ -71,12 +71,12 @@ class _Rows(Emitter):
 
     def emit(self) -> None:
         f, spec = self.f, self.spec
-        _, thread, threads = f.parameters
+        thread = f.parameters[1]
         weight, data, scale, zero, codes = map(self.pointer, ("weight", "data", "scale", "zero", "scratch"))
         stride, rows, k, block, blocks, data_stride = map(self.get, ("stride", "rows", "k", "block", "blocks", "data_stride"))
         codes = codes + thread * ((k + 127) // 64 * 64)
         number_bytes = element_of(spec.scale).size
-        for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+        for r in f.share(rows):
             for b in f.loop(blocks):
                 at = b * block
                 x, real = weight + r * stride + at * self.element_bytes, f.umin(block, k - at)

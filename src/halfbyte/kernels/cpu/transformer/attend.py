@@ -152,10 +152,9 @@ class _Attend(Emitter):
     def emit(self) -> None:
         """Emit the loops over work items and new tokens."""
         f, spec = self.f, self.spec
-        _, thread, threads = f.parameters
         tokens, kv_heads, length = (self.get(name) for name in ("tokens", "kv_heads", "length"))
         items, head_bytes = self.get("batch") * kv_heads, 4 * spec.dim
-        for item in f.loop((thread + 1) * items // threads, thread * items // threads):
+        for item in f.share(items):
             b, h = item // kv_heads, item % kv_heads
             keys = self.pointer("keys") + b * self.get("key_batch") + h * self.get("key_head")
             values = self.pointer("values") + b * self.get("value_batch") + h * self.get("value_head")

@@ -48,11 +48,11 @@ class EmbedSpec:
 @phase
 def build(spec: EmbedSpec, isa: ISA, f: Function) -> None:
     """Emit the kernel; its arguments are an EMBED block, its thread and the number of threads. Threads share the tokens evenly."""
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     out, weight, shift = (EMBED.load(args, name, "ptr") for name in ("out", "weight", "shift"))
     tokens, rows, k = (EMBED.load(args, name) for name in ("tokens", "rows", "k"))
     norm = RowNorm(f, isa, k, (weight, shift), args + EMBED.offset("eps"), layer_norm=True)
-    for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+    for r in f.share(rows):
         b, t, y = r // tokens, r % tokens, out + r * k * 4
         for i, table in enumerate(spec.tables):
             n, block, ids = EMBED.load(args, f"n{i}"), EMBED.load(args, f"table{i}", "ptr"), EMBED.load(args, f"ids{i}", "ptr")

@@ -165,10 +165,10 @@ class _Items(Emitter):
 
     def sums(self) -> None:
         """Emit y; threads share its rows evenly."""
-        f, isa, (_, thread, threads) = self.f, self.isa, self.f.parameters
+        f, isa = self.f, self.isa
         rows, k, top_k = (self.get(name) for name in ("rows", "k", "top_k"))
         products, whole = self.pointer("products"), k // isa.lanes * isa.lanes
-        for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+        for r in f.share(rows):
             weights, product_rows = self.pointer("weights") + r * top_k * 4, self.pointer("product_rows") + r * top_k * 8
             out = self.pointer("out") + r * k * 4
 

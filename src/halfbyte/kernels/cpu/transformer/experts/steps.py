@@ -137,7 +137,7 @@ class _Experts(Emitter):
         normed = self.pointer("normed") + self.thread * self.get("normed_thread")
         bias, gate = self.pointer("router_bias"), self.pointer("shared_gate")
         count = self.experts + gate.is_null().select(f.value("i64", 0), f.value("i64", 1))
-        for e in f.loop((self.thread + 1) * count // self.threads, self.thread * count // self.threads):
+        for e in f.share(count):
             of_expert = e < self.experts
             weights = of_expert.select(router + e * k * element, gate)
             biased = of_expert & bias.is_null().equals(0)
