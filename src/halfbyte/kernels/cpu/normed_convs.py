@@ -22,8 +22,8 @@ from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
 from halfbyte.kernels.cpu.conv.gathered import ImageConvKernel
 from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv
 from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
-from halfbyte.kernels.cpu.plan_cache import PLANS
-from halfbyte.kernels.cpu.quantize.group_norm import GROUP_NORM, TENSORS, GroupNormCall, pack_tensors, prepare
+from halfbyte.kernels.cpu.plan_cache import PLANS, Call
+from halfbyte.kernels.cpu.quantize.group_norm import GROUP_NORM, TENSORS, pack_tensors, prepare
 from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.cpu.steps import phases_of
 from halfbyte.kernels.problem import Window
@@ -83,7 +83,7 @@ class NormedConvsPlan:
     def __init__(self, stages: Sequence[Stage], shape: Sequence[int], dtype: torch.dtype, *, added: bool, residual: bool) -> None:
         """Plan calls for x of this shape and dtype. `added` (to the last norm's input) and `residual`: whether calls have one."""
         self._dtype, self._stages = dtype, stages  # kept alive: steps have the addresses of their weights
-        calls = list[tuple[GroupNormCall, ConvCall]]()
+        calls = list[tuple[Call, ConvCall]]()
         normed_bytes, scales_bytes, result_bytes = 0, 4 * shape[0], 0
         for i, stage in enumerate(stages):
             last, codes = i == len(stages) - 1, isinstance(stage.kernel, ImageConvKernel)
@@ -112,7 +112,7 @@ class NormedConvsPlan:
         self._first, self._line = first, self.out_shape[3] * self.out_shape[1]
         self._sequence = StepSequence(blocks, threads)
 
-    def _norm(self, stage: Stage, call: GroupNormCall, *, first: bool) -> list[Buffer]:
+    def _norm(self, stage: Stage, call: Call, *, first: bool) -> list[Buffer]:
         normed, scales, result, _ = self._starts
         blocks = phases_of(call.buffer)
         for block in blocks:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
+from halfbyte.kernels.cpu.codegen.elementary import rounded_codes
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
@@ -35,7 +36,6 @@ from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.conv.direct_call import group_fields, image_fields
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, tile_rows
-from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
@@ -196,7 +196,7 @@ class _Matrix(Lines):
                     at = v * isa.lanes * self.out_bytes
                     if integer:
                         value = f.fma(total, multiplier, offset).max_keeping_nan(self.low).min_keeping_nan(self.high)
-                        dest.store((value + ROUND).bits(isa.ints).to("i8"), at)
+                        dest.store(rounded_codes(value), at)
                         continue
                     value = total * multiplier + offset
                     if residual is not None:

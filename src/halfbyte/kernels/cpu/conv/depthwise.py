@@ -22,13 +22,13 @@ from torch import Tensor
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.cpu.codegen.arguments import OPERANDS
+from halfbyte.kernels.cpu.codegen.elementary import rounded_codes
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv
-from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.layouts.convolution import Filter
 
 DEPTHWISE = OPERANDS.extended(
@@ -176,7 +176,7 @@ class _Lines(Emitter):
             if not self.spec.started:
                 total = total.to("i32") + (bias + row * 2).load(self.ints, 0, 4)
             value = f.fma(total.to("float"), multiplier, offset).max_keeping_nan(low).min_keeping_nan(high)
-            out.store((value + ROUND).bits(self.ints).to("i8"), 0, 1)
+            out.store(rounded_codes(value), 0, 1)
             return
         result = f.variable(total + bias.load(self.floats, 0, 4))
         residual = self.get("residual")
@@ -202,9 +202,6 @@ class DepthwiseKernel(PlannedConv):
         self.sizes, self.isa, self.result = sizes, current(), dtype
         self.dtype = self.out_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
         self.no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
-
-    def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor:
-        return self.no_bias if bias is None else bias
 
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
         lanes = self.isa.lanes if geo.channels >= self.isa.lanes else 1

@@ -66,9 +66,6 @@ class ConvKernel(PlannedConv):
         self.out_dtype = torch.float32 if halves else self.result
         self.no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
 
-    def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor | None:
-        return self.no_bias if bias is None and scales is not None else bias
-
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
         linear = self.linear.for_rows(math.prod(geo.outputs))
         on_matrix_unit = linear is not self.linear and linear.unit >= LEAST_UNIT  # with short units it is slower than dot products

@@ -90,7 +90,7 @@ class ConvGeometry:
 
     def threads(self, cost: int = 1) -> int:
         """Return the number of available threads that are worth waking, where a product takes as long as `cost` products of a GEMM."""
-        return max(1, min(runtime.threads(), math.prod(self.outputs) * self.products * cost // WORK_A_THREAD))
+        return runtime.useful_threads(math.prod(self.outputs) * self.products * cost, WORK_A_THREAD)
 
     def fields(self) -> dict[str, int]:
         """Return the arguments that all convolutions have."""
@@ -154,6 +154,7 @@ class PlannedConv:
         dtype: Of the images that its code reads.
         out_dtype: Of what its code writes.
         result: Dtype of what a call returns.
+        no_bias: Zeros, float32 [Co], which stand for no bias; None: its code takes 0.
         scales_at: Offset of the address of `scales` in its arguments.
         specializes_residual: Whether calls with a residual have code of their own.
     """
@@ -161,6 +162,7 @@ class PlannedConv:
     sizes: Filter
     cost = 1
     dtype = out_dtype = result = torch.int8
+    no_bias: Tensor | None = None
     scales_at = 0
     specializes_residual = False
 
@@ -203,8 +205,8 @@ class PlannedConv:
         return out if out.dtype == self.result else out.to(self.result)
 
     def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor | None:
-        """Return the bias or tables as its code reads them; None if its code takes 0 for no bias."""
-        return bias
+        """Return the bias or tables as its code reads them; None if its code takes 0 for no bias. `scales` are those of a call."""
+        return self.no_bias if bias is None else bias
 
     def geometry(self, shape: Sequence[int], window: Window) -> ConvGeometry:
         """Return the sizes of the convolution of images of this shape."""

@@ -9,7 +9,6 @@ lines of outputs.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -116,4 +115,4 @@ def _prepare(shape: Sequence[int], kernel: tuple[int, int], window: Window, out_
     geo = ConvGeometry(batch, channels, (height, width), channels, out_size, kernel, window, kernel[0] * kernel[1] * channels)
     spec = PoolSpec(power_of_two(channels, 4 * isa.lanes), zero is not None)
     buffer = arguments(POOL, compiled(build, spec, isa), geo.fields() | {"lines": lines, "zero": zero or 0})
-    return Call(buffer, ctypes.addressof(buffer), min(geo.threads(), lines))
+    return Call.of(buffer, min(geo.threads(), lines))

@@ -32,13 +32,13 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR
+from halfbyte.kernels.cpu.codegen.elementary import rounded_codes
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, parts_of
-from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
@@ -427,7 +427,7 @@ class _Winograd(Emitter):
             for i, real in enumerate(reals):
                 here = to + steps[0] * i + steps[1] * j
                 if codes is None:
-                    here.store((real + ROUND).bits(isa.ints).to("i8"))
+                    here.store(rounded_codes(real))
                 else:
                     here.store(codes.shuffle(range(i * isa.lanes, (i + 1) * isa.lanes)))
 
@@ -565,7 +565,7 @@ class WinogradScalingKernel(WinogradKernel):
         super().__init__(sizes)
         self.out_dtype = self.result = out
         self.out_kind = kind_of(out)
-        self._no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
+        self.no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
 
     def weights_of(self, codes: Codes) -> Tensor | None:
         """`transformed`, and the scales of the outputs behind it, int16; None where sums may be too large."""
@@ -577,6 +577,3 @@ class WinogradScalingKernel(WinogradKernel):
         weights = allocate(2 * (count + len(scales))).view(torch.int16)
         weights[:count], weights[count:] = products.flatten(), scales
         return weights
-
-    def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor:
-        return self._no_bias if bias is None else bias

@@ -108,7 +108,7 @@ def _sorted_parts(experts: Sequence[int]) -> list[_Part]:
 def _run(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, Tensor, Tensor | None, Tensor]) -> None:
     """Multiply the parts, in passes. `operands`: x, weight, bias, out."""
     geo, routed_rows = kernel.geometry, len(operands[3])
-    threads = max(1, min(runtime.threads(), routed_rows * geo.n * geo.k // linear.WORK_A_THREAD))
+    threads = runtime.useful_threads(routed_rows * geo.n * geo.k, linear.WORK_A_THREAD)
     for some in _passes(parts) if routed_rows > linear.ROWS_A_PASS else (parts,):
         _pass(kernel, some, operands, threads)
 

@@ -267,7 +267,7 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
         if flat.stride(1) != 1:
             flat = flat.contiguous()
         spec = QuantizeSpec(kind_of(weight.dtype), fmt.bits, fmt.zero, kind_of(fmt.scale), fmt.family)
-        threads = max(1, min(runtime.threads(), weight.numel() // _ELEMENTS_A_THREAD))
+        threads = runtime.useful_threads(weight.numel(), _ELEMENTS_A_THREAD)
         scratch = torch.empty(threads * ((k + 127) // 64 * 64), dtype=torch.uint8, device="cpu")
         fields = {
             "weight": flat.data_ptr(),

@@ -433,7 +433,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     out = torch.empty(batch, tokens, heads, dim, dtype=torch.float32, device="cpu")
     padded, thread_bytes = sizes(length, tokens, dim, isa)
     work = 2 * batch * heads * tokens * length * dim
-    threads = max(1, min(runtime.threads(), work // _WORK_A_THREAD))
+    threads = runtime.useful_threads(work, _WORK_A_THREAD)
     mask, bias = (None if scores is None else readable(scores) for scores in (mask, bias))
     _memory, scratch = PLANS.memory(threads * thread_bytes)
     fields: dict[str, int | tuple[float, float]] = {

@@ -71,7 +71,7 @@ class CrossBlock:
     def __call__(self, x: Tensor, context: Tensor) -> Tensor:
         """x [B, T, K] and context [B, S, E], contiguous float32, not empty -> y [B, T, K]"""
         batch, tokens, _ = x.shape
-        threads = max(1, min(runtime.threads(), batch * tokens * self.up.n * self.up.k // WORK_A_THREAD))
+        threads = runtime.useful_threads(batch * tokens * self.up.n * self.up.k, WORK_A_THREAD)
         size, y = _Size(batch, tokens, context.shape[1], threads), torch.empty_like(x)
         self.plans.get(size, lambda: _Plan(self, size)).run(x.data_ptr(), context.data_ptr(), y.data_ptr())
         return y

@@ -252,7 +252,7 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | 
     outputs = [torch.empty_like(x) for _ in layers]
     mask, bias = (None if scores is None else attend_whole.readable(scores) for scores in (mask, bias))
     mask_fields, bias_fields = attend_whole.mask_fields(mask), attend_whole.bias_fields(bias)
-    threads = max(1, min(runtime.threads(), batch * tokens * first.up.n * first.up.k // WORK_A_THREAD))
+    threads = runtime.useful_threads(batch * tokens * first.up.n * first.up.k, WORK_A_THREAD)
     lanes = threads if batch >= _SEQUENCES_A_LANE * threads else 1
     at_once = max(1, (_LANE_BYTES if lanes > 1 else _BYTES) // (tokens * max(layer.row_bytes for layer in layers)))
     rounds = -(-batch // (lanes * at_once))

@@ -368,7 +368,7 @@ class Mixture:
         sequence.run()
 
     def _threads(self, m: int, top_k: int) -> int:
-        return max(1, min(runtime.threads(), m * top_k * self._work // WORK_A_THREAD))
+        return runtime.useful_threads(m * top_k * self._work, WORK_A_THREAD)
 
     def _plan(self, m: int, top_k: int, threads: int, addresses: CrossingAddresses | None = None) -> tuple[ExpertsPlan, StepSequence]:
         flags = 0 if addresses is None else addresses.flags
