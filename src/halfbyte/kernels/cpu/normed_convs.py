@@ -10,7 +10,6 @@ The steps are those of `quantize/group_norm.py` and of `conv/planned.py`, with t
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.conv.gathered import ImageConvKernel
 from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv
 from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
@@ -30,7 +29,6 @@ from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 
 _INFINITE = float("inf")
-_pack = struct.Struct("<q").pack_into
 _NORM_X, _NORM_OUT, _NORM_ADDED, _NORM_SCALES = (GROUP_NORM.offset(name) for name in ("x", "out", "added", "scales"))
 _X, _OUT, _RESIDUAL, _SCRATCH = (LINEAR.offset(name) for name in ("x", "out", "residual", "scratch"))
 _ALIGNED = 64  # bytes
@@ -148,19 +146,19 @@ class NormedConvsPlan:
         _memory, start = PLANS.memory(self._bytes)
         if start != self._at:
             for block, offset, distance in self._places:
-                _pack(block, offset, start + distance)
+                pack_integer(block, offset, start + distance)
             self._at = start
         at = x.data_ptr()
         for block in self._first:
-            _pack(block, _NORM_X, at)
+            pack_integer(block, _NORM_X, at)
         if added is not None:
             at = added.data_ptr()
             for block in self._last_norm:
-                _pack(block, _NORM_ADDED, at)
+                pack_integer(block, _NORM_ADDED, at)
         at = out.data_ptr()
         for block in self._last:
-            _pack(block, _OUT, at)
+            pack_integer(block, _OUT, at)
             if residual is not None:
-                _pack(block, _RESIDUAL, residual.data_ptr() - at)
+                pack_integer(block, _RESIDUAL, residual.data_ptr() - at)
         self._sequence.run()
         return out

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping
 from halfbyte.kernels.cpu.codegen.ir import Value
 
 Buffer = ctypes.Array[ctypes.c_char]
-_FLOATS, _INTEGER = struct.Struct("<2f"), struct.Struct("<q")
+pack_integer = struct.Struct("<q").pack_into  # (buffer, offset of a field, its value)
+_pack_floats = struct.Struct("<2f").pack_into
 _HEADER = ("first_phase", "second_phase", "openmp", "counter")
 
 
@@ -53,9 +54,9 @@ class Block:
         buffer = ctypes.create_string_buffer(self.nbytes)
         for name, value in values.items():
             if name in self.floats:
-                _FLOATS.pack_into(buffer, self._offsets[name], *value)  # type: ignore[misc]  # an integer raises TypeError
+                _pack_floats(buffer, self._offsets[name], *value)  # type: ignore[misc]  # an integer raises TypeError
             else:
-                _INTEGER.pack_into(buffer, self._offsets[name], value)  # a pair of floats raises struct.error
+                pack_integer(buffer, self._offsets[name], value)  # a pair of floats raises struct.error
         return buffer
 
     def offset(self, field: str) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import Block, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import Block, Buffer, pack_integer
 from halfbyte.kernels.cpu.codegen.kernel import arguments
 from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
 from halfbyte.kernels.cpu.plan_cache import PLANS
@@ -141,7 +140,6 @@ class RearrangedWeights(Protocol):
 
 
 _numbers = itertools.count()  # of kernels: an id() may be that of a kernel which was freed
-_pack_address = struct.Struct("<q").pack_into
 
 
 class PlannedConv:
@@ -198,7 +196,7 @@ class PlannedConv:
             x = x.to(self.dtype)
         call = self.planned(x, window, outside, weights, has_residual=residual is not None and self.specializes_residual)
         if scales is not None:
-            _pack_address(call.buffer, self.scales_at, scales.data_ptr())
+            pack_integer(call.buffer, self.scales_at, scales.data_ptr())
         table = self.table(bias, scales)  # alive until the call has run
         table_address = 0 if table is None else table.data_ptr()
         out = convolved(call, x, weights.data_ptr(), table_address, low, high, self.out_dtype, residual)

@@ -15,7 +15,6 @@ with a NaN or infinite y is NaN.
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -44,7 +43,6 @@ _TOGETHER = 4  # vectors
 _SAMPLES, _BLOCK = 16, 64  # pixels
 _SUMS = 5  # rows
 _ELEMENTS_A_THREAD = 1 << 14
-_PART = struct.unpack("f", struct.pack("f", 1 / 127))[0]
 _LOWEST_AT, _LOWEST = -1.2784645, 0.2784646  # where SiLU is least, and its magnitude there, rounded up
 _Work = Literal["sums", "write"]
 
@@ -208,7 +206,7 @@ class _GroupNorm(Emitter):
         most = most.max_keeping_nan(f.value("float", -0.0) - least) + not_finite.value.fold(lambda x, y: x + y)
         finite, inverse = most < float("inf"), f.value("float", 127.0) / most
         with f.when(self.thread.equals(0)):
-            (self.pointer("scales") + b * 4).store(finite.select(most * _PART, float("nan")), 0, 4)
+            (self.pointer("scales") + b * 4).store(finite.select(most * (1 / 127), float("nan")), 0, 4)
         return (finite & (inverse < float("inf"))).select(inverse, 0.0)
 
     def _write(self, b: Value) -> None:

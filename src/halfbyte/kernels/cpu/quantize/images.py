@@ -8,7 +8,6 @@ share the elements of each image; the second phase reads what the first one foun
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -31,7 +30,6 @@ pack_tensors, TENSORS = IMAGES.struct("x", "scales").pack_into, IMAGES.offset("x
 _TOGETHER = 4  # vectors
 _ROW = 12  # bytes of what a thread finds
 _ELEMENTS_A_THREAD = 1 << 14
-_PART = struct.unpack("f", struct.pack("f", 1 / 127))[0]
 _INFINITE = float("inf")
 _Work = Literal["extremes", "write"]
 
@@ -113,7 +111,7 @@ class _Images(Emitter):
         amax = largest.value + not_finite.value
         finite, inverse = amax < _INFINITE, f.value("float", 127.0) / amax
         with f.when(writes):
-            scale.store(finite.select(amax * _PART, float("nan")), 0, 4)
+            scale.store(finite.select(amax * (1 / 127), float("nan")), 0, 4)
         return (finite & (inverse < _INFINITE)).select(inverse, 0.0)
 
     def _write(self, x: Value, out: Value, start: Value, stop: Value, inverse: Value) -> None:

@@ -11,7 +11,6 @@ with products of bfloat16, and else that of `attend_whole.py`. `ops/transformer/
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
@@ -32,7 +31,6 @@ from halfbyte.kernels.cpu.transformer.sublayers import Norm, NormedRows, linear_
 
 _PLANS = 64  # of a block in each Python thread
 _X, _OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("x", "out", "residual"))
-_pack = struct.Struct("<q").pack_into
 
 
 class _Size(NamedTuple):
@@ -105,9 +103,9 @@ class _Plan:
         self._first_residual = self._product(block.o, m, attended, h)
         self._product(block.q, m, h, qkv, norm2)
         self._attend(block, size, Heads(qkv, row, size.tokens), Heads(kv, 2 * row, size.context), attended, scratch)
-        _pack(self._product(block.cross_o, m, attended, r), _RESIDUAL, h - r)
+        pack_integer(self._product(block.cross_o, m, attended, r), _RESIDUAL, h - r)
         self._product(block.up, m, r, up, norm3)
-        _pack(self._product(block.gate, m, r, gates, laid_out=True), _RESIDUAL, up - gates)
+        pack_integer(self._product(block.gate, m, r, gates, laid_out=True), _RESIDUAL, up - gates)
         self._last, self._last_residual = self._product(block.down, m, gates, 0), r
         self._sequence = StepSequence(self._blocks, size.threads)
 
@@ -138,11 +136,11 @@ class _Plan:
 
     def run(self, x: int, context: int, y: int) -> None:
         """Fill in the addresses of a call, and run it."""
-        _pack(self._context, _X, context)
-        _pack(self._first, _X, x)
-        _pack(self._first_residual, _RESIDUAL, x - self._memory.starts[6])
-        _pack(self._last, _OUT, y)
-        _pack(self._last, _RESIDUAL, self._last_residual - y)
+        pack_integer(self._context, _X, context)
+        pack_integer(self._first, _X, x)
+        pack_integer(self._first_residual, _RESIDUAL, x - self._memory.starts[6])
+        pack_integer(self._last, _OUT, y)
+        pack_integer(self._last, _RESIDUAL, self._last_residual - y)
         self._sequence.run()
 
 

@@ -18,7 +18,6 @@ no barriers.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
@@ -46,7 +45,7 @@ _SEQUENCES_A_LANE = 4  # fewer are shared by all threads: a lane may have one se
 _PLANS = 128  # of a first layer in each Python thread; one more drops the others
 _X, _OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("x", "out", "residual"))
 _NORMED, _MASK = PRODUCT.offset("normed"), WHOLE.offset("mask")
-_pack_one, _pack_seven = (struct.Struct(f"<{n}q").pack_into for n in (1, 7))
+_pack_scores = WHOLE.struct("mask", "bias_token").pack_into
 
 
 class _Place(NamedTuple):
@@ -173,7 +172,7 @@ class _Plan:
         x.append(_Place(linear, _RESIDUAL, 1, -at.sums))
         self._product(layer.up, at.sums, at.gates, (layer.norms[0], NormedRows(at.hidden, 0, row_bytes)))
         _, linear = self._product(layer.down, at.gates, at.sums)
-        _pack_one(linear, _RESIDUAL, at.hidden - at.sums)
+        pack_integer(linear, _RESIDUAL, at.hidden - at.sums)
 
     def _norm_first(self, layer: Layer, x: list[_Place], y: list[_Place]) -> None:
         """Add the steps of a layer whose norms come first, and the places of its input x and output y."""
@@ -202,9 +201,9 @@ class _Plan:
         """
         for address, places in zip(addresses, self._places, strict=True):
             for block, offset, sign, summand in places:
-                _pack_one(block, offset, sign * address + summand)
+                pack_integer(block, offset, sign * address + summand)
         for attend in self._attend.values():
-            _pack_seven(attend, _MASK, *mask, *bias)
+            _pack_scores(attend, _MASK, *mask, *bias)
         return self._sequence
 
 

@@ -16,7 +16,6 @@ some three times as long as otherwise.
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.codegen.arguments import DEQUANTIZE, LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import DEQUANTIZE, LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.quantize import dequantize
@@ -37,7 +36,6 @@ from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, Workspace, 
 from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.cpu_tiles import Geometry
 
-_pack = struct.Struct("<q").pack_into
 _pack_mask = ATTEND.struct("mask", "mask_batch").pack_into
 _WHERE, _QKV = ATTEND.struct("qkv", "out_stride"), ATTEND.offset("qkv")
 _ROTARY = ATTEND.struct("cos", "sin")
@@ -255,13 +253,13 @@ class DecodeSteps:
             mask: bool [B, length + 1], contiguous: the tokens that each new one sees; if and only if the steps are `masked`.
         """
         for block in self._full_attention:
-            _pack(block, _LENGTH, length)
+            pack_integer(block, _LENGTH, length)
         for layer in self._windowed:
             for before, block in enumerate(layer.blocks, length):
                 begin = max(0, before + 1 - layer.window)
-                _pack(block, _KEYS, layer.keys + begin * layer.key_bytes)
-                _pack(block, _VALUES, layer.values + begin * layer.value_bytes)
-                _pack(block, _LENGTH, before - begin)
+                pack_integer(block, _KEYS, layer.keys + begin * layer.key_bytes)
+                pack_integer(block, _VALUES, layer.values + begin * layer.value_bytes)
+                pack_integer(block, _LENGTH, before - begin)
                 if mask is not None:
                     _pack_mask(block, _MASK, mask.data_ptr() + begin, mask.stride(0))
         if mask is not None:
@@ -269,7 +267,7 @@ class DecodeSteps:
             for block in self._full_attention:
                 _pack_mask(block, _MASK, at, stride)
         for block, place in self._out_places:
-            _pack(block, place, out)
+            pack_integer(block, place, out)
         self._sequence.run()
 
 
@@ -282,7 +280,7 @@ def _split_by_token(block: Buffer, tokens: int) -> list[Buffer]:
     for token in range(tokens):
         steps.append(ctypes.create_string_buffer(block.raw, len(block)))
         _WHERE.pack_into(steps[-1], _QKV, qkv + token * qkv_stride, qkv_stride, out + token * out_stride, out_stride)
-        _pack(steps[-1], ATTEND.offset("tokens"), 1)
+        pack_integer(steps[-1], ATTEND.offset("tokens"), 1)
     return steps
 
 

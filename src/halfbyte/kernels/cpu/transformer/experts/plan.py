@@ -21,7 +21,6 @@ weights that the caller gives (`ops/transformer/experts.py`), without a router, 
 from __future__ import annotations
 
 import ctypes
-import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.codegen.elements import Kind
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
@@ -43,7 +42,7 @@ from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL
 
 _MOST_POLLS = 1 << 30  # of a GPU's flag before the wait fails: 16 to 50 s on x86, whose `pause` takes 15 to 50 ns
-_pack_int, _pack_two_ints = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
+_pack_two_ints = EXPERTS.struct("ids", "weights").pack_into
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,12 +207,12 @@ class ExpertsPlan:
 
     def set_addresses(self, out: int, _x: int = 0) -> None:
         """Set the address of y, float32 [m, K], contiguous; `_x` (`FeedForwardPlan`): only parallel layers read it."""
-        _pack_int(self._down, EXPERTS.offset("out"), out)
+        pack_integer(self._down, EXPERTS.offset("out"), out)
 
     def set_all_addresses(self, x: int, ids: int, weights: int, out: int) -> None:
         """Set the addresses of x, float32 [m, K], ids, int64 [m, top_k], weights, float32 [m, top_k], and y; only without a router."""
         assert self._experts.router is None, "with a router, ids and weights are in the plan's own memory"
-        _pack_int(self._up_linear, LINEAR.offset("x"), x)
+        pack_integer(self._up_linear, LINEAR.offset("x"), x)
         for block in self._reads_ids:
             _pack_two_ints(block, EXPERTS.offset("ids"), ids, weights)
         self.set_addresses(out)
@@ -392,7 +391,7 @@ def _row_by_row(product: Product, rows: _Rows, threads: int) -> Buffer:
     """Return the LINEAR arguments of a product of the first expert with row tiles of one row, as each row may have another expert."""
     linear = linear_arguments(product, 1, threads, rows.x, rows.laid_out, rows.out, rows.x_stride)
     for field in ("m", "tiles"):
-        _pack_int(linear, LINEAR.offset(field), rows.number)
+        pack_integer(linear, LINEAR.offset(field), rows.number)
     return linear
 
 
