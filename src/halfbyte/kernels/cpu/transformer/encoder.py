@@ -219,8 +219,8 @@ def _attention(layer: Layer, scale: float, size: _Size, memory: tuple[int, int, 
     """
     qkv, attended, scratch = memory
     head = 4 * layer.dim
-    places = (Heads(qkv + i * layer.heads * head, 4 * layer.qkv.n, size.tokens) for i in range(3))
-    fields = attend_whole.head_fields(*places, head) | {
+    queries, keys, values = (Heads(qkv + i * layer.heads * head, 4 * layer.qkv.n, size.tokens) for i in range(3))
+    fields = attend_whole.head_fields(queries, keys, values, head) | {
         "out": attended,
         "batch": size.batch,
         "heads": layer.heads,
