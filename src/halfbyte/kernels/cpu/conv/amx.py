@@ -127,7 +127,7 @@ class _Matrix(Lines):
         )
         super().__init__(loops, isa, f)
         self.matrix, self.integer = spec, spec.out == "i8"
-        self.out_bytes = element_of(spec.out).size
+        _, self.element, self.out_bytes = element_of(spec.out)
         half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
         self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]
         self.sums = f.alloca("i8", spec.rows * 4 * PANEL, 64)
@@ -244,14 +244,10 @@ class _Matrix(Lines):
                         continue
                     value = total * multiplier + offset
                     if residual is not None:
-                        value = value + isa.to_float(residual.load(vector(self._element, isa.lanes), at), self.matrix.out)
+                        value = value + isa.to_float(residual.load(vector(self.element, isa.lanes), at), self.matrix.out)
                     dest.store(isa.from_float(value.max_keeping_nan(self.low).min_keeping_nan(self.high), self.matrix.out), at)
                 with f.when(whole.equals(0)):
                     self._copy_columns(self.partial_row, to, columns)
-
-    @property
-    def _element(self) -> str:
-        return {1: "i8", 2: "i16", 4: "float"}[self.out_bytes]
 
     def _residual(self, to: Value, whole: Value, columns: Value) -> Value:
         """Return the address of the residual of a row of outputs at `to`; that of an incomplete panel is copied to whole vectors first."""
@@ -263,7 +259,7 @@ class _Matrix(Lines):
     def _copy_columns(self, source: Value, to: Value, columns: Value) -> None:
         for c in self.f.loop(columns):
             at = c * self.out_bytes
-            (to + at).store((source + at).load(self._element, 0, 1), 0, 1)
+            (to + at).store((source + at).load(self.element, 0, 1), 0, 1)
 
 
 @dataclass(frozen=True, slots=True)

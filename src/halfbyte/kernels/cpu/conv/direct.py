@@ -60,9 +60,12 @@ _STRIP_BYTES = 1 << 18  # of an image's lines, or of patches, that a thread has 
 
 
 class Band(NamedTuple):
-    """Outputs `first` … `stop` - 1 of a strip, whose kernels have lines `first_line` … `stop_line` - 1 of the walk inside of the image.
+    """Adjacent outputs of a strip that read the same lines of the kernel, as generated code reads them: int64 each.
 
-    rows, function   a tile's, and its address
+    Attributes:
+        first, stop: The outputs `first` … `stop` - 1.
+        first_line, stop_line: Lines of the walk that are multiplied: those inside of the image.
+        rows, function: Rows of a tile, and the address of its function.
     """
 
     first: int
@@ -82,10 +85,12 @@ class Band(NamedTuple):
 
 
 class Strips(NamedTuple):
-    """How the work is cut into items: strips of lines, and parts of the panels.
+    """How the work is cut into items: strips of lines, times parts of the panels of outputs.
 
-    number   of strips of an image, of `lines` each, which may overlap
-    parts    of `group` panels
+    Attributes:
+        number, lines: Strips of an image, and lines of outputs of each; the last strip may overlap the one before.
+        parts, group: Parts of the panels, and panels of each.
+        items: Strips of all images and channel groups, times parts.
     """
 
     number: int
@@ -123,20 +128,21 @@ def power_of_two(size: int, most: int) -> int:
 class LinesSpec:
     """What the loops around the tiles are compiled for.
 
-    copied      bytes that are copied at a time, at most those of a line, a power of two; 0 where tiles read the image itself
-    patches     bytes that are written at a time where patches are written out; else 0
-    lines       of a patch that is written out, if each is one run of at most `patches` bytes and they are few; else 0
-    bits        of a weight
-    started     sums of patches' codes are needed, for what accumulators begin at (`ISA.row_start`)
-    paired      tiles make products of sums
-    width       bytes of an activation as tiles read it: copied lines are laid out so, or patches where they are written out
-    unit        of a patch that is written out: the activations that are laid out at a time
-    sums        how a row's sum comes of those of pixels: "none": it is one; "lines": neighbouring outputs have neighbouring pixels, so
-                that whole vectors are added; "single": one by one
-    masked      behind a pixel's codes lies memory that may be read
-    tail        else: codes of a pixel behind its last whole vector, a multiple of 8
-    columns     of outputs that a tile makes: a panel's
-    unsigned    codes are copied with 128 added
+    Attributes:
+        copied: Bytes that are copied at a time, a power of two that is at most a line; 0: tiles read the image itself.
+        patches: Bytes that are written at a time where patches are written out; else 0.
+        lines: Lines of a patch that is written out, if they are few and each is one run of at most `patches` bytes; else 0.
+        bits: Bits of a weight's code.
+        started: Accumulators begin at a sum of the patch's codes (`ISA.row_start`).
+        paired: Tiles take products of sums (`ISA.multiplies_sums`).
+        width: Bytes of an activation as tiles read it: in copied lines, or in patches that are written out.
+        unit: Activations of a patch that are laid out at a time, where patches are written out.
+        sums: How the sum of a row follows from sums of pixels: "none": it is that of one pixel; "lines": adjacent outputs have adjacent
+            pixels, so that whole vectors are added; "single": one row at a time.
+        masked: Memory behind a pixel's codes may be read, so that its last vector is masked.
+        tail: Otherwise, codes of a pixel behind its last whole vector, a multiple of 8.
+        columns: Outputs of a tile.
+        unsigned: Codes are copied with 128 added.
     """
 
     copied: int
@@ -156,6 +162,7 @@ class LinesSpec:
 
 @phase
 def build(spec: LinesSpec, isa: ISA, f: Function) -> None:
+    """Emit the loops; their arguments are a DIRECT block, the thread and the number of threads."""
     Lines(spec, isa, f).emit()
 
 
@@ -206,7 +213,14 @@ class Lines(Emitter):
             self._multiply((first, stop), walked, out, weights, table, self.pointer("scales") + b * 4)
 
     def _multiply(self, panels: tuple[Value, Value], walked: Value, out: Value, weights: Value, table: Value, scale: Value) -> None:
-        """A strip's outputs of panels first … stop - 1. `out`, `weights` and `table` belong to panel 0."""
+        """Compute a strip's outputs of some panels, tile by tile.
+
+        Args:
+            panels: The first panel, and the end.
+            walked: Address from which tiles walk: of the strip in the image or in the thread's copy, or of the patches.
+            out, weights, table: Addresses of outputs, weights and biases (or the table) of panel 0.
+            scale: Address of the image's scale.
+        """
         f, get = self.f, self.get
         for p in f.loop(panels[1], panels[0]):
             columns = f.umin(get("n") - p * self.columns, f.value("i64", self.columns))

@@ -39,7 +39,12 @@ _pack_tensors = POOL.struct("x", "out").pack_into
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """together: channels that are taken at a time; averages: means, not the largest."""
+    """What the kernel is compiled for.
+
+    Attributes:
+        together: Channels of a vector.
+        averages: It computes means; otherwise the largest codes.
+    """
 
     together: int
     averages: bool = False
@@ -47,6 +52,7 @@ class PoolSpec:
 
 @phase
 def build(spec: PoolSpec, isa: ISA, f: Function) -> None:
+    """Emit the kernel; its arguments are a POOL block, its thread and the number of threads. Threads share the lines of outputs."""
     args = f.parameters[0]
 
     def get(name: str) -> Value:
@@ -86,10 +92,17 @@ def _mean(f: Function, total: Value, count: Value, zero: Value) -> Value:
 
 
 def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Tensor:
-    """int8 [B, C, H, W], channels_last and not empty -> [B, C, *out_size], channels_last.
+    """Pool images.
 
-    window   its padding below and to the right is not looked at: `out_size` says how far the kernel goes
-    zero     the code that means 0: means are taken, and nothing is padded. None: the largest codes
+    Args:
+        x: int8 [B, C, H, W], channels_last and not empty.
+        kernel: Height and width of the window.
+        window: Its stride, padding and dilation. Padding below and to the right is ignored: `out_size` says how far the window goes.
+        out_size: Ho and Wo.
+        zero: The code that means 0, for means, where nothing may be padded; None: the largest codes.
+
+    Returns:
+        int8 [B, C, Ho, Wo], channels_last.
     """
     batch, channels, _, _ = x.shape
     out = torch.empty((batch, channels, *out_size), dtype=torch.int8, memory_format=torch.channels_last, device="cpu")

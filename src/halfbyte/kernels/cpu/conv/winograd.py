@@ -184,10 +184,11 @@ class Class:
 class WinogradSpec:
     """What the code is compiled for.
 
-    classes   as `CLASSES`; one of all positions where there are no short tiles
-    down, across   whether there are tiles that are short so
-    out       elements of the outputs
-    residual  floating-point outputs have something added
+    Attributes:
+        classes: As `CLASSES`; one of all positions where there are no short tiles.
+        down, across: Whether there are tiles that are short in this direction.
+        out: Element type of the outputs.
+        residual: Floating-point outputs have a residual added.
     """
 
     classes: tuple[Class, ...]
@@ -208,6 +209,7 @@ class WinogradSpec:
 
 @phase
 def build(spec: WinogradSpec, isa: ISA, f: Function) -> None:
+    """Emit the kernel; its arguments are a WINOGRAD block, its thread and the number of threads."""
     _Winograd(spec, isa, f).emit()
 
 
@@ -223,7 +225,7 @@ class _Winograd(Emitter):
         self.image = self.pointer("scratch") + number * self.get("thread_bytes")
         self.products, self.image_tile, self.out_tile = (self.image + self.get(f"{at}_at") for at in ("products", "image_tile", "out_tile"))
         self.buffer = f.alloca(isa.ints, POSITIONS, 64)
-        self.element = 1 if spec.out == "i8" else element_of(spec.out).size
+        _, self.stored, self.element = element_of(spec.out)
 
     def emit(self) -> None:
         f, get = self.f, self.get
@@ -272,7 +274,13 @@ class _Winograd(Emitter):
     # The image
 
     def _image(self, kind: int, tile: Value, rows: Sequence[Value]) -> None:
-        """Transforms the pixels under a tile, which is one of the rows of each class."""
+        """Transform the pixels under a tile, and store them in the planes.
+
+        Args:
+            kind: Of the tile, an index in KINDS.
+            tile: Its number among all tiles.
+            rows: Its number among the tiles of each class in the run.
+        """
         f, get = self.f, self.get
         b, y, x = self._place(kind, tile)
         down, across = (SIDES[short] for short in KINDS[kind])
@@ -373,15 +381,14 @@ class _Winograd(Emitter):
 
         def copy(from_image: Value | None) -> None:
             """What lies inside, from the tile to the outputs, or from so many bytes behind these to the tile."""
-            kind = "i8" if self.spec.out == "i8" else element_of(self.spec.out).stored
             for i in f.loop(high):
                 for j in f.loop(wide):
                     for n in f.loop(some):
                         inside, of_tile = out + i * line + j * stride + n * size, self.out_tile + ((i * M + j) * width + n) * size
                         if from_image is None:
-                            inside.store(of_tile.load(kind, 0, size), 0, size)
+                            inside.store(of_tile.load(self.stored, 0, size), 0, size)
                         else:
-                            of_tile.store((inside + from_image).load(kind, 0, size), 0, size)
+                            of_tile.store((inside + from_image).load(self.stored, 0, size), 0, size)
 
         residual = None
         if self.spec.residual:
@@ -415,7 +422,15 @@ class _Winograd(Emitter):
             f.fence()
 
     def _requantize(self, down: Side, across: Side, sums: Value, table: Value, to: Value, steps: tuple[Value, Value]) -> None:
-        """One vector of outputs of a tile's pixels, whose lines and pixels lie so many bytes apart."""
+        """Write one vector of outputs, as codes, of each pixel of a tile.
+
+        Args:
+            down, across: The tile's sides.
+            sums: Address of the vector's sums of products.
+            table: Address of the vector's offsets in the requantization table.
+            to: Address of the outputs.
+            steps: Bytes from a line of outputs to the next, and from a pixel to the next.
+        """
         f, isa = self.f, self.isa
         offset, multiplier, start = (
             (table + self.get("table_stride") * row).load(kind, 0, 4) for row, kind in enumerate((isa.floats, isa.floats, isa.ints))
@@ -442,7 +457,14 @@ class _Winograd(Emitter):
         steps: tuple[Value, Value],
         residual: Value | None,
     ) -> None:
-        """The same of floating-point outputs; `residual`: bytes from an output to what is added to it."""
+        """Write one vector of floating-point outputs of each pixel of a tile.
+
+        Args:
+            down, across, sums, to, steps: As of `_requantize`.
+            scale: The product of the image's scale and the weight's, a vector.
+            bias: Address of the vector's biases.
+            residual: Bytes from an output to its residual; None: there is none.
+        """
         isa, kind = self.isa, self.spec.out
         biases = bias.load(isa.floats, 0, 4)
         low, high = (bound.splat(isa.lanes) for bound in WINOGRAD.load_floats(self.args, "clamp"))
@@ -451,7 +473,7 @@ class _Winograd(Emitter):
                 here = to + steps[0] * i + steps[1] * j
                 value = exact.to("float") * scale + biases
                 if residual is not None:
-                    raw = (here + residual).load(vector(element_of(kind).stored, isa.lanes), 0, self.element)
+                    raw = (here + residual).load(vector(self.stored, isa.lanes), 0, self.element)
                     value = value + isa.to_float(raw, kind)
                 here.store(isa.from_float(value.max_keeping_nan(low).min_keeping_nan(high), kind), 0, self.element)
 
