@@ -138,11 +138,6 @@ def group_of(tiles: int, isa: ISA) -> int:
     return min(range(most, most // 2, -1), key=lambda n: -(-tiles // n) * (n + _GROUP_COST))
 
 
-def _whole(tiles: int, isa: ISA) -> int:
-    """So many in whole groups."""
-    return round_up(tiles, group_of(tiles, isa))
-
-
 class Tiles(NamedTuple):
     """For outputs [B, Ho, Wo]: whole tiles of an image down and across, and whether partial tiles follow."""
 
@@ -497,7 +492,8 @@ def pays(sizes: Filter, out: tuple[int, int, int], isa: ISA) -> bool:
     batch, height, width = out
     matrix, tiles = sizes.out * sizes.channels, Tiles.of(out)
     counts = [stop - start for start, stop in tiles.classes]
-    products, ends = (sum(n * len(some) for n, some in zip(of, CLASSES, strict=True)) for of in ([_whole(n, isa) for n in counts], counts))
+    whole_groups = [round_up(count, group_of(count, isa)) for count in counts]
+    products, ends = (sum(n * len(some) for n, some in zip(of, CLASSES, strict=True)) for of in (whole_groups, counts))
     multiplied = max(products * matrix / rates.rate, 2 * POSITIONS * matrix / _WEIGHT_BYTES)  # while weights come
     cycles = multiplied + ends * (sizes.channels * _PIXEL_CYCLES + sizes.out * _OUTPUT_CYCLES)
     return cycles < batch * height * width * 9 * matrix / rates.direct_rate

@@ -9,6 +9,7 @@ with scales of 16 bits.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from dataclasses import dataclass
 from typing import Literal
@@ -17,17 +18,19 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.spec import Family, Zero, codebook, zero_size
+from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import DEQUANTIZE
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase, run
+from halfbyte.kernels.cpu.codegen.kernel import compiled, phase, run
 from halfbyte.kernels.cpu.linear import packed_planes, sparse
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
 _ELEMENTS_A_THREAD = 1 << 17
+_pack = DEQUANTIZE.struct().pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +172,10 @@ def dequantize(weights: Tensor, geo: Geometry, dtype: torch.dtype, ids: Tensor |
     out = torch.empty(rows, geo.k, dtype=out_dtype, device="cpu")
     if out.numel() == 0:
         return out.to(dtype)
-    fields = weight_fields(weights.data_ptr(), geo)
-    fields |= {"ids": 0 if ids is None else ids.data_ptr(), "rows": rows, "out": out.data_ptr(), "out_stride": geo.k * out.element_size()}
     function = compiled(build, spec_of(geo, kind_of(out_dtype)), current())
-    run(arguments(DEQUANTIZE, function, fields), out.numel() // _ELEMENTS_A_THREAD)
+    block = _pack(  # by position: for one row, names would take as long as the kernel
+        *(function, 0, runtime.openmp_address(), 0, *weight_fields(weights.data_ptr(), geo).values()),
+        *(0 if ids is None else ids.data_ptr(), rows, out.data_ptr(), geo.k * out.element_size()),
+    )
+    run(ctypes.create_string_buffer(block, len(block)), out.numel() // _ELEMENTS_A_THREAD)
     return out.to(dtype)

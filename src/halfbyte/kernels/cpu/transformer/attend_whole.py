@@ -17,6 +17,7 @@ Gimelshein, arXiv:1805.02867). A query whose keys are all masked gets 0, as in t
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from halfbyte.kernels.cpu.codegen.elementary import exp
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase, run
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase, run
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.transformer.attend import LEAST_SCORE, CacheKind, capped, load_head
 from halfbyte.layouts.base import round_up
@@ -48,7 +49,7 @@ WHOLE = Block(
     "scale",  # two floats: the scale of scores and the softcap
     floats=["scale"],
 )
-_pack_scores, _SCORES = WHOLE.struct("mask", "bias_token").pack_into, WHOLE.offset("mask")
+_pack = WHOLE.struct().pack
 MOST_AT_ONCE = 512  # keys that are laid out at a time
 _ROWS, _VECTORS = 6, 2  # queries of a tile, and vectors of keys, or of outputs, that they are multiplied with at a time
 _WORK_A_THREAD = 1 << 17  # multiplications for which another thread is worth waking
@@ -436,22 +437,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     threads = runtime.useful_threads(work, _WORK_A_THREAD)
     mask, bias = (None if scores is None else readable(scores) for scores in (mask, bias))
     _memory, scratch = PLANS.memory(threads * thread_bytes)
-    fields: dict[str, int | tuple[float, float]] = {
-        "length": length,
-        "out": out.data_ptr(),
-        "batch": batch,
-        "heads": heads,
-        "tokens": tokens,
-        "padded": padded,
-        "parts": parts(batch * heads, tokens, threads),
-        "scratch": scratch,
-        "thread_bytes": thread_bytes,
-        "scale": (scale, 0.0),
-    }
-    for name, x in (("q", query), ("k", key), ("v", value)):
-        strides = zip(("batch", "head", "token"), x.stride(), strict=False)
-        fields |= {name: x.data_ptr(), **{f"{name}_{dimension}": 4 * stride for dimension, stride in strides}}
-    block = arguments(WHOLE, compiled(build, WholeSpec(dim, mask is not None, bias is not None), isa), fields)
-    _pack_scores(block, _SCORES, *mask_fields(mask), *bias_fields(bias))
-    run(block, threads)
+    q, k, v = ((x.data_ptr(), *(4 * s for s in x.stride()[:3])) for x in (query, key, value))
+    numbers = batch, heads, tokens, padded, parts(batch * heads, tokens, threads), scratch, thread_bytes
+    function = compiled(build, WholeSpec(dim, mask is not None, bias is not None), isa)
+    scores = *mask_fields(mask), *bias_fields(bias)
+    # By position: for a few tokens, names would take as long as the kernel.
+    block = _pack(function, 0, runtime.openmp_address(), 0, *q, 0, length, *k, *v, *scores, out.data_ptr(), *numbers, 0, scale, 0.0)
+    run(ctypes.create_string_buffer(block, len(block)), threads)
     return out
