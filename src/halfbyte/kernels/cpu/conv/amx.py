@@ -131,9 +131,8 @@ class _Matrix(Lines):
         half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
         self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]
         self.sums = f.alloca("i8", spec.rows * 4 * PANEL, 64)
-        self.pending = _Pending(
-            f.variable(f.value("i64", 0)), *(f.variable(self.args) for _ in range(5)), f.variable(f.value("i64", PANEL))
-        )
+        rows, (out, places, table, scales, image_scale) = f.variable(f.value("i64", 0)), (f.variable(self.args) for _ in range(5))
+        self.pending = _Pending(rows, out, places, table, scales, image_scale, f.variable(f.value("i64", PANEL)))
         self.partial_row = f.alloca("i8", PANEL * self.out_bytes, 64)
         self.low, self.high = (bound.splat(isa.lanes) for bound in MATRIX.load_floats(self.args, "clamp"))
 
