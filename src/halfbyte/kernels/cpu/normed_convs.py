@@ -10,7 +10,6 @@ The steps are those of `quantize/group_norm.py` and of `conv/planned.py`, with t
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,19 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.conv.gathered import ImageConvKernel
 from halfbyte.kernels.cpu.conv.planned import ConvCall, PlannedConv
 from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
-from halfbyte.kernels.cpu.plan_cache import PLANS
-from halfbyte.kernels.cpu.quantize.group_norm import GROUP_NORM, TENSORS, GroupNormCall, pack_tensors, prepare
+from halfbyte.kernels.cpu.plan_cache import PLANS, Call
+from halfbyte.kernels.cpu.quantize.group_norm import GROUP_NORM, TENSORS, pack_tensors, prepare
 from halfbyte.kernels.cpu.step_sequence import StepSequence
 from halfbyte.kernels.cpu.steps import phases_of
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 
 _INFINITE = float("inf")
-_pack = struct.Struct("<q").pack_into
 _NORM_X, _NORM_OUT, _NORM_ADDED, _NORM_SCALES = (GROUP_NORM.offset(name) for name in ("x", "out", "added", "scales"))
 _X, _OUT, _RESIDUAL, _SCRATCH = (LINEAR.offset(name) for name in ("x", "out", "residual", "scratch"))
 _ALIGNED = 64  # bytes
@@ -83,7 +81,7 @@ class NormedConvsPlan:
     def __init__(self, stages: Sequence[Stage], shape: Sequence[int], dtype: torch.dtype, *, added: bool, residual: bool) -> None:
         """Plan calls for x of this shape and dtype. `added` (to the last norm's input) and `residual`: whether calls have one."""
         self._dtype, self._stages = dtype, stages  # kept alive: steps have the addresses of their weights
-        calls = list[tuple[GroupNormCall, ConvCall]]()
+        calls = list[tuple[Call, ConvCall]]()
         normed_bytes, scales_bytes, result_bytes = 0, 4 * shape[0], 0
         for i, stage in enumerate(stages):
             last, codes = i == len(stages) - 1, isinstance(stage.kernel, ImageConvKernel)
@@ -112,7 +110,7 @@ class NormedConvsPlan:
         self._first, self._line = first, self.out_shape[3] * self.out_shape[1]
         self._sequence = StepSequence(blocks, threads)
 
-    def _norm(self, stage: Stage, call: GroupNormCall, *, first: bool) -> list[Buffer]:
+    def _norm(self, stage: Stage, call: Call, *, first: bool) -> list[Buffer]:
         normed, scales, result, _ = self._starts
         blocks = phases_of(call.buffer)
         for block in blocks:
@@ -148,19 +146,19 @@ class NormedConvsPlan:
         _memory, start = PLANS.memory(self._bytes)
         if start != self._at:
             for block, offset, distance in self._places:
-                _pack(block, offset, start + distance)
+                pack_integer(block, offset, start + distance)
             self._at = start
         at = x.data_ptr()
         for block in self._first:
-            _pack(block, _NORM_X, at)
+            pack_integer(block, _NORM_X, at)
         if added is not None:
             at = added.data_ptr()
             for block in self._last_norm:
-                _pack(block, _NORM_ADDED, at)
+                pack_integer(block, _NORM_ADDED, at)
         at = out.data_ptr()
         for block in self._last:
-            _pack(block, _OUT, at)
+            pack_integer(block, _OUT, at)
             if residual is not None:
-                _pack(block, _RESIDUAL, residual.data_ptr() - at)
+                pack_integer(block, _RESIDUAL, residual.data_ptr() - at)
         self._sequence.run()
         return out

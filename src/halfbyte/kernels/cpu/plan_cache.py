@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.bounded import Bounded
+from halfbyte.kernels.cpu.codegen.arguments import Buffer
 
 T = TypeVar("T")
 _MOST = 1024
@@ -20,17 +21,23 @@ _LEAST_SCRATCH, _MOST_CACHED_SCRATCH = 1 << 16, 1 << 24  # bytes
 
 
 class Call(NamedTuple):
-    """A call of one kind and size: the arguments, all but the tensors filled in."""
+    """A call of one kind and size: the arguments, all but the tensors filled in, and the memory that they point to."""
 
-    buffer: ctypes.Array[ctypes.c_char]
+    buffer: Buffer
     address: int
     threads: int
+    memory: Tensor | None
+
+    @classmethod
+    def of(cls, buffer: Buffer, threads: int, memory: Tensor | None = None) -> Call:
+        """Return a call of these arguments."""
+        return cls(buffer, ctypes.addressof(buffer), threads, memory)
 
 
 class LinearCall(NamedTuple):
     """A call of one linear kernel with one M: the arguments, all but the tensors and the scratch memory filled in."""
 
-    buffer: ctypes.Array[ctypes.c_char]
+    buffer: Buffer
     address: int
     scratch_bytes: int
     threads: int

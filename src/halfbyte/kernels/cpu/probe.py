@@ -16,6 +16,7 @@ from halfbyte.kernels.cpu.codegen.ir import Module, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.codegen.isas import current
+from halfbyte.kernels.cpu.codegen.kernel import arguments, run
 from halfbyte.machine import machine
 from halfbyte.memory import in_huge_pages
 
@@ -107,9 +108,9 @@ def free_buffers() -> None:
 def _seconds(phase: str, buffer: torch.Tensor, size: int, threads: int) -> float:
     """Seconds that `threads` threads take for `size` bytes of the buffer ("read") or `size` rounds each ("dots", "fmas")."""
     out = torch.zeros(threads * 16, dtype=torch.int32, device="cpu")
-    block = PROBE.struct().pack(_phases()[phase], 0, runtime.openmp_address(), 0, buffer.data_ptr(), out.data_ptr(), size)
+    block = arguments(PROBE, _phases()[phase], {"buffer": buffer.data_ptr(), "out": out.data_ptr(), "size": size})
     start = time.perf_counter()
-    runtime.run(block, threads)
+    run(block, threads)
     return time.perf_counter() - start
 
 

@@ -39,27 +39,23 @@ from halfbyte.kernels.cpu.transformer.attend import inverse_root
 from halfbyte.kernels.layer_kinds import GateFunction, LogitsFunction
 from halfbyte.layouts.cpu_tiles import PANEL
 
-_HEADER = LINEAR.fields[:4]
-SEQUENCE = Block((*_HEADER, "steps", "count"))
-LANES = Block((*_HEADER, "sequences", "count"))
+SEQUENCE = Block("steps", "count")
+LANES = Block("sequences", "count")
 NORM = Block(
     # `residual`: bytes from an output to what is added to it; `eps` and the factor
-    (*_HEADER, "x", "x_stride", "out", "residual", "out_stride", "rows", "k", "weight", "shift", "eps"),
-    frozenset({"eps"}),
+    *("x", "x_stride", "out", "residual", "out_stride", "rows", "k", "weight", "shift", "eps"),
+    floats=["eps"],
 )
 PRODUCT = Block(
-    (
-        *_HEADER,
-        "linear",  # a block of LINEAR
-        # norm of x before it is laid out: its weight (0: none) and its shift, float32; where normed rows go, and bytes between those of the
-        # threads and of the rows; and epsilon
-        *("norm", "shift", "normed", "normed_thread", "normed_row", "eps"),
-        "private",  # bytes between the threads' own copies of what is laid out; 0 where they share one
-        *("groups", "shares"),  # of panels: group i is shares[i] … shares[i + 1] - 1
-        "gate",  # panels of gates; those behind them are multiplied by a function of them, in their place
-        *("up", "up_row"),  # what outputs are multiplied by that are all gates, float32, and bytes between its rows
-    ),
-    frozenset({"eps"}),
+    "linear",  # a block of LINEAR
+    # norm of x before it is laid out: its weight (0: none) and its shift, float32; where normed rows go, and bytes between those of the
+    # threads and of the rows; and epsilon
+    *("norm", "shift", "normed", "normed_thread", "normed_row", "eps"),
+    "private",  # bytes between the threads' own copies of what is laid out; 0 where they share one
+    *("groups", "shares"),  # of panels: group i is shares[i] … shares[i + 1] - 1
+    "gate",  # panels of gates; those behind them are multiplied by a function of them, in their place
+    *("up", "up_row"),  # what outputs are multiplied by that are all gates, float32, and bytes between its rows
+    floats=["eps"],
 )
 
 
@@ -197,23 +193,23 @@ def prepare(
 
 def _norms(f: Function, isa: ISA, step: Step) -> None:
     """Emit norms of rows, which threads share evenly."""
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     x, out = (NORM.load(args, name, "ptr") for name in ("x", "out"))
     rows, k, x_stride, out_stride, residual = (NORM.load(args, name) for name in ("rows", "k", "x_stride", "out_stride", "residual"))
     vectors = NORM.load(args, "weight", "ptr"), NORM.load(args, "shift", "ptr")
     norm = RowNorm(f, isa, k, vectors, args + NORM.offset("eps"), step.layer_norm, step.unit_offset)
-    for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+    for r in f.share(rows):
         norm.emit(x + r * x_stride, out + r * out_stride, residual if step.added else None, vectors[1] if step.scaled else None)
 
 
 def _scales(f: Function, isa: ISA) -> None:
     """Emit factor * x + residual of rows, which threads share evenly."""
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     x, out = (NORM.load(args, name, "ptr") for name in ("x", "out"))
     rows, k, x_stride, out_stride, residual = (NORM.load(args, name) for name in ("rows", "k", "x_stride", "out_stride", "residual"))
     _, factor = NORM.load_floats(args, "eps")
     whole = k // isa.lanes * isa.lanes
-    for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+    for r in f.share(rows):
         row, to = x + r * x_stride, out + r * out_stride
 
         def write(at: Value, type_: str, by: Value, row: Value = row, to: Value = to) -> None:

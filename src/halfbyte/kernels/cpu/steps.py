@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.conv.planned import ConvCall
 from halfbyte.kernels.cpu.linear.linear import CALL, LinearKernel, pack_call
 from halfbyte.kernels.cpu.step_sequence import StepSequence
@@ -27,7 +27,7 @@ from halfbyte.layouts.base import round_up
 _ALIGNED = 64  # bytes
 _FIRST, _SECOND = LINEAR.offset("first_phase"), LINEAR.offset("second_phase")
 _X, _OUT, _SCRATCH = (LINEAR.offset(name) for name in ("x", "out", "scratch"))
-_pack, _unpack = struct.Struct("<q").pack_into, struct.Struct("<q").unpack_from
+_unpack = struct.Struct("<q").unpack_from
 
 
 class ProgramStep(NamedTuple):
@@ -39,8 +39,7 @@ class ProgramStep(NamedTuple):
         out_bytes: Bytes of its result.
         inputs: Offsets in the block of the addresses of the tensors that it reads.
         out: Offset of the address of its result.
-        scratch: Offset of the address of scratch memory.
-        scratch_bytes: Scratch memory that threads share.
+        scratch_bytes: Scratch memory that threads share, of a block that extends LINEAR.
         thread_scratch_bytes: Scratch memory of each thread in addition.
         alive: What the block points to.
     """
@@ -50,7 +49,6 @@ class ProgramStep(NamedTuple):
     out_bytes: int
     inputs: tuple[int, ...] = (_X,)
     out: int = _OUT
-    scratch: int = _SCRATCH
     scratch_bytes: int = 0
     thread_scratch_bytes: int = 0
     alive: tuple[object, ...] = ()
@@ -104,12 +102,12 @@ class Program:
             phases = phases_of(step.block)
             for block in phases:
                 if step.scratch_bytes + step.thread_scratch_bytes:
-                    _pack(block, step.scratch, base + size)
+                    pack_integer(block, _SCRATCH, base + size)
                 for offset, value in zip((*step.inputs, step.out), (*sources, num_inputs + i), strict=True):
                     if value in self._unbound:
                         self._unbound[value].append((block, offset))
                     else:
-                        _pack(block, offset, base + places[value])
+                        pack_integer(block, offset, base + places[value])
             blocks += phases
         self._alive = [node.step.alive for node in nodes]
         self._sequence = StepSequence(blocks, threads)
@@ -124,7 +122,7 @@ class Program:
         for tensor, places in zip(tensors, self._unbound.values(), strict=True):
             address = tensor.data_ptr()
             for block, offset in places:
-                _pack(block, offset, address)
+                pack_integer(block, offset, address)
         self._sequence.run()
 
 
@@ -133,9 +131,9 @@ def phases_of(block: Buffer) -> list[Buffer]:
     phases = [type(block).from_buffer_copy(block)]
     if second := _unpack(block, _SECOND)[0]:
         phases.append(type(block).from_buffer_copy(block))
-        _pack(phases[1], _FIRST, second)
+        pack_integer(phases[1], _FIRST, second)
     for copy in phases:
-        _pack(copy, _SECOND, 0)
+        pack_integer(copy, _SECOND, 0)
     return phases
 
 

@@ -34,7 +34,7 @@ from halfbyte.layouts.cpu_tiles import PANEL
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 
-UPSAMPLED = replace(DIRECT, fields=(*DIRECT.fields, "taps_at", "tap_bytes", "width", "result_stride", "scales_at"))
+UPSAMPLED = DIRECT.extended("taps_at", "tap_bytes", "width", "result_stride", "scales_at")
 _PIXEL = 4 * PANEL  # bytes of T of a tap
 _TAPS = 9
 _STEP = 16  # codes of a pixel, of which there are multiples

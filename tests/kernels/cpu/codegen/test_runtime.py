@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfbyte.errors import ArgumentError
 from halfbyte.formats import as_format
-from halfbyte.kernels.cpu.codegen import jit, runtime
+from halfbyte.kernels.cpu.codegen import jit, kernel, runtime
 from halfbyte.kernels.cpu.codegen.arguments import Block
 from halfbyte.kernels.cpu.codegen.ir import Module
 from halfbyte.kernels.cpu.codegen.isas import current
@@ -171,7 +171,7 @@ def test_a_fork_during_a_compilation_leaves_no_lock_behind() -> None:
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_no_thread_begins_the_second_phase_before_all_have_ended_the_first(pool: str, count: int) -> None:
     torch.set_num_threads(count)
-    block = Block(("first_phase", "second_phase", "openmp", "counter", "ended", "seen"))
+    block = Block("ended", "seen")
     module = Module()
     first = module.function("first", ["ptr", "i64", "i64"])
     args, thread, _ = first.parameters
@@ -188,8 +188,8 @@ def test_no_thread_begins_the_second_phase_before_all_have_ended_the_first(pool:
     (seen + thread * 16).store(threads, 8)
     addresses = jit.load("phases", lambda _: module, current())
     ended_count, table = torch.zeros(1, dtype=torch.int64), torch.zeros(8, 2, dtype=torch.int64)
-    phases = (addresses["first"], addresses["second"])
-    runtime.run(block.struct().pack(*phases, runtime.openmp_address(), 0, ended_count.data_ptr(), table.data_ptr()), 8)
+    fields = {"second_phase": addresses["second"], "ended": ended_count.data_ptr(), "seen": table.data_ptr()}
+    kernel.run(kernel.arguments(block, addresses["first"], fields), 8)
     assert table.tolist() == [[count, count]] * count + [[0, 0]] * (8 - count)
 
 

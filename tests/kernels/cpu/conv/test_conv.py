@@ -19,6 +19,7 @@ from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.conv import gathered, planned
 from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel
+from halfbyte.kernels.cpu.conv.pool import pool
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.quantize.images import quantize_images
 from halfbyte.kernels.problem import Window
@@ -361,3 +362,9 @@ def test_packing_refuses_what_is_no_convolution() -> None:
         ops.pack_conv(codes, 3, groups=3)
     with pytest.raises(FormatError, match="requantization takes symmetric"):
         ops.qconv2d(torch.zeros(1, 6, 5, 5, dtype=torch.int8), ops.pack_conv(codes, 3), in_scale=1, in_zero=0, out_scale=1, out_zero=0)
+
+
+def test_a_mean_of_padded_images_is_an_error() -> None:
+    x = torch.zeros(1, 16, 4, 4, dtype=torch.int8).contiguous(memory_format=torch.channels_last)
+    with pytest.raises(AssertionError, match="counts all pixels"):  # the kernel would divide by pixels that it does not sum
+        pool(x, (3, 3), Window(padding=(1, 1, 1, 1)), (4, 4), zero=3)

@@ -1,4 +1,4 @@
-"""Emits elementary functions of each lane of a float vector x: exp, SiLU, tanh, GELU and its tanh approximation.
+"""Emits elementary functions of each lane of a float vector x: exp, SiLU, tanh, GELU and its tanh approximation; rounding to int8.
 
     exp(x) = 2^n * exp(r),  n = round(x / ln 2),  |r| <= ln(2) / 2,  exp(r) by a polynomial of degree 7 (Cephes' expf)
 
@@ -37,6 +37,11 @@ _GELU_P = (
     2.2145332678746854e-08,
 )
 _GELU_Q = (1.0, 0.25283384323120117, 0.028940092772245407, 0.0019129789434373379, 7.510199793614447e-05, 1.1802129620264168e-06)
+
+
+def rounded_codes(x: Value) -> Value:
+    """Return floats within [-128, 127] as int8, rounded to nearest, ties to even. The low bits of ROUND + x are the nearest integer."""
+    return (x + ROUND).bits(vector("i32", lanes_of(x.type))).to("i8")
 
 
 def exp(f: Function, x: Value) -> Value:

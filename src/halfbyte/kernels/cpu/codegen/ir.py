@@ -373,12 +373,19 @@ class Function:
         self.line(f"br label %{label}.head")
         self._label(f"{label}.exit")
 
+    def share(self, items: Value) -> Iterator[Value]:
+        """`for i in f.share(n):` threads share the items 0 … n - 1 evenly, each a contiguous range of them.
+
+        The function's three parameters are its arguments, the number of the thread, and how many threads there are.
+        """
+        _, thread, threads = self.parameters
+        return self.loop((thread + 1) * items // threads, thread * items // threads)
+
     def draw_items(self, counter: Value, items: Value) -> Iterator[Value]:
         """`for i in f.draw_items(counter, n):` threads share the items 0 … n - 1: each draws the next one from a common counter.
 
-        The function's three parameters are its arguments, the number of the thread, and how many threads there are. Where there are one
-        or two, the first goes up from item 0 and the second down from the last, so that from one call to the next a thread finds in its
-        cache what it wrote itself; they draw only to know when all items are taken.
+        Parameters are as for `share`. Where there are one or two threads, the first goes up from item 0 and the second down from the last,
+        so that from one call to the next a thread finds in its cache what it wrote itself; they draw only to know when all items are taken.
         """
         _, thread, threads = self.parameters
         drawn_before = self.variable(self.value("i64", 0))

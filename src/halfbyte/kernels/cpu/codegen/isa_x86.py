@@ -23,7 +23,46 @@ _CURRENT = 4  # rounding mode of intrinsics (_MM_FROUND_CUR_DIRECTION): as MXCSR
 _WHOLE_REGISTERS = '"prefer-vector-width"="512" "min-legal-vector-width"="512"'  # or LLVM splits them on CPUs whose default is 256
 
 
-class AVX2(ISA):
+class _X86(ISA):
+    """What all of them share: registers of 256 bits, of 512 in classes with 16 lanes, and lookups and packing of bytes."""
+
+    arch = "x86_64"
+    lanes = 8
+    cpu = "haswell"
+    needs: ClassVar[frozenset[str]] = frozenset({"avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe"})
+    half_conversions = True
+    register = "v"
+    narrows = True
+
+    def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
+        """Return the entries by vpshufb, which looks up in each 16 bytes."""
+        f, size = indices.fn, lanes_of(indices.type)
+        name = "avx512.pshuf.b.512" if size == 64 else "avx2.pshuf.b"
+        return f.call(indices.type, f"llvm.x86.{name}", f.constant(indices.type, [*table] * (size // 16)), indices)
+
+    def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
+        """Return the bytes by six instructions for four vectors, where each alone takes three."""
+        # `packed_codes` packs each 128 bits of the registers apart: there is a quad of each vector, side by side.
+        quads = packed_codes(f, reals).bits(self.ints)
+        return quads.shuffle([4 * part + v for v in range(4) for part in range(self.lanes // 4)]).bits(self.quads)
+
+    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
+        if bits == 4 and self.lanes == 16:
+            return self.float_table(f, stored, _codes(signed))
+        return super().float_codes(f, stored, bits, signed)
+
+    def float_table(self, f: Function, stored: Value, table: tuple[int, ...]) -> Iterator[tuple[int, Value]]:
+        """Yield the codes by a lookup of each nibble: with 16 lanes vpermps reads the low four bits of each."""
+        if self.lanes < 16:
+            yield from super().float_table(f, stored, table)
+            return
+        numbers = f.constant(self.floats, [float(code) for code in table])
+        words = stored.bits(self.ints)
+        for s in range(8):
+            yield (s >> 1) + 4 * (s & 1), f.call(self.floats, "llvm.x86.avx512.permvar.sf.512", numbers, words >> (4 * s))
+
+
+class AVX2(_X86):
     """256 bits without dot-product instructions.
 
     4-bit weights: `vpmaddubsw` sums two products of bytes in an int16, exactly.
@@ -40,15 +79,8 @@ class AVX2(ISA):
     """
 
     name = "avx2"
-    arch = "x86_64"
-    lanes = 8
-    cpu = "haswell"
-    needs: ClassVar[frozenset[str]] = frozenset({"avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe"})
-    half_conversions = True
-    register = "v"
     tuning = tunings.AVX2
     multiplies_sums = True
-    narrows = True
 
     def activation_bytes(self, inner: Inner, bits: int) -> int:
         return 2 if inner == "int8" and bits == 8 else super().activation_bytes(inner, bits)
@@ -144,12 +176,6 @@ class AVX2(ISA):
     def picked(self, f: Function, codes: Value, picks: Value) -> Value:
         return f.call(self.quads, "llvm.x86.avx2.pshuf.b", codes, picks)
 
-    def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
-        return _picked_bytes(indices, table)
-
-    def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
-        return _narrowed(self, f, reals)
-
     def byte_products(self, f: Function, unsigned: Value, signed: Value) -> Value:
         return f.call(self.shorts, "llvm.x86.avx2.pmadd.ub.sw", unsigned, signed)
 
@@ -179,27 +205,15 @@ class AVX512(AVX2):
     def _products(self, f: Function, a: Value, b: Value) -> Value:
         return f.call(self.ints, "llvm.x86.avx512.pmaddw.d.512", a, b)
 
-    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
-        return _looked_up(self, f, stored, _codes(signed)) if bits == 4 else super().float_codes(f, stored, bits, signed)
 
-    def float_table(self, f: Function, stored: Value, table: tuple[int, ...]) -> Iterator[tuple[int, Value]]:
-        return _looked_up(self, f, stored, table)
-
-
-class AVXVNNI(ISA):
+class AVXVNNI(_X86):
     """256 bits with `vpdpbusd`: four products of unsigned and signed bytes summed into each int32 lane."""
 
     name = "avx_vnni"
-    arch = "x86_64"
-    lanes = 8
-    cpu = "haswell"
     features = "+avxvnni,+fast-dpwssd"
-    needs: ClassVar[frozenset[str]] = AVX2.needs | {"avxvnni"}
-    half_conversions = True
-    register = "v"
+    needs = _X86.needs | {"avxvnni"}
     tuning = tunings.AVX_VNNI
     sums_shorts = True
-    narrows = True
     mixed_dot = True
 
     def narrow_accumulators(self, bits: int) -> bool:
@@ -210,12 +224,6 @@ class AVXVNNI(ISA):
 
     def dot_shorts(self, f: Function, acc: Value, a: Value, b: Value) -> Value:
         return f.call(self.ints, f"llvm.x86.avx512.vpdpwssd.{32 * self.lanes}", acc, a.bits(self.ints), b.bits(self.ints))
-
-    def looked_up(self, indices: Value, table: Sequence[int]) -> Value:
-        return _picked_bytes(indices, table)
-
-    def narrowed(self, f: Function, reals: Sequence[Value]) -> Value:
-        return _narrowed(self, f, reals)
 
 
 class AVX512VNNI(AVXVNNI):
@@ -292,12 +300,6 @@ class AVX512VNNI(AVXVNNI):
         low = kept.shuffle([*range(32), *[-1] * 32])
         return f.call(self.quads, "llvm.x86.avx512.mask.expand.v64i8", low, zeros, mask.bits("<64 x i1>"))
 
-    def float_codes(self, f: Function, stored: Value, bits: int, signed: bool) -> Iterator[tuple[int, Value]]:
-        return _looked_up(self, f, stored, _codes(signed)) if bits == 4 else super().float_codes(f, stored, bits, signed)
-
-    def float_table(self, f: Function, stored: Value, table: tuple[int, ...]) -> Iterator[tuple[int, Value]]:
-        return _looked_up(self, f, stored, table)
-
 
 class AVX512BF16(AVX512VNNI):
     """AVX-512 with `vdpbf16ps`: products of bfloat16 pairs summed in float32."""
@@ -358,13 +360,6 @@ def nibble_map(first: int, signed: bool) -> tuple[int, int]:
     return sum(row << 8 * (7 - i) for i, row in enumerate(rows)), -8 if signed else 0
 
 
-def _narrowed(isa: ISA, f: Function, reals: Sequence[Value]) -> Value:
-    """`ISA.narrowed` for registers of 256 or 512 bits: six instructions for four vectors, where each alone takes three."""
-    # `packed_codes` packs each 128 bits of the registers apart: there is a quad of each vector, side by side.
-    quads = packed_codes(f, reals).bits(isa.ints)
-    return quads.shuffle([4 * part + v for v in range(4) for part in range(isa.lanes // 4)]).bits(isa.quads)
-
-
 def packed_codes(f: Function, reals: Sequence[Value]) -> Value:
     """Return four vectors of floats as bytes, as `ISA.narrowed` does, in the order of the pack instructions.
 
@@ -387,18 +382,3 @@ def packed_codes(f: Function, reals: Sequence[Value]) -> Value:
 def _codes(signed: bool) -> tuple[int, ...]:
     """Return the 4-bit codes in the order of the nibbles that they are stored as."""
     return tuple(range(-8, 8) if signed else range(16))
-
-
-def _looked_up(isa: ISA, f: Function, stored: Value, table: Sequence[int]) -> Iterator[tuple[int, Value]]:
-    """Yield the `ISA.float_codes` of 4-bit codes, by a lookup of each nibble: vpermps reads the low four bits of each lane."""
-    numbers = f.constant(isa.floats, [float(code) for code in table])
-    words = stored.bits(isa.ints)
-    for s in range(8):
-        yield (s >> 1) + 4 * (s & 1), f.call(isa.floats, "llvm.x86.avx512.permvar.sf.512", numbers, words >> (4 * s))
-
-
-def _picked_bytes(indices: Value, table: Sequence[int]) -> Value:
-    """Return `ISA.looked_up`, by vpshufb, which looks up in each 16 bytes."""
-    f, size = indices.fn, lanes_of(indices.type)
-    name = "avx512.pshuf.b.512" if size == 64 else "avx2.pshuf.b"
-    return f.call(indices.type, f"llvm.x86.{name}", f.constant(indices.type, [*table] * (size // 16)), indices)

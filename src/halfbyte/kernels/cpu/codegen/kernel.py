@@ -6,13 +6,14 @@
         …
     address = compiled(build, MySpec(…), current())            of the machine code
     block = arguments(MY_BLOCK, address, {…})                  arguments of a kernel with one phase
-    runtime.run(block.raw, most_threads)
+    run(block, most_threads)
 
 The specification, the instruction set and the source files are the kernel's key in the cache of `jit.py`: `build` reads nothing else.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -64,6 +65,11 @@ def arguments(block: Block, phase: int, values: Mapping[str, int | tuple[float, 
         values: Values of fields; the others are 0.
     """
     return block.buffer({"first_phase": phase, "openmp": runtime.openmp_address(), **values})
+
+
+def run(block: Buffer, most_threads: int) -> None:
+    """Run the kernel whose arguments `block` holds on at most so many threads, at least one. The kernel may store its results there."""
+    runtime.runner()(ctypes.addressof(block), max(1, min(runtime.threads(), most_threads)))
 
 
 class Emitter:

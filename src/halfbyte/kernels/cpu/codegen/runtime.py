@@ -115,6 +115,11 @@ def threads() -> int:
     return 1 if _alone.get() else _forced_threads() or torch.get_num_threads()
 
 
+def useful_threads(work: int, work_a_thread: int) -> int:
+    """Return the number of available threads that are worth waking, at least one: one for each `work_a_thread` of the work."""
+    return max(1, min(threads(), work // work_a_thread))
+
+
 def _work_alone() -> None:
     """Make torch's operations in this thread compute without other threads: OpenMP's number of threads is each caller's own."""
     torch.get_num_threads()  # which sets this thread's number when it is first called
@@ -166,13 +171,6 @@ def runner() -> Callable[[int, int], None]:
                 list(pool.map(lambda t, p=phase: p(arguments, t, count), range(count)))
 
     return run
-
-
-def run(block: bytes, most_threads: int) -> bytes:
-    """Run the kernel that `block` describes on at most so many threads, at least one, and return the block as it is afterwards."""
-    buffer = ctypes.create_string_buffer(block, len(block))
-    runner()(ctypes.addressof(buffer), max(1, min(threads(), most_threads)))
-    return buffer.raw
 
 
 if hasattr(os, "register_at_fork"):

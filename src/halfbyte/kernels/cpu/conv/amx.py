@@ -1,19 +1,20 @@
-"""Convolution of codes on matrix units (AMX): tile registers are loaded from the image, where the codes lie.
+"""Convolution of int8 codes on matrix units (AMX), whose tile registers are loaded from the image where the codes lie.
 
-    acc[m, co] = sum over units u of 64 codes  w[co, u] * x[place of output m + place of u]
+    acc[m, co] = sum over units u of 64 codes  w[co, u] * x[place of output m + offset of unit u]
 
-A tile register takes 16 rows of 64 bytes that lie any number of bytes apart, but evenly. Outputs that follow each other in a line do,
-and so do those of the next lines if the lines go on for as many outputs as they are long: such outputs between two lines are computed,
-too, and overwritten by those that come next in memory. Above each other are outputs whose lines of the image are `stride` lines apart,
-so that the lines that a thread copies are put together by their number modulo the stride. (Nothing is copied where nothing is padded and
-the lines are not strided, as for most kernels of 1 x 1.) A unit is 64 codes of what one line of the kernel covers, or of one tap's
-channels where taps do not touch; what is left of a unit meets weights that are 0. With stride 2 two lines that fit one unit, as those of
-stems, are woven pixel by pixel.
+A unit is 64 adjacent codes under the kernel: of one of its lines, or of one tap where taps are not adjacent (dilation, groups). What a unit
+has beyond the end of a line or tap meets weights of 0.
 
-Up to 32 outputs times 32 columns are summed in four tile registers. What they held before is made into outputs meanwhile, some rows with
-each unit: that takes other ports of the core than the products do.
+A tile register takes 16 rows of 64 bytes at a constant distance. So a tile is up to 32 outputs whose places are `row_step` bytes apart:
+consecutive outputs of a line, and of the next lines, if each line is taken to be as long as a line in memory. Outputs between two lines are
+computed, too, and overwritten by those of the next line. For a vertical stride, a thread copies the lines of the image in an order in which
+those of equal number modulo the stride are adjacent (`_Near`). Nothing is copied where nothing is padded and lines are not strided, as for
+most kernels of 1 x 1. With stride 2, pairs of lines are interleaved pixel by pixel ("woven") where both fit one unit, as in stems.
 
-Weights are kept in a second form, made at the first call, of one signed byte for each code, so that no sums of activations are needed.
+The sums of 32 outputs x 32 columns are in four tile registers. While they are summed, those of the tile before become outputs, some rows
+with each unit: vector and matrix instructions take different ports of a core.
+
+Weights have a form of their own, computed at the first call: a signed byte for each code, so that no sums of activations are needed.
 
 Arithmetic: that of `direct.py`.
 """
@@ -22,35 +23,31 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.codegen.arguments import Block
+from halfbyte.kernels.cpu.codegen.elementary import rounded_codes
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
-from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
+from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
 from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
 from halfbyte.kernels.cpu.conv.direct_call import group_fields, image_fields
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, tile_rows
-from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import PANEL
 
-MATRIX = Block(
-    (
-        *DIRECT.fields,
-        # units: places of their codes behind an output's; bytes from an output to the next; which line of the image each copied one is
-        *("units", "unit_places", "row_step", "near_from"),
-        # with how many rows of the tile before each unit makes outputs, but for some first units
-        *("rows_a_unit", "waiting_units"),
-    ),
-    DIRECT.floats,
+MATRIX = DIRECT.extended(
+    # places of units' codes behind an output's; bytes from an output to the next; which line of the image each copied one is
+    *("unit_places", "row_step", "near_from"),
+    # with how many rows of the tile before each unit makes outputs, but for some first units
+    *("rows_a_unit", "waiting_units"),
 )
 UNIT = COLUMN_BYTES  # codes
 _VECTORS = 2  # of columns
@@ -66,11 +63,12 @@ _LEAST_OUTPUTS = 9
 class MatrixSpec:
     """What the kernel is compiled for.
 
-    copied    bytes that are copied at a time; 0 where tiles read the image itself
-    woven     channels of pixels, where each two lines are woven into one; else 0
-    rows      outputs of a tile, at most 32
-    out       "i8", or "f32", "bf16" or "f16" for images with one scale each
-    residual  whether one is added
+    Attributes:
+        copied: Bytes that are copied at a time; 0: tiles read the image itself.
+        woven: Channels of a pixel, where pairs of lines are woven into one; else 0.
+        rows: Outputs of a tile, at most 32.
+        out: Element type of outputs: "i8", or "f32", "bf16" or "f16" for images with one scale each.
+        residual: Outputs have a residual added.
     """
 
     copied: int
@@ -82,23 +80,60 @@ class MatrixSpec:
 
 @phase
 def build(spec: MatrixSpec, isa: AMXTiles, f: Function) -> None:
+    """Emit the kernel; its arguments are a MATRIX block, its thread and the number of threads."""
     _Matrix(spec, isa, f).emit()
 
 
+class _Pending(NamedTuple):
+    """A tile whose sums are in memory, and become outputs while the next one is multiplied.
+
+    Attributes:
+        rows: Outputs of the tile; 0 before the first one.
+        out: Address of the panel's first column in the strip's first output.
+        places: Address of the offsets of the tile's outputs from there.
+        table: Address of the panel's biases, or of its requantization table.
+        scales: Address of the panel's weight scales.
+        image_scale: Address of the image's scale.
+        columns: Outputs of the weight from the panel's first column on, at most PANEL.
+    """
+
+    rows: Variable
+    out: Variable
+    places: Variable
+    table: Variable
+    scales: Variable
+    image_scale: Variable
+    columns: Variable
+
+
 class _Matrix(Lines):
+    """Emits the kernel: the loops of `Lines`, with tiles of matrix products.
+
+    Attributes:
+        matrix: The specification; `spec` is that of the loops.
+        parts: First row and number of rows of each half of a tile, which has a tile register of activations.
+        sums: Memory of the sums of the pending tile, int32 [rows, PANEL].
+        pending: The pending tile.
+        partial_row: Memory of a row of outputs of an incomplete panel.
+        low, high: The clamp, in all lanes.
+    """
+
     block = MATRIX
     isa: AMXTiles
 
     def __init__(self, spec: MatrixSpec, isa: AMXTiles, f: Function) -> None:
-        super().__init__(LinesSpec(spec.copied, 0, 0, 8, False, False, 1, UNIT, "none", False), isa, f)
-        self.tile, self.integer = spec, spec.out == "i8"
-        self.out_bytes = element_of(spec.out).size
+        loops = LinesSpec(
+            copied=spec.copied, patches=0, lines=0, bits=8, started=False, paired=False, width=1, unit=UNIT, sums="none", masked=False
+        )
+        super().__init__(loops, isa, f)
+        self.matrix, self.integer = spec, spec.out == "i8"
+        _, self.element, self.out_bytes = element_of(spec.out)
         half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
-        self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]  # (first row, rows) of each A
+        self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]
         self.sums = f.alloca("i8", spec.rows * 4 * PANEL, 64)
-        # What the tile before was: rows, outputs, their places, the table, the scales of weights and image, columns
-        self.before = [f.variable(f.value("i64", 0)), *(f.variable(self.args) for _ in range(5)), f.variable(f.value("i64", PANEL))]
-        self.some = f.alloca("i8", PANEL * self.out_bytes, 64)  # columns of an incomplete panel
+        rows, (out, places, table, scales, image_scale) = f.variable(f.value("i64", 0)), (f.variable(self.args) for _ in range(5))
+        self.pending = _Pending(rows, out, places, table, scales, image_scale, f.variable(f.value("i64", PANEL)))
+        self.partial_row = f.alloca("i8", PANEL * self.out_bytes, 64)
         self.low, self.high = (bound.splat(isa.lanes) for bound in MATRIX.load_floats(self.args, "clamp"))
 
     def emit(self) -> None:
@@ -109,14 +144,14 @@ class _Matrix(Lines):
                 shapes[i * _VECTORS + v] = Register(COLUMN_BYTES, rows)
         self.isa.configure(self.f, shapes)
         super().emit()
-        self._finish(self.f.value("i64", 0), self.before[0].value)
+        self._write_outputs(self.f.value("i64", 0), self.pending.rows.value)
         self.isa.release(self.f)
 
     def _copy(self, image: Value, top: Value) -> None:
         super()._copy(image, top)
-        if not self.tile.woven:
+        if not self.matrix.woven:
             return
-        f, channels, size, kind = self.f, self.tile.woven, self.get("near_line_bytes"), vector("i8", UNIT)
+        f, channels, size, kind = self.f, self.matrix.woven, self.get("near_line_bytes"), vector("i8", UNIT)
         pixels = UNIT // (2 * channels)  # at a time
         picks = [b // channels % 2 * UNIT + b // (2 * channels) * channels + b % channels for b in range(2 * channels * pixels)]
         picks += [0] * (UNIT - len(picks))  # overwritten by what comes next
@@ -131,26 +166,29 @@ class _Matrix(Lines):
 
     def _multiply(self, panels: tuple[Value, Value], walked: Value, out: Value, weights: Value, table: Value, scale: Value) -> None:
         f, get = self.f, self.get
-        rows, walked = get("rows"), self.patches if self.tile.woven else walked
+        rows, walked = get("rows"), self.patches if self.matrix.woven else walked
         for p in f.loop(panels[1], panels[0]):
             panel, at = weights + p * get("panel_bytes"), table + p * (4 * PANEL)
-            for t in f.loop((rows + (self.tile.rows - 1)) // self.tile.rows):
-                m = f.umin(t * self.tile.rows, rows - self.tile.rows)  # the last tile may overlap the one before
+            for t in f.loop((rows + (self.matrix.rows - 1)) // self.matrix.rows):
+                m = f.umin(t * self.matrix.rows, rows - self.matrix.rows)  # the last tile may overlap the one before
                 self._tile(walked + m * get("row_step"), panel, at, t.equals(0), p.equals(panels[0]))
                 to, places = out + p * (PANEL * self.out_bytes), self.pointer("places") + m * 8
                 scales = panel + (get("panel_bytes") - 4 * PANEL)
                 columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
-                now = f.value("i64", self.tile.rows), to, places, at, scales, scale, columns
-                for variable, value in zip(self.before, now, strict=True):
+                tile = f.value("i64", self.matrix.rows), to, places, at, scales, scale, columns
+                for variable, value in zip(self.pending, tile, strict=True):
                     variable.value = value
 
     def _tile(self, image: Value, weights: Value, table: Value, new_weights: Value, new_image: Value) -> None:
-        """The sums of a tile, while those of the tile before become outputs.
+        """Sum the products of a tile, while the sums of the pending one become outputs.
 
-        new_weights, new_image   whether they are read for the first time: what comes next is asked for then
+        Args:
+            image: Address of the codes of the tile's first output.
+            weights, table: Addresses of the panel's weights, and of its biases or table.
+            new_weights, new_image: Whether they are read for the first time: the next ones are prefetched then.
         """
         f, isa, get = self.f, self.isa, self.get
-        step, some, waiting, left = get("row_step"), get("rows_a_unit"), get("waiting_units"), self.before[0].value
+        step, rows_a_unit, waiting, left = get("row_step"), get("rows_a_unit"), get("waiting_units"), self.pending.rows.value
         start = table + get("table_stride") * 2
         for i in range(len(self.parts)):
             for v in range(_VECTORS):
@@ -165,8 +203,8 @@ class _Matrix(Lines):
                     f.prefetch(w + (_AHEAD + line))
             if not self.spec.copied:
                 with f.when(new_image):
-                    for row in range(self.tile.rows):
-                        f.prefetch(a + step * (self.tile.rows + row))
+                    for row in range(self.matrix.rows):
+                        f.prefetch(a + step * (self.matrix.rows + row))
             for v in range(_VECTORS):
                 isa.tile_load(f, _FIRST_W + v, w + v * (ROWS * COLUMN_BYTES), COLUMN_BYTES)
             for i, (first, _) in enumerate(self.parts):
@@ -174,16 +212,16 @@ class _Matrix(Lines):
                 for v in range(_VECTORS):
                     isa.tile_product(f, i * _VECTORS + v, _FIRST_A + i, _FIRST_W + v)
             with f.when(u > waiting - 1):
-                done = (u - waiting) * some
-                self._finish(f.umin(done, left), f.umin(done + some, left))
+                done = (u - waiting) * rows_a_unit
+                self._write_outputs(f.umin(done, left), f.umin(done + rows_a_unit, left))
         for i, (first, _) in enumerate(self.parts):
             for v in range(_VECTORS):
                 isa.tile_store(f, i * _VECTORS + v, self.sums + (first * 4 * PANEL + v * 64), 4 * PANEL)
 
-    def _finish(self, first: Value, stop: Value) -> None:
-        """Rows of the tile before become outputs."""
+    def _write_outputs(self, first: Value, stop: Value) -> None:
+        """Write the outputs of rows first … stop - 1 of the pending tile."""
         f, isa, integer = self.f, self.isa, self.integer
-        out, places, table, scales, image_scale, columns = (variable.value for variable in self.before[1:])
+        out, places, table, scales, image_scale, columns = (variable.value for variable in self.pending[1:])
         whole = columns.equals(PANEL)
         stride = self.get("table_stride")
         with f.when(first < stop):
@@ -194,44 +232,44 @@ class _Matrix(Lines):
                 factors = [[table.load(isa.floats, v * 64, 4), scales.load(isa.floats, v * 64, 4) * of_image] for v in range(_VECTORS)]
             for r in f.loop(stop, first):
                 to, sums = out + (places + r * 8).load("i64", 0, 8), self.sums + r * (4 * PANEL)
-                dest = whole.select(to, self.some)
-                residual = self._residual(to, whole, columns) if self.tile.residual else None
+                dest = whole.select(to, self.partial_row)
+                residual = self._residual(to, whole, columns) if self.matrix.residual else None
                 for v, (offset, multiplier) in enumerate(factors):
                     total = sums.load(isa.ints, v * 64, 64).to("float")
                     at = v * isa.lanes * self.out_bytes
                     if integer:
                         value = f.fma(total, multiplier, offset).max_keeping_nan(self.low).min_keeping_nan(self.high)
-                        dest.store((value + ROUND).bits(isa.ints).to("i8"), at)
+                        dest.store(rounded_codes(value), at)
                         continue
                     value = total * multiplier + offset
                     if residual is not None:
-                        value = value + isa.to_float(residual.load(vector(self._element, isa.lanes), at), self.tile.out)
-                    dest.store(isa.from_float(value.max_keeping_nan(self.low).min_keeping_nan(self.high), self.tile.out), at)
+                        value = value + isa.to_float(residual.load(vector(self.element, isa.lanes), at), self.matrix.out)
+                    dest.store(isa.from_float(value.max_keeping_nan(self.low).min_keeping_nan(self.high), self.matrix.out), at)
                 with f.when(whole.equals(0)):
-                    self._copy_some(self.some, to, columns)
-
-    @property
-    def _element(self) -> str:
-        return {1: "i8", 2: "i16", 4: "float"}[self.out_bytes]
+                    self._copy_columns(self.partial_row, to, columns)
 
     def _residual(self, to: Value, whole: Value, columns: Value) -> Value:
-        """Where a row's residual lies."""
+        """Return the address of the residual of a row of outputs at `to`; that of an incomplete panel is copied to whole vectors first."""
         source = to + self.get("residual")
         with self.f.when(whole.equals(0)):
-            self._copy_some(source, self.some, columns)
-        return whole.select(source, self.some)
+            self._copy_columns(source, self.partial_row, columns)
+        return whole.select(source, self.partial_row)
 
-    def _copy_some(self, source: Value, to: Value, columns: Value) -> None:
+    def _copy_columns(self, source: Value, to: Value, columns: Value) -> None:
         for c in self.f.loop(columns):
             at = c * self.out_bytes
-            (to + at).store((source + at).load(self._element, 0, 1), 0, 1)
+            (to + at).store((source + at).load(self.element, 0, 1), 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """How a kernel's codes are cut into units: `lines` of `runs` of codes that lie side by side.
+    """How the codes under a kernel are cut into units.
 
-    woven   how many lines of the image are one
+    Attributes:
+        lines: Lines of units: those of the kernel, or pairs of them where lines are woven.
+        runs: Runs of adjacent codes in a line: one, or one for each tap.
+        run: Codes of a run.
+        woven: Lines of the image that are woven into one, 1 or 2.
     """
 
     lines: int
@@ -256,7 +294,7 @@ class Units:
         return self.lines * self.runs * self.of_run
 
     def weights(self, codes: Codes, sizes: Filter) -> Tensor:
-        """The weights as the kernel reads them: for each group and panel int8 [units, 2, 16, 16, 4], and 32 float32 scales."""
+        """Return the weights as the kernel reads them: for each group and panel int8 [units, 2, 16, 16, 4], and 32 float32 scales."""
         n, (kh, kw) = sizes.out // sizes.groups, sizes.kernel
         panels = -(-n // PANEL)
         more = panels * PANEL - n
@@ -275,11 +313,14 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class _Near:
-    """The lines of the image that units are read from, in the order in which a thread copies them: those modulo the stride together, or all
-    one after the other where they are woven.
+    """The lines of the image that units are read from, in the order in which a thread copies them: those of equal number modulo the stride
+    (of one phase) are adjacent; where lines are woven, all are in their order.
 
-    lines_of  of each line of units: which of those together it is among, and how far down from their first
-    reach     of each of those together: how far down the kernel reaches
+    Attributes:
+        units: How the kernel is cut.
+        stride: The vertical one.
+        lines_of: For each line of units its phase, and its distance from the phase's first line, in lines.
+        reach: For each phase the largest such distance.
     """
 
     units: Units
@@ -295,14 +336,19 @@ class _Near:
         return cls(units, stride, lines_of, {phase: max(down for p, down in lines_of if p == phase) for phase, _ in lines_of})
 
     def lines(self, outputs: int) -> list[int]:
-        """Lines of the image that so many lines of outputs need."""
+        """Return the numbers of the lines of the image, from a strip's first on, that so many lines of outputs need."""
         if self.units.woven > 1:
             step_down = self.stride // self.units.woven  # from line to line of outputs, in woven lines
             return list(range(self.units.woven * (outputs * step_down + self.units.lines - 1)))
         return [phase + self.stride * j for phase in self.reach for j in range(outputs + self.reach[phase])]
 
     def unit_places(self, outputs: int, line: int, tap_step: int) -> list[int]:
-        """Where each unit's codes are behind an output's, in bytes; of a line, and from tap to tap."""
+        """Return the offset of each unit's codes from an output's place, in bytes.
+
+        Args:
+            outputs: Lines of outputs of a strip.
+            line, tap_step: Bytes of a line of the image in memory, and from a tap to the next.
+        """
         starts = dict(zip(self.reach, itertools.accumulate((outputs + down for down in self.reach.values()), initial=0), strict=False))
         return [
             (starts[phase] + down) * line * self.units.woven + tap * tap_step + c
@@ -313,7 +359,7 @@ class _Near:
 
 
 def supports(sizes: Filter, window: Window, out: tuple[int, int, int], isa: ISA) -> bool:
-    """Whether `MatrixConvKernel` takes weights of these sizes, for outputs [B, Ho, Wo], and is worth it."""
+    """Return whether `MatrixConvKernel` takes weights of these sizes, for outputs [B, Ho, Wo], and is faster than `direct.py`."""
     fmt, n = sizes.format, sizes.out // sizes.groups
     if isa.matrix is None or fmt.bits != 8 or fmt.zero != "none" or isinstance(fmt.block, int) or out[0] * out[1] * out[2] < _LEAST_OUTPUTS:
         return False
@@ -325,8 +371,6 @@ class MatrixConvKernel(PlannedConv):
 
     Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
     `weights_of` made; `bias` is the tables of the groups, or, for floating-point outputs, contiguous float32 [Co].
-
-    out   for codes alone: what the result is made of, if it is not codes
     """
 
     scales_at = MATRIX.offset("scales")
@@ -342,11 +386,11 @@ class MatrixConvKernel(PlannedConv):
         self.panels = -(-self.n // PANEL)
 
     def weights_of(self, codes: Codes) -> Tensor:
-        """The weights as the kernel reads them; kernels of one `form` have the same."""
+        """Return the weights as the kernel reads them; kernels of one `form` have the same."""
         return self.units.weights(codes, self.sizes)
 
     def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor | None:
-        """A bias with whole panels for each group."""
+        """Return a bias that is padded to whole panels for each group; for int8 outputs the tables, as they are."""
         if scales is None or (bias is not None and self.n % PANEL == 0):
             return bias
         if bias is None:
@@ -360,7 +404,7 @@ class MatrixConvKernel(PlannedConv):
         near_width = round_up((wo - 1) * sw + (kw - 1) * dw + 1, sw)
         inside = (ho - 1) * sh - top + (kh - 1) * dh < height
         image_itself = top == left == 0 and inside and sh == 1 and near_width == width and units.run % UNIT == 0
-        copies = 0 if image_itself else units.woven  # of a line
+        copies = 0 if image_itself else units.woven  # of a line: as it is, and woven
         line, near = near_width * channels, _Near.of(units, window)
         strips = Strips.of(geo.outputs, sizes, self.panels, threads, lambda n: copies * len(near.lines(n)) * line)
 

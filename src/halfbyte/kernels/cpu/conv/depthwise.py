@@ -2,10 +2,9 @@
 
     y[m, c] = sum over taps of  w[tap, c] * x[pixel under tap of output m, c]
 
-Threads draw lines of the output; a few neighbouring outputs are computed together, and share each load of a weight and, where the
-kernel and its stride are small, each load of a pixel. Weights are made numbers beforehand: there are as many as taps, once a channel,
-and each is used for every pixel. Images and outputs are channels_last; outside of an
-image lie zeros (or the code that means zero).
+Threads draw lines of the output. A few adjacent outputs are computed together: they share each load of a weight and, where the kernel and
+its stride are small, each load of a pixel. Weights are dequantized once, when the kernel's form of them is computed (`layouts.convolution.
+taps`). Images and outputs are channels_last; padding is 0, or the code that means 0.
 
 Arithmetic. float: weights and activations as float32, one fused multiply-add a tap. int8: exact sums of products of codes, in int32 where
 an instruction does so, else as float32, which holds them up to MOST_TAPS; then
@@ -21,23 +20,19 @@ import torch
 from torch import Tensor
 
 from halfbyte.errors import UnsupportedError
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import OPERANDS
+from halfbyte.kernels.cpu.codegen.elementary import rounded_codes
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv
-from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.layouts.convolution import Filter
 
-DEPTHWISE = Block(
-    (
-        *LINEAR.fields[: LINEAR.fields.index("clamp") + 1],
-        *("channels", "lines", "height", "width", "out_height", "out_width", "stride_h", "stride_w", "top", "left"),
-        *("dilation_h", "dilation_w", "kernel_h", "kernel_w", "outside", "first_inside", "stop_inside"),
-    ),
-    LINEAR.floats,
+DEPTHWISE = OPERANDS.extended(
+    *("channels", "lines", "height", "width", "out_height", "out_width", "stride_h", "stride_w", "top", "left"),
+    *("dilation_h", "dilation_w", "kernel_h", "kernel_w", "outside", "first_inside", "stop_inside"),
 )
 _TOGETHER = 8  # neighbouring outputs that share a weight, at most; with many registers _MORE_TOGETHER
 _MORE_TOGETHER = 14
@@ -52,12 +47,13 @@ _TAPS_AND_START = 512  # so many products of codes and the start, which is a sum
 class DepthwiseSpec:
     """What the kernel is compiled for.
 
-    kind      of the image: "f32", "bf16", "f16" or "i8"
-    lanes     channels side by side
-    together  outputs side by side
-    width     of the kernel; 0 for any
-    stride    between outputs, where they share pixels; 0 for any
-    started   sums of codes begin at the table's start, else it is added at the end
+    Attributes:
+        kind: Element type of the image: "f32", "bf16", "f16" or "i8".
+        lanes: Channels of a vector.
+        together: Adjacent outputs of a line that are computed together.
+        width: Of the kernel; 0: any.
+        stride: Horizontal stride, where outputs share the pixels that they load; 0: any, and each output loads its own.
+        started: Sums of codes begin at the third row of the table; else that is added at the end.
     """
 
     kind: Kind
@@ -105,7 +101,16 @@ class _Lines(Emitter):
                         self._outputs(image, top, x, c, out, inside=False)
 
     def _outputs(self, image: Value, top: Value, first: Value, c: Value, at: Value, *, inside: bool) -> None:
-        """Neighbouring outputs from `first` on; `inside`: no tap lies left or right of the image."""
+        """Compute adjacent outputs of a line.
+
+        Args:
+            image: Address of the image.
+            top: Line of the image under the kernel's first line; it may lie outside.
+            first: Column of the first output.
+            c: First channel of the vector.
+            at: Index of the first output's element in `out`.
+            inside: No tap lies left or right of the image.
+        """
         f, spec = self.f, self.spec
         begin = f.value(self.sums, 0)
         if spec.started:
@@ -180,7 +185,7 @@ class _Lines(Emitter):
             if not self.spec.started:
                 total = total.to("i32") + (bias + row * 2).load(self.ints, 0, 4)
             value = f.fma(total.to("float"), multiplier, offset).max_keeping_nan(low).min_keeping_nan(high)
-            out.store((value + ROUND).bits(self.ints).to("i8"), 0, 1)
+            out.store(rounded_codes(value), 0, 1)
             return
         result = f.variable(total + bias.load(self.floats, 0, 4))
         residual = self.get("residual")
@@ -206,9 +211,6 @@ class DepthwiseKernel(PlannedConv):
         self.sizes, self.isa, self.result = sizes, current(), dtype
         self.dtype = self.out_dtype = torch.float32 if dtype == torch.float16 and not self.isa.half_conversions else dtype
         self.no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
-
-    def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor:
-        return self.no_bias if bias is None else bias
 
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
         lanes = self.isa.lanes if geo.channels >= self.isa.lanes else 1

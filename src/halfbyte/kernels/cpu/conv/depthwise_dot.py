@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import OPERANDS
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isa_x86 import dot_of_bytes, packed_codes
@@ -34,14 +34,10 @@ from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, p
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
 
-COLUMNS = Block(
-    (
-        *LINEAR.fields[: LINEAR.fields.index("clamp") + 1],
-        # items: groups of `lines` lines of outputs x blocks of channels
-        *("items", "groups_of_image", "lines", "blocks", "block_bytes"),
-        *("channels", "height", "width", "out_height", "out_width", "stride_h", "top", "left", "outside"),
-    ),
-    LINEAR.floats,
+COLUMNS = OPERANDS.extended(
+    # items: groups of `lines` lines of outputs x blocks of channels
+    *("items", "groups_of_image", "lines", "blocks", "block_bytes"),
+    *("channels", "height", "width", "out_height", "out_width", "stride_h", "top", "left", "outside"),
 )
 _MOST_HIGH, _MOST_WIDE = 3, 3  # of a kernel: more columns of quads are not in registers
 _ITEMS_A_THREAD = 4

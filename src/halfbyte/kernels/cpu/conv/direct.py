@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from halfbyte.errors import unreachable
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, function, phase
@@ -31,28 +31,24 @@ from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import PANEL
 
-DIRECT = Block(
-    (
-        *LINEAR.fields,
-        # items: strips of lines x groups of channels x parts of `group` panels
-        *("items", "parts", "group", "groups", "strips", "strip_lines", "rows"),
-        "asks",  # 1: while the first rows of a strip are multiplied by a panel's weights, those of the next panel are asked for
-        *("group_bytes", "group_weights", "group_bias", "group_out", "scales"),  # scales: one of each image, for floating-point outputs
-        # a thread's memory: the lines of a strip, patches where they are written out, sums of each pixel and of each row
-        *("thread_bytes", "patches_at", "pixel_sums_at", "sums_at"),
-        # the image, and its lines where they are copied: bytes of a line there, of what is copied, of what stands for 0 to its left
-        *("height", "out_height", "out_width", "stride_h", "top", "image_bytes", "line_bytes"),
-        *("near_lines", "near_line_bytes", "copied_codes", "left_codes", "outside"),
-        # a patch: places of a strip's outputs, lines, runs of a line, codes of a run and of a patch that is written out
-        *("places", "lines", "line_step", "runs", "run_step", "run_codes", "row_codes"),
-        *("walk_places", "walk_runs", "walk_steps"),  # how tiles walk over it: one that is written out is one run
-        *("bands", "band_count"),  # `Band`s of a strip
-        "lane_places",  # for `arranged.py`
-        "left_pairs",  # the share, in sums of pairs, of what pads a row of weights and is not walked over
-        # what is summed: pixels (or patches), their bytes and those from one to the next; and where a patch's pixels lie, in pixels
-        *("pixels", "pixel_bytes", "pixel_mask", "pixel_step", "pixel_stride", "pixel_line", "taps", "tap_step", "tap_line_step"),
-    ),
-    LINEAR.floats,
+DIRECT = LINEAR.extended(
+    # items: strips of lines x groups of channels x parts of `group` panels
+    *("items", "parts", "group", "groups", "strips", "strip_lines", "rows"),
+    "asks",  # 1: while the first rows of a strip are multiplied by a panel's weights, those of the next panel are asked for
+    *("group_bytes", "group_weights", "group_bias", "group_out", "scales"),  # scales: one of each image, for floating-point outputs
+    # a thread's memory: the lines of a strip, patches where they are written out, sums of each pixel and of each row
+    *("thread_bytes", "patches_at", "pixel_sums_at", "sums_at"),
+    # the image, and its lines where they are copied: bytes of a line there, of what is copied, of what stands for 0 to its left
+    *("height", "out_height", "out_width", "stride_h", "top", "image_bytes", "line_bytes"),
+    *("near_lines", "near_line_bytes", "copied_codes", "left_codes", "outside"),
+    # a patch: places of a strip's outputs, lines, runs of a line, codes of a run and of a patch that is written out
+    *("places", "lines", "line_step", "runs", "run_step", "run_codes", "row_codes"),
+    *("walk_places", "walk_runs", "walk_steps"),  # how tiles walk over it: one that is written out is one run
+    *("bands", "band_count"),  # `Band`s of a strip
+    "lane_places",  # for `arranged.py`
+    "left_pairs",  # the share, in sums of pairs, of what pads a row of weights and is not walked over
+    # what is summed: pixels (or patches), their bytes and those from one to the next; and where a patch's pixels lie, in pixels
+    *("pixels", "pixel_bytes", "pixel_mask", "pixel_step", "pixel_stride", "pixel_line", "taps", "tap_step", "tap_line_step"),
 )
 PixelSums = Literal["none", "lines", "single"]
 SLACK = 128  # bytes behind each part of a thread's memory that whole vectors may reach into
@@ -64,9 +60,12 @@ _STRIP_BYTES = 1 << 18  # of an image's lines, or of patches, that a thread has 
 
 
 class Band(NamedTuple):
-    """Outputs `first` … `stop` - 1 of a strip, whose kernels have lines `first_line` … `stop_line` - 1 of the walk inside of the image.
+    """Adjacent outputs of a strip that read the same lines of the kernel, as generated code reads them: int64 each.
 
-    rows, function   a tile's, and its address
+    Attributes:
+        first, stop: The outputs `first` … `stop` - 1.
+        first_line, stop_line: Lines of the walk that are multiplied: those inside of the image.
+        rows, function: Rows of a tile, and the address of its function.
     """
 
     first: int
@@ -86,10 +85,12 @@ class Band(NamedTuple):
 
 
 class Strips(NamedTuple):
-    """How the work is cut into items: strips of lines, and parts of the panels.
+    """How the work is cut into items: strips of lines, times parts of the panels of outputs.
 
-    number   of strips of an image, of `lines` each, which may overlap
-    parts    of `group` panels
+    Attributes:
+        number, lines: Strips of an image, and lines of outputs of each; the last strip may overlap the one before.
+        parts, group: Parts of the panels, and panels of each.
+        items: Strips of all images and channel groups, times parts.
     """
 
     number: int
@@ -127,20 +128,21 @@ def power_of_two(size: int, most: int) -> int:
 class LinesSpec:
     """What the loops around the tiles are compiled for.
 
-    copied      bytes that are copied at a time, at most those of a line, a power of two; 0 where tiles read the image itself
-    patches     bytes that are written at a time where patches are written out; else 0
-    lines       of a patch that is written out, if each is one run of at most `patches` bytes and they are few; else 0
-    bits        of a weight
-    started     sums of patches' codes are needed, for what accumulators begin at (`ISA.row_start`)
-    paired      tiles make products of sums
-    width       bytes of an activation as tiles read it: copied lines are laid out so, or patches where they are written out
-    unit        of a patch that is written out: the activations that are laid out at a time
-    sums        how a row's sum comes of those of pixels: "none": it is one; "lines": neighbouring outputs have neighbouring pixels, so
-                that whole vectors are added; "single": one by one
-    masked      behind a pixel's codes lies memory that may be read
-    tail        else: codes of a pixel behind its last whole vector, a multiple of 8
-    columns     of outputs that a tile makes: a panel's
-    unsigned    codes are copied with 128 added
+    Attributes:
+        copied: Bytes that are copied at a time, a power of two that is at most a line; 0: tiles read the image itself.
+        patches: Bytes that are written at a time where patches are written out; else 0.
+        lines: Lines of a patch that is written out, if they are few and each is one run of at most `patches` bytes; else 0.
+        bits: Bits of a weight's code.
+        started: Accumulators begin at a sum of the patch's codes (`ISA.row_start`).
+        paired: Tiles take products of sums (`ISA.multiplies_sums`).
+        width: Bytes of an activation as tiles read it: in copied lines, or in patches that are written out.
+        unit: Activations of a patch that are laid out at a time, where patches are written out.
+        sums: How the sum of a row follows from sums of pixels: "none": it is that of one pixel; "lines": adjacent outputs have adjacent
+            pixels, so that whole vectors are added; "single": one row at a time.
+        masked: Memory behind a pixel's codes may be read, so that its last vector is masked.
+        tail: Otherwise, codes of a pixel behind its last whole vector, a multiple of 8.
+        columns: Outputs of a tile.
+        unsigned: Codes are copied with 128 added.
     """
 
     copied: int
@@ -160,6 +162,7 @@ class LinesSpec:
 
 @phase
 def build(spec: LinesSpec, isa: ISA, f: Function) -> None:
+    """Emit the loops; their arguments are a DIRECT block, the thread and the number of threads."""
     Lines(spec, isa, f).emit()
 
 
@@ -210,7 +213,14 @@ class Lines(Emitter):
             self._multiply((first, stop), walked, out, weights, table, self.pointer("scales") + b * 4)
 
     def _multiply(self, panels: tuple[Value, Value], walked: Value, out: Value, weights: Value, table: Value, scale: Value) -> None:
-        """A strip's outputs of panels first … stop - 1. `out`, `weights` and `table` belong to panel 0."""
+        """Compute a strip's outputs of some panels, tile by tile.
+
+        Args:
+            panels: The first panel, and the end.
+            walked: Address from which tiles walk: of the strip in the image or in the thread's copy, or of the patches.
+            out, weights, table: Addresses of outputs, weights and biases (or the table) of panel 0.
+            scale: Address of the image's scale.
+        """
         f, get = self.f, self.get
         for p in f.loop(panels[1], panels[0]):
             columns = f.umin(get("n") - p * self.columns, f.value("i64", self.columns))

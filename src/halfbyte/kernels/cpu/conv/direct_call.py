@@ -1,4 +1,7 @@
-"""Calls of `direct.py` are planned: where codes are read, what a thread's memory holds, what the code is compiled for."""
+"""Plans convolutions of codes for `direct.py`: where codes are read, what a thread's memory holds, and what the code is compiled for.
+
+`plan` is called by `gathered.ConvKernel`, and by `RearrangedWeightsKernel` for the tiles of `arranged.py` and `unsigned.py`.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +38,14 @@ _FEW_LINES = 8  # of a patch, whose loads and stores are written out
 
 
 class TileSizes(NamedTuple):
-    """Tiles that read codes as they lie in an image, in lanes of 16 (of a run: the last one ends with it), and have weights of their own.
+    """Tiles with weights of their own, which need no sums of activations. They read codes where they lie in an image.
 
-    build        as `direct.build_tile`; they need no sums
-    panel_bytes  of the weights of `columns` outputs
-    run, unit    of tiles that read unsigned codes, from lines that are copied, and not in lanes: codes of a run, with what pads
-                 it, and codes taken at a time; else 0
+    Attributes:
+        build: Emits a tile, as `direct.build_tile` does.
+        panel_bytes: Bytes of the weights of `columns` outputs.
+        columns: Outputs of a tile.
+        run, unit: For unsigned codes (`unsigned.py`), in lines that are copied: codes of a run with its padding, and codes that are taken
+            at a time. 0: codes are read in lanes of 16, of which the last one of a run ends with it (`arranged.py`).
     """
 
     build: Callable[[TileSpec, ISA], Module]
@@ -51,7 +56,7 @@ class TileSizes(NamedTuple):
 
 
 def tile_width(isa: ISA) -> int:
-    """Outputs of such a tile."""
+    """Return the outputs of a tile with weights of its own."""
     return isa.lanes * isa.tuning.conv_tile[1]
 
 
@@ -68,6 +73,7 @@ def line_run(sizes: Filter, window: Window) -> int:
 
 
 def _written(sizes: Filter, tile_sizes: TileSizes | None = None) -> bool:
+    """Return whether patches are written out, so that their codes are adjacent."""
     return sizes.channels % 8 != 0 and (tile_sizes is None or not tile_sizes.run)
 
 
@@ -78,16 +84,18 @@ def run_of(sizes: Filter, window: Window) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """How the codes of a patch are read: in the image itself, in lines of it that are copied, or where patches are written out from these.
+    """How the codes of a patch are read: in the image itself, in copied lines of it, or in patches that are written out from copied lines.
 
-    in_image     nothing is copied
-    runs, run    of codes that lie side by side in a line of a patch: how many, and how long
-    step         codes that tiles take at a time
-    row          codes of a patch that is written out, with what pads it; 0: none is
-    laid_out     bytes of a code as tiles read it
-    copied       bytes of a code in the lines, of the image or copied
-    near_width   pixels of a line that its outputs need
-    line_pixels  pixels of a line
+    Attributes:
+        sizes, window: Of the convolution.
+        in_image: Nothing is copied.
+        runs, run: Runs of adjacent codes in a line of a patch, and codes of each.
+        step: Codes that tiles take at a time.
+        row: Codes of a patch that is written out, with its padding; 0: patches are not written out.
+        laid_out: Bytes of a code as tiles read it.
+        copied: Bytes of a code in the lines, of the image or copied.
+        near_width: Pixels of the image that a line of outputs needs.
+        line_pixels: Pixels of a line.
     """
 
     sizes: Filter
@@ -137,12 +145,12 @@ class _Walk:
 
     @property
     def pixel(self) -> int:
-        """Bytes of one."""
+        """Bytes of a pixel, as it is read."""
         return self.sizes.groups * self.group_bytes
 
     @property
     def line(self) -> int:
-        """Bytes of one."""
+        """Bytes of a line, as it is read."""
         return self.line_pixels * self.pixel
 
     @property
@@ -157,7 +165,7 @@ class _Walk:
 
     @property
     def patch(self) -> int:
-        """Bytes of one that is written out."""
+        """Bytes of a patch that is written out; 0 where none is."""
         return self.row * self.laid_out
 
     @property
@@ -323,7 +331,16 @@ def plan(
     outside: int,
     tile_sizes: TileSizes | None = None,
 ) -> Plan:
-    """The plan for images of codes. `outside` is the code of what lies outside of them."""
+    """Return the plan of a convolution of codes by the tiles of `direct.py`, or by others.
+
+    Args:
+        linear: The product with the same matrix.
+        sizes, geo: Of the filter, and of the images.
+        threads: Most threads.
+        out_dtype: Of the outputs.
+        outside: The code of padding.
+        tile_sizes: Tiles with weights of their own; None: those of `direct.build_tile`.
+    """
     isa, weight, wo = linear.isa, linear.geometry, geo.out[1]
     walk = _Walk.of(linear, sizes, geo, tile_sizes)
     columns, panel_bytes = (PANEL, weight.panel_bytes) if tile_sizes is None else (tile_sizes.columns, tile_sizes.panel_bytes)

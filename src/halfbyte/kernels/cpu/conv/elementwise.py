@@ -6,7 +6,6 @@ Networks on int8 codes q, with numbers scale * (q - zero), quantize and dequanti
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,20 +13,21 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import Block
+from halfbyte.kernels.cpu.codegen.elementary import rounded_codes
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, bytes_of, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase
-from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.cpu.plan_cache import PLANS, Call
 from halfbyte.kernels.cpu.steps import ProgramStep
 from halfbyte.kernels.problem import Combination
 
 ELEMENTWISE = Block(
-    (*LINEAR.fields[:4], "a", "b", "out", "n", "scales", "offset", "clamp"),  # `arguments.py` tells of the header of all blocks
-    frozenset({"scales", "offset", "clamp"}),  # (scale_a, scale_b), (offset, 0), (low, high)
+    *("a", "b", "out", "n"),
+    *("scales", "offset", "clamp"),  # (scale_a, scale_b), (offset, 0), (low, high)
+    floats=["scales", "offset", "clamp"],
 )
 _A, _B, _OUT = (ELEMENTWISE.offset(name) for name in ("a", "b", "out"))
 _pack_addresses = ELEMENTWISE.struct("a", "out").pack_into
@@ -89,7 +89,7 @@ def _plan(a: Tensor, b: Tensor | None, out_dtype: torch.dtype, how: Combination)
     spec = ElementwiseSpec(kind_of(a.dtype), "" if b is None else kind_of(b.dtype), kind_of(out_dtype))
     numbers = {"scales": (how.scale_a, how.scale_b), "offset": (how.offset, 0.0), "clamp": (how.low, how.high)}
     buffer = arguments(ELEMENTWISE, compiled(build, spec, current()), {"n": a.numel(), **numbers})
-    return Call(buffer, ctypes.addressof(buffer), max(1, min(runtime.threads(), a.numel() // _MIN_ELEMENTS_PER_THREAD)))
+    return Call.of(buffer, runtime.useful_threads(a.numel(), _MIN_ELEMENTS_PER_THREAD))
 
 
 @phase
@@ -128,8 +128,7 @@ def _combine(spec: ElementwiseSpec, isa: ISA, f: Function, i: Value, lanes: int)
 def _store(spec: ElementwiseSpec, isa: ISA, out: Value, total: Value, i: Value) -> None:
     """Emit the store of results, float32, as elements from index i on; those of int8 are rounded to nearest, ties to even."""
     if spec.out == "i8":
-        # The low bits of ROUND + total are the nearest integer.
-        out.store((total + ROUND).bits(vector("i32", lanes_of(total.type))).to("i8"), i)
+        out.store(rounded_codes(total), i)
     else:
         y = isa.from_float(total, spec.out)
         element_bytes = bytes_of(y.type) // lanes_of(total.type)

@@ -10,13 +10,13 @@ patches: `direct.py`.
 from __future__ import annotations
 
 import math
-import struct
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
+from halfbyte.kernels.cpu.codegen.arguments import pack_integer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import compiled
 from halfbyte.kernels.cpu.conv import direct_call, patches
@@ -42,7 +42,6 @@ _ITEMS_A_THREAD = 3
 _ROWS_BYTES = 10 << 10  # of patches as rows, which are to stay in the first-level cache
 _ALIGNED = 64  # bytes
 _NO_SCALES = torch.empty(0, dtype=torch.float32, device="cpu")  # for `PlannedConv.table`, which asks whether there are any
-_pack_address = struct.Struct("<q").pack_into
 
 
 class ConvKernel(PlannedConv):
@@ -65,9 +64,6 @@ class ConvKernel(PlannedConv):
         halves = self.result == torch.float16 and not self.isa.half_conversions
         self.out_dtype = torch.float32 if halves else self.result
         self.no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
-
-    def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor | None:
-        return self.no_bias if bias is None and scales is not None else bias
 
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
         linear = self.linear.for_rows(math.prod(geo.outputs))
@@ -185,6 +181,6 @@ class _ImagePlan:
         addresses = weights.data_ptr(), 0 if table is None else table.data_ptr(), out.data_ptr(), to_residual
         for block in self._convolving:
             pack_call(block, CALL, 0, codes, 0, start + self._scratch, *addresses, low, high)
-            _pack_address(block, kernel.scales_at, scales)
+            pack_integer(block, kernel.scales_at, scales)
         self._sequence.run()
         return out if out.dtype == kernel.result else out.to(kernel.result)

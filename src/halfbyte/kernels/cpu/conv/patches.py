@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, phase
@@ -26,24 +26,20 @@ from halfbyte.kernels.cpu.linear import driver
 from halfbyte.kernels.cpu.linear.block_end import CORRECTION
 from halfbyte.layouts.cpu_tiles import PANEL
 
-CONV = Block(
-    (
-        *LINEAR.fields,
-        # scratch memory of a thread: row tiles, and from `rows_offset` on `row_capacity` plain rows (`_RowWriter`)
-        *("thread_bytes", "rows_offset", "row_stride", "row_capacity"),
-        # items: channel groups x chunks of `chunk_tiles` row tiles x parts of `part_panels` panels
-        *("items", "parts", "part_panels", "chunks", "chunk_tiles"),
-        # bytes from one channel group to the next
-        *("group_bytes", "group_weights", "group_bias", "group_out"),
-        # `ConvGeometry.fields` in pixels (`top`, `left`: padding), and bytes from one image, line and pixel to the next
-        *("height", "width", "out_height", "out_width", "stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w"),
-        *("kernel_h", "kernel_w", "image_bytes", "line_bytes", "pixel_bytes"),
-        # bytes of a tap in the image and from one to the next in a plain row; `outside`: address of the tap in the padding
-        *("tap_bytes", "tap_stride", "outside"),
-        # the same of a run, the adjacent taps of a line of the kernel that are copied at once where no padding is covered
-        *("runs", "run_bytes", "run_stride"),
-    ),
-    LINEAR.floats,
+CONV = LINEAR.extended(
+    # scratch memory of a thread: row tiles, and from `rows_offset` on `row_capacity` plain rows (`_RowWriter`)
+    *("thread_bytes", "rows_offset", "row_stride", "row_capacity"),
+    # items: channel groups x chunks of `chunk_tiles` row tiles x parts of `part_panels` panels
+    *("items", "parts", "part_panels", "chunk_tiles"),
+    # bytes from one channel group to the next
+    *("group_bytes", "group_weights", "group_bias", "group_out"),
+    # `ConvGeometry.fields` in pixels (`top`, `left`: padding), and bytes from one image, line and pixel to the next
+    *("height", "width", "out_height", "out_width", "stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w"),
+    *("kernel_h", "kernel_w", "image_bytes", "line_bytes", "pixel_bytes"),
+    # bytes of a tap in the image and from one to the next in a plain row; `outside`: address of the tap in the padding
+    *("tap_bytes", "tap_stride", "outside"),
+    # the same of a run, the adjacent taps of a line of the kernel that are copied at once where no padding is covered
+    *("runs", "run_bytes", "run_stride"),
 )
 
 LEAST_UNIT = 32  # codes of a unit from which `_TileWriter` is used; blocks shorter than that have units of 8 codes

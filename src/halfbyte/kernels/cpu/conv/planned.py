@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import Block, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import Block, Buffer, pack_integer
 from halfbyte.kernels.cpu.codegen.kernel import arguments
 from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
 from halfbyte.kernels.cpu.plan_cache import PLANS
@@ -90,7 +89,7 @@ class ConvGeometry:
 
     def threads(self, cost: int = 1) -> int:
         """Return the number of available threads that are worth waking, where a product takes as long as `cost` products of a GEMM."""
-        return max(1, min(runtime.threads(), math.prod(self.outputs) * self.products * cost // WORK_A_THREAD))
+        return runtime.useful_threads(math.prod(self.outputs) * self.products * cost, WORK_A_THREAD)
 
     def fields(self) -> dict[str, int]:
         """Return the arguments that all convolutions have."""
@@ -141,7 +140,6 @@ class RearrangedWeights(Protocol):
 
 
 _numbers = itertools.count()  # of kernels: an id() may be that of a kernel which was freed
-_pack_address = struct.Struct("<q").pack_into
 
 
 class PlannedConv:
@@ -154,6 +152,7 @@ class PlannedConv:
         dtype: Of the images that its code reads.
         out_dtype: Of what its code writes.
         result: Dtype of what a call returns.
+        no_bias: Zeros, float32 [Co], which stand for no bias; None: its code takes 0.
         scales_at: Offset of the address of `scales` in its arguments.
         specializes_residual: Whether calls with a residual have code of their own.
     """
@@ -161,6 +160,7 @@ class PlannedConv:
     sizes: Filter
     cost = 1
     dtype = out_dtype = result = torch.int8
+    no_bias: Tensor | None = None
     scales_at = 0
     specializes_residual = False
 
@@ -196,15 +196,15 @@ class PlannedConv:
             x = x.to(self.dtype)
         call = self.planned(x, window, outside, weights, has_residual=residual is not None and self.specializes_residual)
         if scales is not None:
-            _pack_address(call.buffer, self.scales_at, scales.data_ptr())
+            pack_integer(call.buffer, self.scales_at, scales.data_ptr())
         table = self.table(bias, scales)  # alive until the call has run
         table_address = 0 if table is None else table.data_ptr()
         out = convolved(call, x, weights.data_ptr(), table_address, low, high, self.out_dtype, residual)
         return out if out.dtype == self.result else out.to(self.result)
 
     def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor | None:
-        """Return the bias or tables as its code reads them; None if its code takes 0 for no bias."""
-        return bias
+        """Return the bias or tables as its code reads them; None if its code takes 0 for no bias. `scales` are those of a call."""
+        return self.no_bias if bias is None else bias
 
     def geometry(self, shape: Sequence[int], window: Window) -> ConvGeometry:
         """Return the sizes of the convolution of images of this shape."""

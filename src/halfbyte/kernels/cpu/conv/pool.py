@@ -9,7 +9,6 @@ lines of outputs.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import Block
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
@@ -30,11 +29,9 @@ from halfbyte.kernels.cpu.steps import ProgramStep
 from halfbyte.kernels.problem import Window
 
 POOL = Block(
-    (
-        *(*LINEAR.fields[:4], "x", "out", "lines", "channels"),
-        *("height", "width", "out_height", "out_width", "kernel_h", "kernel_w"),
-        *("stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w", "zero"),
-    )
+    *("x", "out", "lines", "channels"),
+    *("height", "width", "out_height", "out_width", "kernel_h", "kernel_w"),
+    *("stride_h", "stride_w", "top", "left", "dilation_h", "dilation_w", "zero"),
 )
 _TENSORS = POOL.offset("x")
 _pack_tensors = POOL.struct("x", "out").pack_into
@@ -42,7 +39,12 @@ _pack_tensors = POOL.struct("x", "out").pack_into
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """together: channels that are taken at a time; averages: means, not the largest."""
+    """What the kernel is compiled for.
+
+    Attributes:
+        together: Channels of a vector.
+        averages: It computes means; otherwise the largest codes.
+    """
 
     together: int
     averages: bool = False
@@ -50,7 +52,8 @@ class PoolSpec:
 
 @phase
 def build(spec: PoolSpec, isa: ISA, f: Function) -> None:
-    args, thread, threads = f.parameters
+    """Emit the kernel; its arguments are a POOL block, its thread and the number of threads. Threads share the lines of outputs."""
+    args = f.parameters[0]
 
     def get(name: str) -> Value:
         return POOL.load(args, name)
@@ -59,7 +62,7 @@ def build(spec: PoolSpec, isa: ISA, f: Function) -> None:
     kind, ints = vector("i8", together), vector("i32", together)
     channels, out_width, lines = get("channels"), get("out_width"), get("lines")
     line_bytes = get("width") * channels
-    for line in f.loop((thread + 1) * lines // threads, start=thread * lines // threads):
+    for line in f.share(lines):
         y = line % get("out_height") * get("stride_h") - get("top")
         image = POOL.load(args, "x", "ptr") + line // get("out_height") * (get("height") * line_bytes)
         for ox in f.loop(out_width):
@@ -89,10 +92,17 @@ def _mean(f: Function, total: Value, count: Value, zero: Value) -> Value:
 
 
 def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> Tensor:
-    """int8 [B, C, H, W], channels_last and not empty -> [B, C, *out_size], channels_last.
+    """Pool images.
 
-    window   its padding below and to the right is not looked at: `out_size` says how far the kernel goes
-    zero     the code that means 0: means are taken, and nothing is padded. None: the largest codes
+    Args:
+        x: int8 [B, C, H, W], channels_last and not empty.
+        kernel: Height and width of the window.
+        window: Its stride, padding and dilation. Padding below and to the right is ignored: `out_size` says how far the window goes.
+        out_size: Ho and Wo.
+        zero: The code that means 0, for means, where nothing may be padded; None: the largest codes.
+
+    Returns:
+        int8 [B, C, Ho, Wo], channels_last.
     """
     batch, channels, _, _ = x.shape
     out = torch.empty((batch, channels, *out_size), dtype=torch.int8, memory_format=torch.channels_last, device="cpu")
@@ -112,9 +122,10 @@ def step(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
 
 
 def _prepare(shape: Sequence[int], kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None) -> Call:
+    assert zero is None or window.padding == (0, 0, 0, 0), f"a mean counts all pixels of the window, got padding={window.padding}"
     batch, channels, height, width = shape
     isa, lines = current(), batch * out_size[0]
     geo = ConvGeometry(batch, channels, (height, width), channels, out_size, kernel, window, kernel[0] * kernel[1] * channels)
     spec = PoolSpec(power_of_two(channels, 4 * isa.lanes), zero is not None)
     buffer = arguments(POOL, compiled(build, spec, isa), geo.fields() | {"lines": lines, "zero": zero or 0})
-    return Call(buffer, ctypes.addressof(buffer), min(geo.threads(), lines))
+    return Call.of(buffer, min(geo.threads(), lines))

@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR
+from halfbyte.kernels.cpu.codegen.elementary import rounded_codes
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, parts_of
-from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.convolution import Filter
@@ -46,21 +46,17 @@ from halfbyte.layouts.cpu_tiles import PANEL, allocate
 
 T = TypeVar("T", int, Value)
 
-WINOGRAD = Block(
-    (
-        *LINEAR.fields,
-        # items: runs of tiles x parts of the columns
-        *("items", "parts", "tiles", "run", "columns", "channels"),
-        # a thread's memory: products of a run, a tile of the image or of outputs; before them the transformed image, a plane a position
-        *("thread_bytes", "products_at", "image_tile_at", "out_tile_at"),
-        *(f"{field}_{n}" for n in range(4) for field in ("planes_at", "plane_bytes", "class_start", "class_stop")),  # of `CLASSES`
-        # the image and the outputs
-        *("height", "width", "out_height", "out_width", "tiles_high", "tiles_wide", "top", "left"),
-        *(f"kind_{n}" for n in range(4)),  # where the tiles of each of `KINDS` begin among all
-        *("image_bytes", "line_bytes", "pixel_bytes", "out_line_bytes", "outside"),
-        *("scales", "scales_at"),  # of each image, and bytes from the weights to those of the outputs, for floating-point outputs
-    ),
-    LINEAR.floats,
+WINOGRAD = LINEAR.extended(
+    # items: runs of tiles x parts of the columns
+    *("items", "parts", "run", "columns", "channels"),
+    # a thread's memory: products of a run, a tile of the image or of outputs; before them the transformed image, a plane a position
+    *("thread_bytes", "products_at", "image_tile_at", "out_tile_at"),
+    *(f"{field}_{n}" for n in range(4) for field in ("planes_at", "plane_bytes", "class_start", "class_stop")),  # of `CLASSES`
+    # the image and the outputs
+    *("height", "width", "out_height", "out_width", "tiles_high", "tiles_wide", "top", "left"),
+    *(f"kind_{n}" for n in range(4)),  # where the tiles of each of `KINDS` begin among all
+    *("image_bytes", "line_bytes", "pixel_bytes", "out_line_bytes", "outside"),
+    *("scales", "scales_at"),  # of each image, and bytes from the weights to those of the outputs, for floating-point outputs
 )
 M, SIZE = 4, 6  # outputs of a tile and pixels under it, each way
 SHORT = 2  # outputs of a short tile
@@ -142,11 +138,6 @@ def group_of(tiles: int, isa: ISA) -> int:
     return min(range(most, most // 2, -1), key=lambda n: -(-tiles // n) * (n + _GROUP_COST))
 
 
-def _whole(tiles: int, isa: ISA) -> int:
-    """So many in whole groups."""
-    return round_up(tiles, group_of(tiles, isa))
-
-
 class Tiles(NamedTuple):
     """For outputs [B, Ho, Wo]: whole tiles of an image down and across, and whether partial tiles follow."""
 
@@ -188,10 +179,11 @@ class Class:
 class WinogradSpec:
     """What the code is compiled for.
 
-    classes   as `CLASSES`; one of all positions where there are no short tiles
-    down, across   whether there are tiles that are short so
-    out       elements of the outputs
-    residual  floating-point outputs have something added
+    Attributes:
+        classes: As `CLASSES`; one of all positions where there are no short tiles.
+        down, across: Whether there are tiles that are short in this direction.
+        out: Element type of the outputs.
+        residual: Floating-point outputs have a residual added.
     """
 
     classes: tuple[Class, ...]
@@ -212,6 +204,7 @@ class WinogradSpec:
 
 @phase
 def build(spec: WinogradSpec, isa: ISA, f: Function) -> None:
+    """Emit the kernel; its arguments are a WINOGRAD block, its thread and the number of threads."""
     _Winograd(spec, isa, f).emit()
 
 
@@ -227,7 +220,7 @@ class _Winograd(Emitter):
         self.image = self.pointer("scratch") + number * self.get("thread_bytes")
         self.products, self.image_tile, self.out_tile = (self.image + self.get(f"{at}_at") for at in ("products", "image_tile", "out_tile"))
         self.buffer = f.alloca(isa.ints, POSITIONS, 64)
-        self.element = 1 if spec.out == "i8" else element_of(spec.out).size
+        _, self.stored, self.element = element_of(spec.out)
 
     def emit(self) -> None:
         f, get = self.f, self.get
@@ -276,7 +269,13 @@ class _Winograd(Emitter):
     # The image
 
     def _image(self, kind: int, tile: Value, rows: Sequence[Value]) -> None:
-        """Transforms the pixels under a tile, which is one of the rows of each class."""
+        """Transform the pixels under a tile, and store them in the planes.
+
+        Args:
+            kind: Of the tile, an index in KINDS.
+            tile: Its number among all tiles.
+            rows: Its number among the tiles of each class in the run.
+        """
         f, get = self.f, self.get
         b, y, x = self._place(kind, tile)
         down, across = (SIDES[short] for short in KINDS[kind])
@@ -377,15 +376,14 @@ class _Winograd(Emitter):
 
         def copy(from_image: Value | None) -> None:
             """What lies inside, from the tile to the outputs, or from so many bytes behind these to the tile."""
-            kind = "i8" if self.spec.out == "i8" else element_of(self.spec.out).stored
             for i in f.loop(high):
                 for j in f.loop(wide):
                     for n in f.loop(some):
                         inside, of_tile = out + i * line + j * stride + n * size, self.out_tile + ((i * M + j) * width + n) * size
                         if from_image is None:
-                            inside.store(of_tile.load(kind, 0, size), 0, size)
+                            inside.store(of_tile.load(self.stored, 0, size), 0, size)
                         else:
-                            of_tile.store((inside + from_image).load(kind, 0, size), 0, size)
+                            of_tile.store((inside + from_image).load(self.stored, 0, size), 0, size)
 
         residual = None
         if self.spec.residual:
@@ -419,7 +417,15 @@ class _Winograd(Emitter):
             f.fence()
 
     def _requantize(self, down: Side, across: Side, sums: Value, table: Value, to: Value, steps: tuple[Value, Value]) -> None:
-        """One vector of outputs of a tile's pixels, whose lines and pixels lie so many bytes apart."""
+        """Write one vector of outputs, as codes, of each pixel of a tile.
+
+        Args:
+            down, across: The tile's sides.
+            sums: Address of the vector's sums of products.
+            table: Address of the vector's offsets in the requantization table.
+            to: Address of the outputs.
+            steps: Bytes from a line of outputs to the next, and from a pixel to the next.
+        """
         f, isa = self.f, self.isa
         offset, multiplier, start = (
             (table + self.get("table_stride") * row).load(kind, 0, 4) for row, kind in enumerate((isa.floats, isa.floats, isa.ints))
@@ -431,7 +437,7 @@ class _Winograd(Emitter):
             for i, real in enumerate(reals):
                 here = to + steps[0] * i + steps[1] * j
                 if codes is None:
-                    here.store((real + ROUND).bits(isa.ints).to("i8"))
+                    here.store(rounded_codes(real))
                 else:
                     here.store(codes.shuffle(range(i * isa.lanes, (i + 1) * isa.lanes)))
 
@@ -446,7 +452,14 @@ class _Winograd(Emitter):
         steps: tuple[Value, Value],
         residual: Value | None,
     ) -> None:
-        """The same of floating-point outputs; `residual`: bytes from an output to what is added to it."""
+        """Write one vector of floating-point outputs of each pixel of a tile.
+
+        Args:
+            down, across, sums, to, steps: As of `_requantize`.
+            scale: The product of the image's scale and the weight's, a vector.
+            bias: Address of the vector's biases.
+            residual: Bytes from an output to its residual; None: there is none.
+        """
         isa, kind = self.isa, self.spec.out
         biases = bias.load(isa.floats, 0, 4)
         low, high = (bound.splat(isa.lanes) for bound in WINOGRAD.load_floats(self.args, "clamp"))
@@ -455,7 +468,7 @@ class _Winograd(Emitter):
                 here = to + steps[0] * i + steps[1] * j
                 value = exact.to("float") * scale + biases
                 if residual is not None:
-                    raw = (here + residual).load(vector(element_of(kind).stored, isa.lanes), 0, self.element)
+                    raw = (here + residual).load(vector(self.stored, isa.lanes), 0, self.element)
                     value = value + isa.to_float(raw, kind)
                 here.store(isa.from_float(value.max_keeping_nan(low).min_keeping_nan(high), kind), 0, self.element)
 
@@ -479,7 +492,8 @@ def pays(sizes: Filter, out: tuple[int, int, int], isa: ISA) -> bool:
     batch, height, width = out
     matrix, tiles = sizes.out * sizes.channels, Tiles.of(out)
     counts = [stop - start for start, stop in tiles.classes]
-    products, ends = (sum(n * len(some) for n, some in zip(of, CLASSES, strict=True)) for of in ([_whole(n, isa) for n in counts], counts))
+    whole_groups = [round_up(count, group_of(count, isa)) for count in counts]
+    products, ends = (sum(n * len(some) for n, some in zip(of, CLASSES, strict=True)) for of in (whole_groups, counts))
     multiplied = max(products * matrix / rates.rate, 2 * POSITIONS * matrix / _WEIGHT_BYTES)  # while weights come
     cycles = multiplied + ends * (sizes.channels * _PIXEL_CYCLES + sizes.out * _OUTPUT_CYCLES)
     return cycles < batch * height * width * 9 * matrix / rates.direct_rate
@@ -569,7 +583,7 @@ class WinogradScalingKernel(WinogradKernel):
         super().__init__(sizes)
         self.out_dtype = self.result = out
         self.out_kind = kind_of(out)
-        self._no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
+        self.no_bias = torch.zeros(sizes.out, dtype=torch.float32, device="cpu")
 
     def weights_of(self, codes: Codes) -> Tensor | None:
         """`transformed`, and the scales of the outputs behind it, int16; None where sums may be too large."""
@@ -581,6 +595,3 @@ class WinogradScalingKernel(WinogradKernel):
         weights = allocate(2 * (count + len(scales))).view(torch.int16)
         weights[:count], weights[count:] = products.flatten(), scales
         return weights
-
-    def table(self, bias: Tensor | None, scales: Tensor | None) -> Tensor:
-        return self._no_bias if bias is None else bias

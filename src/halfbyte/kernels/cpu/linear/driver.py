@@ -40,12 +40,12 @@ def phases(isa: ISA) -> dict[str, int]:
 
 
 def _rows(f: Function) -> None:
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     function, x, scratch = (LINEAR.load(args, field, "ptr") for field in ("row_function", "x", "scratch"))
     stride, row_bytes, m = (LINEAR.load(args, field) for field in ("x_stride", "row_bytes", "m"))
     big, count = LINEAR.load(args, "tile_rows"), LINEAR.load(args, "tiles")
     split = big * count  # the first row of the lesser tiles
-    for r in f.loop((thread + 1) * m // threads, thread * m // threads):
+    for r in f.share(m):
         is_large = r.below(split)
         rows = is_large.select(big, big - 1)
         inside = is_large.select(r, r - split) % rows

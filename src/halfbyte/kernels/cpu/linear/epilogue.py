@@ -15,11 +15,10 @@ import itertools
 
 from halfbyte.errors import unreachable
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR
-from halfbyte.kernels.cpu.codegen.elementary import gelu, gelu_tanh
+from halfbyte.kernels.cpu.codegen.elementary import gelu, gelu_tanh, rounded_codes
 from halfbyte.kernels.cpu.codegen.elements import element_of
 from halfbyte.kernels.cpu.codegen.ir import Value, vector
 from halfbyte.kernels.cpu.linear.block_end import BlockEnd
-from halfbyte.kernels.cpu.linear.tile_spec import ROUND
 
 REQUANTIZING_OFFSET, MULTIPLIER, INITIAL_SUM = range(3)  # rows of the table of `RequantizingEpilogue`
 _LINE = 64  # bytes of a cache line
@@ -165,7 +164,7 @@ class RequantizingEpilogue(Epilogue):
 
         if not isa.narrows or 4 % self.vectors:
             for v, i in itertools.product(range(self.vectors), range(self.rows)):
-                (to + stride * i).store((below_high(i, v).max_keeping_nan(low) + ROUND).bits(isa.ints).to("i8"), v * isa.lanes)
+                (to + stride * i).store(rounded_codes(below_high(i, v).max_keeping_nan(low)), v * isa.lanes)
             return
         # Four vectors are narrowed together: those of several rows, the last of which is repeated where there are fewer.
         least, rows_together, width = self._clamp()[0].to("i8").splat(4 * isa.lanes), 4 // self.vectors, self.vectors * isa.lanes

@@ -20,13 +20,14 @@ from halfbyte.kernels.cpu.codegen import jit, runtime
 from halfbyte.kernels.cpu.codegen.arguments import GROUPED, LINEAR
 from halfbyte.kernels.cpu.codegen.ir import Function, Module
 from halfbyte.kernels.cpu.codegen.isa import ISA
+from halfbyte.kernels.cpu.codegen.kernel import arguments
+from halfbyte.kernels.cpu.codegen.kernel import run as run_native
 from halfbyte.kernels.cpu.linear import linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.layouts.base import round_up
 
-_BLOCK_BYTES = 8 * len(LINEAR.fields)
-_CALL = GROUPED.struct()
+_BLOCK_BYTES = LINEAR.nbytes
 _INFINITE = float("inf")
 
 
@@ -107,7 +108,7 @@ def _sorted_parts(experts: Sequence[int]) -> list[_Part]:
 def _run(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, Tensor, Tensor | None, Tensor]) -> None:
     """Multiply the parts, in passes. `operands`: x, weight, bias, out."""
     geo, routed_rows = kernel.geometry, len(operands[3])
-    threads = max(1, min(runtime.threads(), routed_rows * geo.n * geo.k // linear.WORK_A_THREAD))
+    threads = runtime.useful_threads(routed_rows * geo.n * geo.k, linear.WORK_A_THREAD)
     for some in _passes(parts) if routed_rows > linear.ROWS_A_PASS else (parts,):
         _pass(kernel, some, operands, threads)
 
@@ -157,10 +158,8 @@ def _pass(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, 
             _INFINITE,
         )
         scratch += size
-    arguments = ctypes.create_string_buffer(
-        _CALL.pack(*_phases(kernel.isa), runtime.openmp_address(), 0, ctypes.addressof(blocks), len(parts))
-    )
-    kernel.run(ctypes.addressof(arguments), threads)
+    first, second = _phases(kernel.isa)
+    run_native(arguments(GROUPED, first, {"second_phase": second, "blocks": ctypes.addressof(blocks), "count": len(parts)}), threads)
 
 
 def _plan(kernel: LinearKernel, m: int, threads: int) -> tuple[bytes, int]:

@@ -23,12 +23,11 @@ from dataclasses import dataclass
 
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import PACK_SPARSE
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, mangled
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase
+from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase, run
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.cpu_tiles import PANEL, SPARSE_UNIT, data_bytes
@@ -160,12 +159,12 @@ class ConvertSpec:
 @phase
 def build(spec: ConvertSpec, isa: ISA, f: Function) -> None:
     """Convert the panels of PACK_SPARSE's arguments; threads take whole ones."""
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     panels, blocks = PACK_SPARSE.load(args, "panels"), PACK_SPARSE.load(args, "blocks")
     layouts, tails = ("dense", "sparse"), (spec.dense_tail, spec.sparse_tail)
     source, target = (1, 0) if spec.to_dense else (0, 1)
     unit_bytes = [data_bytes(spec.bits, SPARSE_UNIT, sparse=layout == "sparse") for layout in layouts]
-    for p in f.loop((thread + 1) * panels // threads, thread * panels // threads):
+    for p in f.share(panels):
         places = [f.variable(PACK_SPARSE.load(args, layout, "ptr") + p * PACK_SPARSE.load(args, f"{layout}_bytes")) for layout in layouts]
         for b in f.loop(blocks):
             units = (b + 1).equals(blocks).select(PACK_SPARSE.load(args, "last_units"), PACK_SPARSE.load(args, "units"))
@@ -264,6 +263,5 @@ def _converted(packed: Packed, layout: str) -> Packed:
         "sparse_bytes": sparse.panel_bytes,
     }
     spec = ConvertSpec(to_dense, fmt.bits, dense.scale_bytes, fmt.zero == "point", dense.tail_bytes, sparse.tail_bytes)
-    block = arguments(PACK_SPARSE, compiled(build, spec, current()), fields)
-    runtime.run(block.raw, dense.n * dense.k // _ELEMENTS_A_THREAD)
+    run(arguments(PACK_SPARSE, compiled(build, spec, current()), fields), dense.n * dense.k // _ELEMENTS_A_THREAD)
     return Packed(fmt, packed.shape, layout, out)

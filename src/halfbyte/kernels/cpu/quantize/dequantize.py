@@ -9,6 +9,7 @@ with scales of 16 bits.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +24,7 @@ from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
+from halfbyte.kernels.cpu.codegen.kernel import compiled, phase, run
 from halfbyte.kernels.cpu.linear import packed_planes, sparse
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
@@ -60,12 +61,12 @@ class DequantizeSpec:
 @phase
 def build(spec: DequantizeSpec, isa: ISA, f: Function) -> None:
     """Emit the kernel; its arguments are a DEQUANTIZE block, its thread and the number of threads. Threads share the rows evenly."""
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     ids, out = DEQUANTIZE.load(args, "ids", "ptr"), DEQUANTIZE.load(args, "out", "ptr")
     has_ids = ids.is_null().equals(0)
     rows, stride = DEQUANTIZE.load(args, "rows"), DEQUANTIZE.load(args, "out_stride")
     weight_row = f.variable(f.value("i64", 0))
-    for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+    for r in f.share(rows):
         weight_row.value = r
         with f.when(has_ids):
             weight_row.value = (ids + r * 8).load("i64", align=8)
@@ -172,9 +173,9 @@ def dequantize(weights: Tensor, geo: Geometry, dtype: torch.dtype, ids: Tensor |
     if out.numel() == 0:
         return out.to(dtype)
     function = compiled(build, spec_of(geo, kind_of(out_dtype)), current())
-    block = _pack(
+    block = _pack(  # by position: for one row, names would take as long as the kernel
         *(function, 0, runtime.openmp_address(), 0, *weight_fields(weights.data_ptr(), geo).values()),
         *(0 if ids is None else ids.data_ptr(), rows, out.data_ptr(), geo.k * out.element_size()),
     )
-    runtime.run(block, out.numel() // _ELEMENTS_A_THREAD)
+    run(ctypes.create_string_buffer(block, len(block)), out.numel() // _ELEMENTS_A_THREAD)
     return out.to(dtype)

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats.ggml import BitField, BlockType
-from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import EXTRACT
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
+from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase, run
 
 _LANES = 32
 _WEIGHTS_A_THREAD = 1 << 18
@@ -35,10 +34,10 @@ class ExtractSpec:
 
 @phase
 def build(spec: ExtractSpec, isa: ISA, f: Function) -> None:
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     data, out, blocks = EXTRACT.load(args, "data", "ptr"), EXTRACT.load(args, "out", "ptr"), EXTRACT.load(args, "blocks")
     lanes = min([_LANES, *(field.run for field in spec.fields if field.run > 1)])
-    for b in f.loop((thread + 1) * blocks // threads, thread * blocks // threads):
+    for b in f.share(blocks):
         source, to = data + b * spec.nbytes, out + b * (spec.weights * spec.bits // 8)
         for first in range(0, spec.weights, lanes):
             q = f.value(f"<{lanes} x i8>", spec.added)
@@ -71,6 +70,5 @@ def extract(kind: BlockType, blocks: Tensor, out: Tensor | None = None) -> Tenso
         out = torch.empty(len(blocks), kind.weights * fmt.bits // 8, dtype=dtype, device="cpu")
     spec = ExtractSpec(kind.weights, kind.nbytes, fmt.bits, kind.codes_shift, kind.fields)
     values = {"data": blocks.data_ptr(), "out": out.data_ptr(), "blocks": len(blocks)}
-    block = EXTRACT.struct().pack(compiled(build, spec, current()), 0, runtime.openmp_address(), 0, *values.values())
-    runtime.run(block, out.numel() * 8 // fmt.bits // _WEIGHTS_A_THREAD)
+    run(arguments(EXTRACT, compiled(build, spec, current()), values), out.numel() * 8 // fmt.bits // _WEIGHTS_A_THREAD)
     return out

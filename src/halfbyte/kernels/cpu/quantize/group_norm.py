@@ -15,40 +15,34 @@ with a NaN or infinite y is NaN.
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
-from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block, Buffer
-from halfbyte.kernels.cpu.codegen.elementary import silu
+from halfbyte.kernels.cpu.codegen.arguments import Block
+from halfbyte.kernels.cpu.codegen.elementary import rounded_codes, silu
 from halfbyte.kernels.cpu.codegen.elements import KINDS, Kind, element_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, bytes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase
-from halfbyte.kernels.cpu.linear.tile_spec import ROUND
+from halfbyte.kernels.cpu.plan_cache import Call
 from halfbyte.kernels.cpu.transformer.attend import inverse_root
 
 GROUP_NORM = Block(
-    (
-        *LINEAR.fields[:4],
-        *("x", "out", "weight", "bias", "added", "scales"),  # what changes from call to call; all but x and codes are float32
-        *("sums", "affine", "batch", "pixels", "channels", "groups", "threads"),  # threads: that share the pixels; any more are idle
-        "eps",
-    ),
-    frozenset({"eps"}),
+    *("x", "out", "weight", "bias", "added", "scales"),  # what changes from call to call; all but x and codes are float32
+    *("sums", "affine", "batch", "pixels", "channels", "groups", "threads"),  # threads: that share the pixels; any more are idle
+    "eps",
+    floats=["eps"],
 )
 pack_tensors, TENSORS = GROUP_NORM.struct("x", "scales").pack_into, GROUP_NORM.offset("x")
 _TOGETHER = 4  # vectors
 _SAMPLES, _BLOCK = 16, 64  # pixels
 _SUMS = 5  # rows
 _ELEMENTS_A_THREAD = 1 << 14
-_PART = struct.unpack("f", struct.pack("f", 1 / 127))[0]
 _LOWEST_AT, _LOWEST = -1.2784645, 0.2784646  # where SiLU is least, and its magnitude there, rounded up
 _Work = Literal["sums", "write"]
 
@@ -212,7 +206,7 @@ class _GroupNorm(Emitter):
         most = most.max_keeping_nan(f.value("float", -0.0) - least) + not_finite.value.fold(lambda x, y: x + y)
         finite, inverse = most < float("inf"), f.value("float", 127.0) / most
         with f.when(self.thread.equals(0)):
-            (self.pointer("scales") + b * 4).store(finite.select(most * _PART, float("nan")), 0, 4)
+            (self.pointer("scales") + b * 4).store(finite.select(most * (1 / 127), float("nan")), 0, 4)
         return (finite & (inverse < float("inf"))).select(inverse, 0.0)
 
     def _write(self, b: Value) -> None:
@@ -245,15 +239,7 @@ class _GroupNorm(Emitter):
             out.store(self.isa.narrowed(f, values))
             return
         for v, value in enumerate(values):
-            out.store((value + ROUND).bits(vector("i32", self.lanes)).to("i8"), v * self.lanes)
-
-
-class GroupNormCall(NamedTuple):
-    """A call for images of one size but for the addresses from `x` to `scales`, and the memory that its arguments point to."""
-
-    buffer: Buffer
-    threads: int
-    memory: Tensor
+            out.store(rounded_codes(value), v * self.lanes)
 
 
 def supports(dtype: torch.dtype, channels: int, isa: ISA) -> str | None:
@@ -265,9 +251,7 @@ def supports(dtype: torch.dtype, channels: int, isa: ISA) -> str | None:
     return None
 
 
-def prepare(
-    shape: Sequence[int], dtype: torch.dtype, groups: int, eps: float, *, added: bool, activated: bool, codes: bool
-) -> GroupNormCall:
+def prepare(shape: Sequence[int], dtype: torch.dtype, groups: int, eps: float, *, added: bool, activated: bool, codes: bool) -> Call:
     """Return the call for images [B, C, H, W] of this shape, exclusive to the caller.
 
     `pack_tensors(buffer, TENSORS, *addresses)` completes it with those of x, with channels_last strides; y in x's dtype, or its `codes`;
@@ -276,7 +260,7 @@ def prepare(
     """
     batch, channels, height, width = shape
     isa, pixels = current(), height * width
-    threads = max(1, min(runtime.threads(), batch * channels * pixels // _ELEMENTS_A_THREAD))
+    threads = runtime.useful_threads(batch * channels * pixels, _ELEMENTS_A_THREAD)
     sums, affine = _SUMS * threads * batch * channels, 2 * threads * channels
     memory = torch.empty(sums + affine, dtype=torch.float32, device="cpu")
     specs = [GroupNormSpec(work, KINDS[dtype], codes, activated, added) for work in get_args(_Work)]
@@ -292,4 +276,4 @@ def prepare(
         "threads": threads,
         "eps": (eps, 0.0),
     }
-    return GroupNormCall(arguments(GROUP_NORM, first, fields), threads, memory)
+    return Call.of(arguments(GROUP_NORM, first, fields), threads, memory)

@@ -8,30 +8,28 @@ share the elements of each image; the second phase reads what the first one foun
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import Block
+from halfbyte.kernels.cpu.codegen.elementary import rounded_codes
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase
-from halfbyte.kernels.cpu.linear.tile_spec import ROUND
+from halfbyte.kernels.cpu.plan_cache import Call
 
-IMAGES = Block((*LINEAR.fields[:4], "x", "out", "scales", "extremes", "batch", "elements", "threads"))
+IMAGES = Block("x", "out", "scales", "extremes", "batch", "elements", "threads")
 pack_tensors, TENSORS = IMAGES.struct("x", "scales").pack_into, IMAGES.offset("x")
 _TOGETHER = 4  # vectors
 _ROW = 12  # bytes of what a thread finds
 _ELEMENTS_A_THREAD = 1 << 14
-_PART = struct.unpack("f", struct.pack("f", 1 / 127))[0]
 _INFINITE = float("inf")
 _Work = Literal["extremes", "write"]
 
@@ -113,7 +111,7 @@ class _Images(Emitter):
         amax = largest.value + not_finite.value
         finite, inverse = amax < _INFINITE, f.value("float", 127.0) / amax
         with f.when(writes):
-            scale.store(finite.select(amax * _PART, float("nan")), 0, 4)
+            scale.store(finite.select(amax * (1 / 127), float("nan")), 0, 4)
         return (finite & (inverse < _INFINITE)).select(inverse, 0.0)
 
     def _write(self, x: Value, out: Value, start: Value, stop: Value, inverse: Value) -> None:
@@ -131,29 +129,21 @@ class _Images(Emitter):
                 (out + i).store(isa.narrowed(f, values))
                 continue
             for v, value in enumerate(values):
-                (out + i).store((value + ROUND).bits(vector("i32", lanes)).to("i8"), v * lanes)
+                (out + i).store(rounded_codes(value), v * lanes)
         for i in f.loop(stop, whole):
-            (out + i).store((clamped(i, 1) + ROUND).bits("i32").to("i8"))
+            (out + i).store(rounded_codes(clamped(i, 1)))
 
 
-class ImagesCall(NamedTuple):
-    """A call for images of one size but for the addresses from `x` to `scales`, and the memory that its arguments point to."""
-
-    buffer: Buffer
-    threads: int
-    memory: Tensor
-
-
-def prepare(batch: int, elements: int, dtype: torch.dtype) -> ImagesCall:
+def prepare(batch: int, elements: int, dtype: torch.dtype) -> Call:
     """Return the call for `batch` images of so many elements each, exclusive to the caller.
 
     `pack_tensors(buffer, TENSORS, *addresses)` completes it with those of x, codes and scales, float32 [B].
     """
-    threads = max(1, min(runtime.threads(), batch * elements // _ELEMENTS_A_THREAD))
+    threads = runtime.useful_threads(batch * elements, _ELEMENTS_A_THREAD)
     memory = torch.empty(batch * threads * _ROW // 4, dtype=torch.float32, device="cpu")
     first, second = (compiled(build, ImagesSpec(work, kind_of(dtype)), current()) for work in get_args(_Work))
     fields = {"second_phase": second, "extremes": memory.data_ptr(), "batch": batch, "elements": elements, "threads": threads}
-    return ImagesCall(arguments(IMAGES, first, fields), threads, memory)
+    return Call.of(arguments(IMAGES, first, fields), threads, memory)
 
 
 def quantize_images(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,5 +151,5 @@ def quantize_images(x: Tensor) -> tuple[Tensor, Tensor]:
     call, codes = prepare(len(x), x[0].numel(), x.dtype), torch.empty_like(x, dtype=torch.int8)
     scales = torch.empty(len(x), dtype=torch.float32, device="cpu")
     pack_tensors(call.buffer, TENSORS, x.data_ptr(), codes.data_ptr(), scales.data_ptr())
-    runtime.runner()(ctypes.addressof(call.buffer), call.threads)
+    runtime.runner()(call.address, call.threads)
     return codes, scales

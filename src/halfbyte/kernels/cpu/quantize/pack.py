@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from halfbyte.formats.codes import Codes
-from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import PACK
 from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase, run
 from halfbyte.kernels.cpu.linear.packed_planes import eight_to_planes
 from halfbyte.layouts import cpu_tiles
 from halfbyte.layouts.base import Packed
@@ -75,7 +74,7 @@ class _Packer(Emitter):
     def emit(self) -> None:
         f, spec = self.f, self.spec
         panels = (self.rows + (PANEL - 1)) // PANEL
-        for p in f.loop((self.thread + 1) * panels // self.threads, self.thread * panels // self.threads):
+        for p in f.share(panels):
             for lane in f.loop(PANEL):
                 row = p * PANEL + lane
                 real = row.below(self.rows)
@@ -195,10 +194,20 @@ def pack(codes: Codes) -> Packed:
     out = cpu_tiles.allocate(geo.nbytes)
     unit = geo.unit if fmt.packed_bits else 0
     spec = PackSpec(fmt.bits, fmt.signed, geo.scale_bytes, geo.zero_bytes, cpu_tiles.has_pair_sums(fmt), fmt.packed_bits, unit)
-    block = PACK.struct().pack(
-        *(compiled(build, spec, current()), 0, runtime.openmp_address(), 0),
-        *(data.data_ptr(), data.shape[1], geo.n, scale.data_ptr(), 0 if zero is None else zero.data_ptr(), geo.blocks),
-        *(out.data_ptr(), geo.panel_bytes, geo.blocks, geo.block // 8, geo.padded // 8, geo.last // 8, geo.last_padded // 8),
-    )
-    runtime.run(block, geo.n * geo.k // _ELEMENTS_A_THREAD)
+    fields = {
+        "data": data.data_ptr(),
+        "data_stride": data.shape[1],
+        "rows": geo.n,
+        "scale": scale.data_ptr(),
+        "zero": 0 if zero is None else zero.data_ptr(),
+        "scale_stride": geo.blocks,
+        "out": out.data_ptr(),
+        "panel_bytes": geo.panel_bytes,
+        "blocks": geo.blocks,
+        "groups": geo.block // 8,
+        "padded_groups": geo.padded // 8,
+        "last_groups": geo.last // 8,
+        "last_padded_groups": geo.last_padded // 8,
+    }
+    run(arguments(PACK, compiled(build, spec, current()), fields), geo.n * geo.k // _ELEMENTS_A_THREAD)
     return Packed(fmt, codes.shape, cpu_tiles.NAME, out)

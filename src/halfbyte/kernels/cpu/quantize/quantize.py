@@ -22,7 +22,7 @@ from halfbyte.kernels.cpu.codegen.elements import KINDS, Kind, element_of, kind_
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase, run
 from halfbyte.kernels.cpu.linear.tile_spec import ROUND, ROUND_BITS
 
 _CHUNK = 32
@@ -71,12 +71,12 @@ class _Rows(Emitter):
 
     def emit(self) -> None:
         f, spec = self.f, self.spec
-        _, thread, threads = f.parameters
+        thread = f.parameters[1]
         weight, data, scale, zero, codes = map(self.pointer, ("weight", "data", "scale", "zero", "scratch"))
         stride, rows, k, block, blocks, data_stride = map(self.get, ("stride", "rows", "k", "block", "blocks", "data_stride"))
         codes = codes + thread * ((k + 127) // 64 * 64)
         number_bytes = element_of(spec.scale).size
-        for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+        for r in f.share(rows):
             for b in f.loop(blocks):
                 at = b * block
                 x, real = weight + r * stride + at * self.element_bytes, f.umin(block, k - at)
@@ -267,14 +267,23 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
         if flat.stride(1) != 1:
             flat = flat.contiguous()
         spec = QuantizeSpec(kind_of(weight.dtype), fmt.bits, fmt.zero, kind_of(fmt.scale), fmt.family)
-        threads = max(1, min(runtime.threads(), weight.numel() // _ELEMENTS_A_THREAD))
+        threads = runtime.useful_threads(weight.numel(), _ELEMENTS_A_THREAD)
         scratch = torch.empty(threads * ((k + 127) // 64 * 64), dtype=torch.uint8, device="cpu")
-        block = QUANTIZE.struct().pack(
-            *(compiled(build, spec, current()), 0, runtime.openmp_address(), 0),
-            *(flat.data_ptr(), flat.stride(0) * flat.element_size(), len(flat), k, fmt.block_size(k), -(-k // fmt.block_size(k))),
-            *(data.data_ptr(), data.shape[-1], scale.data_ptr(), 0 if zero is None else zero.data_ptr(), scratch.data_ptr(), 0),
-        )
-        after = runtime.run(block, threads)
-        if QUANTIZE.struct().unpack(after)[-1]:
+        fields = {
+            "weight": flat.data_ptr(),
+            "stride": flat.stride(0) * flat.element_size(),
+            "rows": len(flat),
+            "k": k,
+            "block": fmt.block_size(k),
+            "blocks": -(-k // fmt.block_size(k)),
+            "data": data.data_ptr(),
+            "data_stride": data.shape[-1],
+            "scale": scale.data_ptr(),
+            "zero": 0 if zero is None else zero.data_ptr(),
+            "scratch": scratch.data_ptr(),
+        }
+        block = arguments(QUANTIZE, compiled(build, spec, current()), fields)
+        run(block, threads)
+        if any(block[QUANTIZE.offset("failed") :]):
             return None
     return Codes.from_tensors(fmt, shape, outputs)

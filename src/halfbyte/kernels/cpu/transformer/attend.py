@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 
 from halfbyte.errors import unreachable
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import Block
 from halfbyte.kernels.cpu.codegen.elementary import exp, tanh
 from halfbyte.kernels.cpu.codegen.elements import KINDS, Kind, element_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, lanes_of, vector
@@ -42,20 +42,17 @@ from halfbyte.kernels.layer_kinds import Projections, RopeInterleaved, is_interl
 from halfbyte.layouts.records import BLOCK, LEAST_SCALE, MOST, record_bytes
 
 ATTEND = Block(
-    (
-        *LINEAR.fields[:4],
-        # From "cos" to "length": packed anew for each call. Names are those of addresses, and of strides in bytes.
-        # rope caches, float32: for each token the R / 2 cosines of its angles, or R for `rope_interleaved` "repeated"; more are ignored
-        *("cos", "sin", "rotary_batch", "rotary_token"),
-        *("keys", "key_batch", "key_head", "key_token", "values", "value_batch", "value_head", "value_token"),
-        *("mask", "mask_batch", "mask_token"),  # a byte for each token of the cache, new ones included: 0 is masked
-        "length",  # tokens in the cache before the new ones, the same for all sequences
-        *("qkv", "qkv_stride", "out", "out_stride"),  # float32, a row for each new token
-        *("batch", "tokens", "kv_heads"),  # `tokens`: new ones of each sequence
-        *("q_norm", "k_norm", "sinks"),  # weights of norms [D] and logits of sinks [H], float32
-        *("scale_eps", "cap"),  # pairs of float32: the factor of scores and the eps of norms; the softcap and an unused one
-    ),
-    frozenset({"scale_eps", "cap"}),
+    # From "cos" to "length": packed anew for each call. Names are those of addresses, and of strides in bytes.
+    # rope caches, float32: for each token the R / 2 cosines of its angles, or R for `rope_interleaved` "repeated"; more are ignored
+    *("cos", "sin", "rotary_batch", "rotary_token"),
+    *("keys", "key_batch", "key_head", "key_token", "values", "value_batch", "value_head", "value_token"),
+    *("mask", "mask_batch", "mask_token"),  # a byte for each token of the cache, new ones included: 0 is masked
+    "length",  # tokens in the cache before the new ones, the same for all sequences
+    *("qkv", "qkv_stride", "out", "out_stride"),  # float32, a row for each new token
+    *("batch", "tokens", "kv_heads"),  # `tokens`: new ones of each sequence
+    *("q_norm", "k_norm", "sinks"),  # weights of norms [D] and logits of sinks [H], float32
+    *("scale_eps", "cap"),  # pairs of float32: the factor of scores and the eps of norms; the softcap and an unused one
+    floats=["scale_eps", "cap"],
 )
 CacheKind = Kind | Literal["int8"]
 CACHES: dict[torch.dtype, CacheKind] = {**KINDS, torch.int8: "int8"}  # of keys and values; "int8": records, `layouts/records.py`
@@ -155,10 +152,9 @@ class _Attend(Emitter):
     def emit(self) -> None:
         """Emit the loops over work items and new tokens."""
         f, spec = self.f, self.spec
-        _, thread, threads = f.parameters
         tokens, kv_heads, length = (self.get(name) for name in ("tokens", "kv_heads", "length"))
         items, head_bytes = self.get("batch") * kv_heads, 4 * spec.dim
-        for item in f.loop((thread + 1) * items // threads, thread * items // threads):
+        for item in f.share(items):
             b, h = item // kv_heads, item % kv_heads
             keys = self.pointer("keys") + b * self.get("key_batch") + h * self.get("key_head")
             values = self.pointer("values") + b * self.get("value_batch") + h * self.get("value_head")

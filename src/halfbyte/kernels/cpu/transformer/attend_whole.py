@@ -26,31 +26,28 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import Block
 from halfbyte.kernels.cpu.codegen.elementary import exp
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase, run
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.transformer.attend import LEAST_SCORE, CacheKind, capped, load_head
 from halfbyte.layouts.base import round_up
 
 WHOLE = Block(
-    (
-        *LINEAR.fields[:4],
-        *("q", "q_batch", "q_head", "q_token"),  # strides are in bytes; the D elements of a token's head lie side by side
-        *("before", "length"),  # keys before that of the first query, and all keys
-        *("k", "k_batch", "k_head", "k_token"),
-        *("v", "v_batch", "v_head", "v_token"),
-        *("mask", "mask_batch", "mask_token"),  # a byte for each key: 0 is masked
-        *("bias", "bias_batch", "bias_head", "bias_token"),  # of scores, float32
-        *("out", "batch", "heads", "tokens", "padded", "parts"),  # key-value heads; most keys at a time; parts of a head's queries
-        *("scratch", "thread_bytes"),  # memory of all threads, and of one
-        "sinks",  # float32, a logit of each query head
-        "scale",  # two floats: the scale of scores and the softcap
-    ),
-    frozenset({"scale"}),
+    *("q", "q_batch", "q_head", "q_token"),  # strides are in bytes; the D elements of a token's head lie side by side
+    *("before", "length"),  # keys before that of the first query, and all keys
+    *("k", "k_batch", "k_head", "k_token"),
+    *("v", "v_batch", "v_head", "v_token"),
+    *("mask", "mask_batch", "mask_token"),  # a byte for each key: 0 is masked
+    *("bias", "bias_batch", "bias_head", "bias_token"),  # of scores, float32
+    *("out", "batch", "heads", "tokens", "padded", "parts"),  # key-value heads; most keys at a time; parts of a head's queries
+    *("scratch", "thread_bytes"),  # memory of all threads, and of one
+    "sinks",  # float32, a logit of each query head
+    "scale",  # two floats: the scale of scores and the softcap
+    floats=["scale"],
 )
 _pack = WHOLE.struct().pack
 MOST_AT_ONCE = 512  # keys that are laid out at a time
@@ -374,6 +371,29 @@ def parts(heads: int, rows: int, threads: int) -> int:
     return max(1, min(4 * threads // heads, rows // _ROWS_A_PART)) if heads else 1
 
 
+class Heads(NamedTuple):
+    """The heads of a tensor [B, T, H * D] in memory, float32.
+
+    Attributes:
+        address: Of the first head of the first token.
+        row_bytes: From a token to the next.
+        tokens: T
+    """
+
+    address: int
+    row_bytes: int
+    tokens: int
+
+
+def head_fields(queries: Heads, keys: Heads, values: Heads, head_bytes: int) -> dict[str, int | tuple[float, float]]:
+    """Return the fields of WHOLE that say where queries, keys and values are, and how many; `head_bytes`: from a head to the next."""
+    fields: dict[str, int | tuple[float, float]] = {"tokens": queries.tokens, "length": keys.tokens}
+    for name, heads in (("q", queries), ("k", keys), ("v", values)):
+        fields |= {name: heads.address, f"{name}_batch": heads.tokens * heads.row_bytes}
+        fields |= {f"{name}_head": head_bytes, f"{name}_token": heads.row_bytes}
+    return fields
+
+
 def readable(scores: Tensor) -> Tensor:
     """Return a mask or bias whose rows are padded to whole vectors, which the kernel loads."""
     more = -scores.shape[3] % 16
@@ -414,14 +434,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     out = torch.empty(batch, tokens, heads, dim, dtype=torch.float32, device="cpu")
     padded, thread_bytes = sizes(length, tokens, dim, isa)
     work = 2 * batch * heads * tokens * length * dim
-    threads = max(1, min(runtime.threads(), work // _WORK_A_THREAD))
+    threads = runtime.useful_threads(work, _WORK_A_THREAD)
     mask, bias = (None if scores is None else readable(scores) for scores in (mask, bias))
-    q, k, v = ((x.data_ptr(), *(4 * s for s in x.stride()[:3])) for x in (query, key, value))
     _memory, scratch = PLANS.memory(threads * thread_bytes)
+    q, k, v = ((x.data_ptr(), *(4 * s for s in x.stride()[:3])) for x in (query, key, value))
     numbers = batch, heads, tokens, padded, parts(batch * heads, tokens, threads), scratch, thread_bytes
     function = compiled(build, WholeSpec(dim, mask is not None, bias is not None), isa)
     scores = *mask_fields(mask), *bias_fields(bias)
+    # By position: for a few tokens, names would take as long as the kernel.
     block = _pack(function, 0, runtime.openmp_address(), 0, *q, 0, length, *k, *v, *scores, out.data_ptr(), *numbers, 0, scale, 0.0)
-    buffer = ctypes.create_string_buffer(block, len(block))
-    runtime.runner()(ctypes.addressof(buffer), threads)
+    run(ctypes.create_string_buffer(block, len(block)), threads)
     return out

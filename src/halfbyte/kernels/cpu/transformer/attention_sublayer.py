@@ -13,13 +13,12 @@ whose arguments are filled in but for addresses that change from call to call, w
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
 from halfbyte.kernels.cpu.step_sequence import Product
@@ -38,7 +37,6 @@ from halfbyte.kernels.cpu.transformer.sublayers import (
 from halfbyte.kernels.layer_kinds import Projections, RopeInterleaved
 
 _X, _OUT_STRIDE = LINEAR.offset("x"), LINEAR.offset("out_stride")
-_pack_one = struct.Struct("<q").pack_into
 # The arguments that change from call to call: of attend.py from `cos` to `length`, of attend_whole.py from `before` to `mask_token`.
 _pack_attend, _ATTEND_CALL = ATTEND.struct("cos", "length").pack_into, ATTEND.offset("cos")
 _pack_whole, _WHOLE_CALL = WHOLE.struct("before", "mask_token").pack_into, WHOLE.offset("before")
@@ -129,7 +127,7 @@ class AttentionPlan:
         qkv_steps = []
         for product, column in zip(attention.qkv, accumulate((4 * p.n for p in attention.qkv[:-1]), initial=qkv), strict=True):
             qkv_steps.append(workspace.product(product, 0, column, norm=attention.pre_norm))
-            _pack_one(qkv_steps[-1].linear, _OUT_STRIDE, 4 * attention.qkv_width)
+            pack_integer(qkv_steps[-1].linear, _OUT_STRIDE, 4 * attention.qkv_width)
         self.steps = _steps(attention, size, (qkv, attended, scratch))
         self._o_proj = ResidualProduct(
             workspace, attention.o_proj, attended, 4 * attention.o_proj.k, sums, attention.post_norm, attention.residual_multiplier
@@ -147,7 +145,7 @@ class AttentionPlan:
             cache: The arguments of ATTEND from `cos` to `length`: rope, the KV cache and the mask.
         """
         for linear in self._qkv_linears:
-            _pack_one(linear, _X, x)
+            pack_integer(linear, _X, x)
         self._o_proj.set_addresses(out, x)
         _pack_attend(self.steps[0], _ATTEND_CALL, *cache)
         if len(self.steps) > 1:

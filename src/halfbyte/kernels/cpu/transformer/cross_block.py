@@ -11,8 +11,6 @@ with products of bfloat16, and else that of `attend_whole.py`. `ops/transformer/
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,22 +18,19 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
-from halfbyte.kernels.cpu.linear import driver
-from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
+from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
 from halfbyte.kernels.cpu.plan_cache import PlanCache
-from halfbyte.kernels.cpu.step_sequence import PRODUCT, Product, Step, StepSequence, phase
+from halfbyte.kernels.cpu.step_sequence import Product, StepSequence
 from halfbyte.kernels.cpu.transformer import attend_bf16, attend_whole
 from halfbyte.kernels.cpu.transformer.attend_bf16 import AttendPairsSpec
-from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, WholeSpec
-from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, shared_memory
+from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, Heads, WholeSpec
+from halfbyte.kernels.cpu.transformer.sublayers import Norm, NormedRows, linear_arguments, shared_memory, shared_product
 
 _PLANS = 64  # of a block in each Python thread
-_INFINITE = float("inf")
 _X, _OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("x", "out", "residual"))
-_pack = struct.Struct("<q").pack_into
 
 
 class _Size(NamedTuple):
@@ -74,7 +69,7 @@ class CrossBlock:
     def __call__(self, x: Tensor, context: Tensor) -> Tensor:
         """x [B, T, K] and context [B, S, E], contiguous float32, not empty -> y [B, T, K]"""
         batch, tokens, _ = x.shape
-        threads = max(1, min(runtime.threads(), batch * tokens * self.up.n * self.up.k // WORK_A_THREAD))
+        threads = runtime.useful_threads(batch * tokens * self.up.n * self.up.k, WORK_A_THREAD)
         size, y = _Size(batch, tokens, context.shape[1], threads), torch.empty_like(x)
         self.plans.get(size, lambda: _Plan(self, size)).run(x.data_ptr(), context.data_ptr(), y.data_ptr())
         return y
@@ -98,71 +93,54 @@ class _Plan:
             ),
         )
         self._laid_out, self._normed, scratch, qkv, kv, attended, h, r, up, gates = self._memory.starts
-        self._panels, self._blocks = driver.phases(current())["panels"], list[Buffer]()
-        kv_row, head = 8 * width, 4 * width
+        self._blocks = list[Buffer]()
+        row = 4 * width
         norm1, norm2, norm3 = block.norms
 
         self._context = self._product(block.kv, rows, 0, kv)
         self._first = self._product(block.qkv, m, 0, qkv, norm1)
-        self._attend(block, size, (qkv, 3 * head), (qkv + head, 3 * head), size.tokens, attended, scratch)
+        self._attend(block, size, Heads(qkv, 3 * row, size.tokens), Heads(qkv + row, 3 * row, size.tokens), attended, scratch)
         self._first_residual = self._product(block.o, m, attended, h)
         self._product(block.q, m, h, qkv, norm2)
-        self._attend(block, size, (qkv, head), (kv, kv_row), size.context, attended, scratch)
-        _pack(self._product(block.cross_o, m, attended, r), _RESIDUAL, h - r)
+        self._attend(block, size, Heads(qkv, row, size.tokens), Heads(kv, 2 * row, size.context), attended, scratch)
+        pack_integer(self._product(block.cross_o, m, attended, r), _RESIDUAL, h - r)
         self._product(block.up, m, r, up, norm3)
-        _pack(self._multiply(block.gate, m, r, gates), _RESIDUAL, up - gates)
+        pack_integer(self._product(block.gate, m, r, gates, laid_out=True), _RESIDUAL, up - gates)
         self._last, self._last_residual = self._product(block.down, m, gates, 0), r
         self._sequence = StepSequence(self._blocks, size.threads)
 
-    def _product(self, product: Product, m: int, x: int, out: int, norm: Norm | None = None) -> Buffer:
-        """Add the steps of a product: rows are normed, if asked, and laid out, then multiplied. Return the arguments of the latter."""
-        at = len(self._blocks)
-        linear = self._multiply(product, m, x, out)
-        fields: Fields = {"linear": ctypes.addressof(linear)}
-        if norm is not None:
-            fields |= {"norm": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
-            fields |= {"normed": self._normed, "normed_thread": 4 * product.k}
-        self._blocks.insert(at, arguments(PRODUCT, phase(Step("rows", layer_norm=True)), fields))
+    def _product(self, product: Product, m: int, x: int, out: int, norm: Norm | None = None, *, laid_out: bool = False) -> Buffer:
+        """Add the steps of a product: rows are normed, if asked, and laid out, unless they are `laid_out` already, as those of the product
+        before; then multiplied. Return the arguments of the latter."""
+        linear = linear_arguments(product, m, self._threads, x, self._laid_out, out)
+        steps = shared_product(linear, norm, NormedRows(self._normed, 4 * product.k, 0))
+        self._blocks += steps[1:] if laid_out else steps
         return linear
 
-    def _multiply(self, product: Product, m: int, x: int, out: int) -> Buffer:
-        """Add the step of a product with m rows x that are laid out already, and return its arguments."""
-        linear, _ = product.kernel.arguments(m, self._threads)
-        pack_call(linear, CALL, 0, x, 4 * product.k, self._laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
-        struct.pack_into("<2q", linear, 0, self._panels, 0)
-        self._blocks.append(linear)
-        return linear
-
-    def _attend(
-        self, block: CrossBlock, size: _Size, query: tuple[int, int], keys: tuple[int, int], length: int, out: int, scratch: int
-    ) -> None:
-        """Add the step of attention. `query`, `keys`: address and bytes of a row; values lie behind the keys of all heads."""
+    def _attend(self, block: CrossBlock, size: _Size, queries: Heads, keys: Heads, out: int, scratch: int) -> None:
+        """Add the step of attention; values lie behind the keys of all heads."""
         dim = block.o.k // block.heads
-        function, padded, thread_bytes = _attention(block, length, size.tokens)
-        fields: Fields = {
+        function, padded, thread_bytes = _attention(block, keys.tokens, size.tokens)
+        values = keys._replace(address=keys.address + 4 * block.o.k)
+        fields = attend_whole.head_fields(queries, keys, values, 4 * dim) | {
             "out": out,
             "batch": size.batch,
             "heads": block.heads,
-            "tokens": size.tokens,
-            "length": length,
             "padded": padded,
             "parts": attend_whole.parts(size.batch * block.heads, size.tokens, size.threads),
             "scratch": scratch,
             "thread_bytes": thread_bytes,
             "scale": (dim**-0.5, 0.0),
         }
-        places = ("q", *query, size.tokens), ("k", *keys, length), ("v", keys[0] + 4 * block.o.k, keys[1], length)
-        for name, at, row, tokens in places:
-            fields |= {name: at, f"{name}_batch": tokens * row, f"{name}_head": 4 * dim, f"{name}_token": row}
         self._blocks.append(arguments(WHOLE, function, fields))
 
     def run(self, x: int, context: int, y: int) -> None:
         """Fill in the addresses of a call, and run it."""
-        _pack(self._context, _X, context)
-        _pack(self._first, _X, x)
-        _pack(self._first_residual, _RESIDUAL, x - self._memory.starts[6])
-        _pack(self._last, _OUT, y)
-        _pack(self._last, _RESIDUAL, self._last_residual - y)
+        pack_integer(self._context, _X, context)
+        pack_integer(self._first, _X, x)
+        pack_integer(self._first_residual, _RESIDUAL, x - self._memory.starts[6])
+        pack_integer(self._last, _OUT, y)
+        pack_integer(self._last, _RESIDUAL, self._last_residual - y)
         self._sequence.run()
 
 

@@ -198,7 +198,7 @@ def _run(
 
 def threads_of(layer: Layer, rows: int) -> int:
     """Return the number of available threads that are worth waking for so many rows."""
-    return max(1, min(runtime.threads(), rows * layer.work // WORK_A_THREAD))
+    return runtime.useful_threads(rows * layer.work, WORK_A_THREAD)
 
 
 def places(keys: Tensor, values: Tensor) -> list[int]:

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import DEQUANTIZE, LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import DEQUANTIZE, Block
 from halfbyte.kernels.cpu.codegen.ir import Function
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase
+from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled, phase, run
 from halfbyte.kernels.cpu.quantize import dequantize
 from halfbyte.kernels.cpu.quantize.dequantize import DequantizeSpec
 from halfbyte.kernels.cpu.step_sequence import RowNorm
@@ -30,16 +29,12 @@ from halfbyte.layouts.cpu_tiles import Geometry
 MOST_TABLES = 3
 _TABLE_FIELDS = ("table", "n", "ids", "ids_batch", "ids_token")
 EMBED = Block(
-    (
-        *LINEAR.fields[:4],
-        *("tokens", "rows", "out", "k", "weight", "shift", "eps"),
-        # each table: a block of DEQUANTIZE, its number of rows, and its ids, with their strides in bytes
-        *(f"{field}{i}" for i in range(MOST_TABLES) for field in _TABLE_FIELDS),
-        "failed",  # not 0: an id was out of range
-    ),
-    frozenset({"eps"}),
+    *("tokens", "rows", "out", "k", "weight", "shift", "eps"),
+    # each table: a block of DEQUANTIZE, its number of rows, and its ids, with their strides in bytes
+    *(f"{field}{i}" for i in range(MOST_TABLES) for field in _TABLE_FIELDS),
+    "failed",  # not 0: an id was out of range
+    floats=["eps"],
 )
-_pack = EMBED.struct("tokens").pack_into
 _ELEMENTS_A_THREAD = 1 << 14
 
 
@@ -53,11 +48,11 @@ class EmbedSpec:
 @phase
 def build(spec: EmbedSpec, isa: ISA, f: Function) -> None:
     """Emit the kernel; its arguments are an EMBED block, its thread and the number of threads. Threads share the tokens evenly."""
-    args, thread, threads = f.parameters
+    args = f.parameters[0]
     out, weight, shift = (EMBED.load(args, name, "ptr") for name in ("out", "weight", "shift"))
     tokens, rows, k = (EMBED.load(args, name) for name in ("tokens", "rows", "k"))
     norm = RowNorm(f, isa, k, (weight, shift), args + EMBED.offset("eps"), layer_norm=True)
-    for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+    for r in f.share(rows):
         b, t, y = r // tokens, r % tokens, out + r * k * 4
         for i, table in enumerate(spec.tables):
             n, block, ids = EMBED.load(args, f"n{i}"), EMBED.load(args, f"table{i}", "ptr"), EMBED.load(args, f"ids{i}", "ptr")
@@ -79,9 +74,12 @@ class Tables:
             tables: Geometry of each table, and the address of its packed bytes.
             norm: Addresses of the norm's weight and bias, float32 [K], and its eps. The caller must keep all of this memory alive.
         """
-        self._norm, self.k = norm, tables[0][0].k
+        self.k = tables[0][0].k
+        weight, shift, eps = norm
+        self._fields: dict[str, int | tuple[float, float]] = {"k": self.k, "weight": weight, "shift": shift, "eps": (eps, 0.0)}
         self._blocks = [DEQUANTIZE.buffer(dequantize.weight_fields(weights, geo)) for geo, weights in tables]
-        self._fields = [(ctypes.addressof(block), geo.n) for block, (geo, _) in zip(self._blocks, tables, strict=True)]
+        for i, (block, (geo, _)) in enumerate(zip(self._blocks, tables, strict=True)):
+            self._fields |= {f"table{i}": ctypes.addressof(block), f"n{i}": geo.n}
         spec = EmbedSpec(tuple(dequantize.spec_of(geo, "f32") for geo, _ in tables))
         self._phase = compiled(build, spec, current())
 
@@ -96,14 +94,10 @@ class Tables:
             float32 [B, T, K]; None if an id is out of its table's range.
         """
         out = torch.empty(batch, tokens, self.k, dtype=torch.float32, device="cpu")
-        table_arguments = list[int]()
-        for fields, table_ids in zip(self._fields, ids, strict=True):
+        fields = {**self._fields, "tokens": tokens, "rows": batch * tokens, "out": out.data_ptr()}
+        for i, table_ids in enumerate(ids):
             batch_stride = 8 * table_ids.stride(0) * (len(table_ids) > 1)  # 0 where all sequences share the ids
-            table_arguments += (*fields, table_ids.data_ptr(), batch_stride, 8 * table_ids.stride(1))
-        table_arguments += [0] * (len(_TABLE_FIELDS) * (MOST_TABLES - len(ids)))
-        weight, shift, eps = self._norm
-        block = arguments(EMBED, self._phase, {})
-        _pack(block, EMBED.offset("tokens"), tokens, batch * tokens, out.data_ptr(), self.k, weight, shift, eps, 0.0, *table_arguments, 0)
-        threads = max(1, min(runtime.threads(), out.numel() // _ELEMENTS_A_THREAD))
-        runtime.runner()(ctypes.addressof(block), threads)
+            fields |= {f"ids{i}": table_ids.data_ptr(), f"ids_batch{i}": batch_stride, f"ids_token{i}": 8 * table_ids.stride(1)}
+        block = arguments(EMBED, self._phase, fields)
+        run(block, out.numel() // _ELEMENTS_A_THREAD)
         return None if any(block[EMBED.offset("failed") :]) else out

@@ -18,8 +18,6 @@ no barriers.
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,26 +28,24 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
-from halfbyte.kernels.cpu.linear import driver
-from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
+from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
 from halfbyte.kernels.cpu.plan_cache import PLANS, PlanCache
-from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, Product, Step, StepSequence, phase, run_lanes
+from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, Product, StepSequence, run_lanes
 from halfbyte.kernels.cpu.transformer import attend_whole
-from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, WholeSpec
-from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, rowwise_step
+from halfbyte.kernels.cpu.transformer.attend_whole import WHOLE, Heads, WholeSpec
+from halfbyte.kernels.cpu.transformer.sublayers import Norm, NormedRows, linear_arguments, rowwise_step, shared_product
 from halfbyte.layouts.base import round_up
 
 _BYTES = 1 << 23  # of intermediate results at a time, where threads share sequences
 _LANE_BYTES = 1 << 21  # the same for a thread with sequences of its own: its core's second-level cache
 _SEQUENCES_A_LANE = 4  # fewer are shared by all threads: a lane may have one sequence more than another
 _PLANS = 128  # of a first layer in each Python thread; one more drops the others
-_INFINITE = float("inf")
 _X, _OUT, _RESIDUAL = (LINEAR.offset(name) for name in ("x", "out", "residual"))
 _NORMED, _MASK = PRODUCT.offset("normed"), WHOLE.offset("mask")
-_pack_one, _pack_two, _pack_seven = (struct.Struct(f"<{n}q").pack_into for n in (1, 2, 7))
+_pack_scores = WHOLE.struct("mask", "bias_token").pack_into
 
 
 class _Place(NamedTuple):
@@ -69,14 +65,6 @@ class _Intermediates(NamedTuple):
     hidden: int
     sums: int
     gates: int
-
-
-class _Normed(NamedTuple):
-    """Where a step writes normed rows: from an address on, with so many bytes between those of threads, or between rows."""
-
-    address: int
-    thread_bytes: int
-    row_bytes: int
 
 
 class _Size(NamedTuple):
@@ -144,8 +132,7 @@ class _Plan:
         *starts, end = accumulate((round_up(n, 64) for n in sizes), initial=0)
         self.base = PLANS.lanes[size.lane].of(end)
         self._laid_out, scratch, rows, *addresses = (self.base + start for start in starts)
-        self._private, self._intermediates = _Normed(rows, 4 * first.o.n, 0), _Intermediates(*addresses)
-        self._panels = driver.phases(current())["panels"]
+        self._private, self._intermediates = NormedRows(rows, 4 * first.o.n, 0), _Intermediates(*addresses)
         memory = self._intermediates.qkv, self._intermediates.attended, scratch
         self._attend = {scale: _attention(first, scale, size, memory, padded, thread_bytes) for scale in {layer.scale for layer in layers}}
         self._blocks: list[Buffer] = []
@@ -178,14 +165,14 @@ class _Plan:
             _, linear = self._product(layer.qkv, 0, at.qkv)
             x.append(_Place(linear, _X, 1, 0))
         else:
-            rows, _ = self._product(layer.qkv, at.sums, at.qkv, (before.norms[1], _Normed(0, 0, row_bytes)))
+            rows, _ = self._product(layer.qkv, at.sums, at.qkv, (before.norms[1], NormedRows(0, 0, row_bytes)))
             x.append(_Place(rows, _NORMED, 1, 0))
         self._blocks.append(self._attend[layer.scale])
         _, linear = self._product(layer.o, at.attended, at.sums)
         x.append(_Place(linear, _RESIDUAL, 1, -at.sums))
-        self._product(layer.up, at.sums, at.gates, (layer.norms[0], _Normed(at.hidden, 0, row_bytes)))
+        self._product(layer.up, at.sums, at.gates, (layer.norms[0], NormedRows(at.hidden, 0, row_bytes)))
         _, linear = self._product(layer.down, at.gates, at.sums)
-        _pack_one(linear, _RESIDUAL, at.hidden - at.sums)
+        pack_integer(linear, _RESIDUAL, at.hidden - at.sums)
 
     def _norm_first(self, layer: Layer, x: list[_Place], y: list[_Place]) -> None:
         """Add the steps of a layer whose norms come first, and the places of its input x and output y."""
@@ -199,19 +186,11 @@ class _Plan:
         _, linear = self._product(layer.down, at.gates, 0)
         y += [_Place(linear, _OUT, 1, 0), _Place(linear, _RESIDUAL, -1, at.hidden)]
 
-    def _product(self, product: Product, x: int, out: int, norm_to: tuple[Norm, _Normed] | None = None) -> tuple[Buffer, Buffer]:
+    def _product(self, product: Product, x: int, out: int, norm_to: tuple[Norm, NormedRows] | tuple[()] = ()) -> tuple[Buffer, Buffer]:
         """Add two steps and return them: the first norms rows, if asked, and lays them out; the second multiplies them."""
-        linear, _ = product.kernel.arguments(self._m, self._threads)
-        pack_call(linear, CALL, 0, x, 4 * product.k, self._laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
-        _pack_two(linear, 0, self._panels, 0)
-        fields: Fields = {"linear": ctypes.addressof(linear)}
-        if norm_to is not None:
-            norm, normed = norm_to
-            fields |= {"norm": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
-            fields |= {"normed": normed.address, "normed_thread": normed.thread_bytes, "normed_row": normed.row_bytes}
-        rows = arguments(PRODUCT, phase(Step("rows", layer_norm=True)), fields)
-        self._blocks += [rows, linear]
-        return rows, linear
+        steps = shared_product(linear_arguments(product, self._m, self._threads, x, self._laid_out, out), *norm_to)
+        self._blocks += steps
+        return steps
 
     def ready(self, addresses: Sequence[int], mask: tuple[int, ...], bias: tuple[int, ...]) -> StepSequence:
         """Fill in the arguments of a call, and return the steps.
@@ -222,9 +201,9 @@ class _Plan:
         """
         for address, places in zip(addresses, self._places, strict=True):
             for block, offset, sign, summand in places:
-                _pack_one(block, offset, sign * address + summand)
+                pack_integer(block, offset, sign * address + summand)
         for attend in self._attend.values():
-            _pack_seven(attend, _MASK, *mask, *bias)
+            _pack_scores(attend, _MASK, *mask, *bias)
         return self._sequence
 
 
@@ -239,21 +218,18 @@ def _attention(layer: Layer, scale: float, size: _Size, memory: tuple[int, int, 
         padded, thread_bytes: As `attend_whole.sizes` gives them.
     """
     qkv, attended, scratch = memory
-    head, row = 4 * layer.dim, 4 * layer.qkv.n
-    fields: Fields = {
+    head = 4 * layer.dim
+    queries, keys, values = (Heads(qkv + i * layer.heads * head, 4 * layer.qkv.n, size.tokens) for i in range(3))
+    fields = attend_whole.head_fields(queries, keys, values, head) | {
         "out": attended,
         "batch": size.batch,
         "heads": layer.heads,
-        "tokens": size.tokens,
-        "length": size.tokens,
         "padded": padded,
         "parts": attend_whole.parts(size.batch * layer.heads, size.tokens, size.threads),
         "scratch": scratch,
         "thread_bytes": thread_bytes,
         "scale": (scale, 0.0),
     }
-    for i, name in enumerate(("q", "k", "v")):
-        fields |= {name: qkv + i * layer.heads * head, f"{name}_batch": size.tokens * row, f"{name}_head": head, f"{name}_token": row}
     spec = WholeSpec(layer.dim, size.masked, size.biased)
     return arguments(WHOLE, compiled(attend_whole.build, spec, current()), fields)
 
@@ -275,7 +251,7 @@ def run(layers: Sequence[Layer], x: Tensor, mask: Tensor | None, bias: Tensor | 
     outputs = [torch.empty_like(x) for _ in layers]
     mask, bias = (None if scores is None else attend_whole.readable(scores) for scores in (mask, bias))
     mask_fields, bias_fields = attend_whole.mask_fields(mask), attend_whole.bias_fields(bias)
-    threads = max(1, min(runtime.threads(), batch * tokens * first.up.n * first.up.k // WORK_A_THREAD))
+    threads = runtime.useful_threads(batch * tokens * first.up.n * first.up.k, WORK_A_THREAD)
     lanes = threads if batch >= _SEQUENCES_A_LANE * threads else 1
     at_once = max(1, (_LANE_BYTES if lanes > 1 else _BYTES) // (tokens * max(layer.row_bytes for layer in layers)))
     rounds = -(-batch // (lanes * at_once))

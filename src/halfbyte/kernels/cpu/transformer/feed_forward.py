@@ -8,16 +8,14 @@ Either norm may be missing. In a layer with a parallel residual pre_norm reads x
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.step_sequence import Product
 from halfbyte.kernels.cpu.transformer.sublayers import Norm, ResidualProduct, Workspace, memory_rows, needs_sums
 from halfbyte.kernels.layer_kinds import GateFunction
 
 _X = LINEAR.offset("x")
-_pack_one = struct.Struct("<q").pack_into
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,4 +69,4 @@ class MLPPlan:
     def set_addresses(self, out: int, x: int) -> None:
         self._down.set_addresses(out, self._hidden)
         if self._parallel_residual:
-            _pack_one(self._gate_up.linear, _X, x)
+            pack_integer(self._gate_up.linear, _X, x)

@@ -19,7 +19,9 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments
+from halfbyte.kernels.cpu.linear import driver
 from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
 from halfbyte.kernels.cpu.plan_cache import PLANS, Memory
 from halfbyte.kernels.cpu.step_sequence import NORM, PRODUCT, Product, Step, StepKind, phase, shares
@@ -104,6 +106,47 @@ def memory_rows(m: int) -> int:
     return m if m <= MOST_STREAMED_TOKENS else round_up(m, _ROW_STEP)
 
 
+def linear_arguments(product: Product, m: int, threads: int, x: int, laid_out: int, out: int, stride: int | None = None) -> Buffer:
+    """Return the arguments of LINEAR of out = x · Wᵀ + bias for m rows, exclusive to the caller.
+
+    Args:
+        product: The weight and bias.
+        m, threads: Rows, and threads that compute them.
+        x, laid_out, out: Addresses of x [m, K], float32, of its rows as tiles read them, and of outputs; x and out may be filled in later.
+        stride: Bytes between rows of x; None: they are contiguous.
+    """
+    linear, _ = product.kernel.arguments(m, threads)
+    stride = 4 * product.k if stride is None else stride
+    pack_call(linear, CALL, 0, x, stride, laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
+    return linear
+
+
+class NormedRows(NamedTuple):
+    """Where a step writes normed rows: from an address on, with so many bytes between those of threads, or between rows."""
+
+    address: int
+    thread_bytes: int
+    row_bytes: int
+
+
+def shared_product(linear: Buffer, norm: Norm | None = None, normed: NormedRows | None = None) -> tuple[Buffer, Buffer]:
+    """Return the two steps of a product whose rows and panels all threads share, one after the other.
+
+    Args:
+        linear: Its `linear_arguments`, which become those of the second step.
+        norm, normed: LayerNorm of rows of x before they are laid out, and where normed rows go; None: there is none.
+
+    Returns:
+        The step that norms rows and lays them out, and the one that multiplies them.
+    """
+    fields: Fields = {"linear": ctypes.addressof(linear)}
+    if norm is not None and normed is not None:
+        fields |= {"norm": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}
+        fields |= {"normed": normed.address, "normed_thread": normed.thread_bytes, "normed_row": normed.row_bytes}
+    _pack_two(linear, LINEAR.offset("first_phase"), driver.phases(current())["panels"], 0)
+    return arguments(PRODUCT, phase(Step("rows", layer_norm=True)), fields), linear
+
+
 @dataclass(frozen=True, eq=False)
 class Workspace:
     """Memory of a sublayer for m rows, and the steps of products and norms that use it.
@@ -172,9 +215,7 @@ class Workspace:
             external_up: f of all outputs is multiplied by a tensor whose address is PRODUCT's `up`.
             stride: Bytes between rows of x; None: they are contiguous.
         """
-        linear, _ = product.kernel.arguments(self.m, self.threads)
-        stride = 4 * product.k if stride is None else stride
-        pack_call(linear, CALL, 0, x, stride, self.laid_out, product.weight, product.bias, out, 0, -_INFINITE, _INFINITE)
+        linear = linear_arguments(product, self.m, self.threads, x, self.laid_out, out, stride)
         fields: Fields = {"normed": self.normed, "normed_thread": self.normed_bytes, "private": self.private}
         if norm is not None:
             fields |= {"norm": norm.weight, "shift": norm.bias, "eps": (norm.eps, 0.0)}

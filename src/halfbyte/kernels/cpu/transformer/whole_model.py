@@ -16,7 +16,6 @@ some three times as long as otherwise.
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,22 +23,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfbyte.kernels.cpu.codegen.arguments import DEQUANTIZE, LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import DEQUANTIZE, LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
-from halfbyte.kernels.cpu.linear.linear import CALL, pack_call
 from halfbyte.kernels.cpu.quantize import dequantize
 from halfbyte.kernels.cpu.step_sequence import NORM, Product, Step, StepSequence, phase
 from halfbyte.kernels.cpu.transformer import decoder
 from halfbyte.kernels.cpu.transformer.attend import ATTEND, CACHES
 from halfbyte.kernels.cpu.transformer.attention_sublayer import Size
 from halfbyte.kernels.cpu.transformer.decoder import Entry, Layer, Plan
-from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, Workspace, product_steps
+from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, Workspace, linear_arguments, product_steps
 from halfbyte.kernels.layer_kinds import LogitsFunction
 from halfbyte.layouts.cpu_tiles import Geometry
 
-_INFINITE = float("inf")
-_pack = struct.Struct("<q").pack_into
 _pack_mask = ATTEND.struct("mask", "mask_batch").pack_into
 _WHERE, _QKV = ATTEND.struct("qkv", "out_stride"), ATTEND.offset("qkv")
 _ROTARY = ATTEND.struct("cos", "sin")
@@ -204,12 +200,11 @@ class DecodeSteps:
             self._out_places = [(block, NORM.offset("out"))]
             return [block]
         alone = self._rows == 1
-        buffer, private = head.kernel.arguments(self._rows, self.threads)
-        private = private + 63 & ~63
+        private = head.kernel.scratch_bytes(self._rows) + 63 & ~63
         with torch.inference_mode(False):
             self._memory = torch.empty(self.threads * (private + 4 * k) + 64, dtype=torch.uint8, device="cpu")
         laid_out = self._memory.data_ptr() + 63 & ~63
-        pack_call(buffer, CALL, 0, self.x.data_ptr(), 4 * k, laid_out, head.weight, head.bias, 0, 0, -_INFINITE, _INFINITE)
+        buffer = linear_arguments(head, self._rows, self.threads, self.x.data_ptr(), laid_out, 0)
         self._out_places = [(buffer, LINEAR.offset("out"))]
         fields: Fields = {
             "normed": laid_out + self.threads * private,
@@ -258,13 +253,13 @@ class DecodeSteps:
             mask: bool [B, length + 1], contiguous: the tokens that each new one sees; if and only if the steps are `masked`.
         """
         for block in self._full_attention:
-            _pack(block, _LENGTH, length)
+            pack_integer(block, _LENGTH, length)
         for layer in self._windowed:
             for before, block in enumerate(layer.blocks, length):
                 begin = max(0, before + 1 - layer.window)
-                _pack(block, _KEYS, layer.keys + begin * layer.key_bytes)
-                _pack(block, _VALUES, layer.values + begin * layer.value_bytes)
-                _pack(block, _LENGTH, before - begin)
+                pack_integer(block, _KEYS, layer.keys + begin * layer.key_bytes)
+                pack_integer(block, _VALUES, layer.values + begin * layer.value_bytes)
+                pack_integer(block, _LENGTH, before - begin)
                 if mask is not None:
                     _pack_mask(block, _MASK, mask.data_ptr() + begin, mask.stride(0))
         if mask is not None:
@@ -272,7 +267,7 @@ class DecodeSteps:
             for block in self._full_attention:
                 _pack_mask(block, _MASK, at, stride)
         for block, place in self._out_places:
-            _pack(block, place, out)
+            pack_integer(block, place, out)
         self._sequence.run()
 
 
@@ -285,7 +280,7 @@ def _split_by_token(block: Buffer, tokens: int) -> list[Buffer]:
     for token in range(tokens):
         steps.append(ctypes.create_string_buffer(block.raw, len(block)))
         _WHERE.pack_into(steps[-1], _QKV, qkv + token * qkv_stride, qkv_stride, out + token * out_stride, out_stride)
-        _pack(steps[-1], ATTEND.offset("tokens"), 1)
+        pack_integer(steps[-1], ATTEND.offset("tokens"), 1)
     return steps
 
 

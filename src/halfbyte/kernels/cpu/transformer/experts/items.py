@@ -52,22 +52,19 @@ _ITEMS_A_THREAD = 4  # at least, if experts have enough rows: so the other threa
 _PRODUCTS_BYTES = 1 << 25  # of `products` in one native call; more rows take several calls
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 ITEMS = Block(
-    (
-        *("first_phase", "second_phase", "openmp", "counter"),
-        *("items", "up", "down"),  # their number, and the addresses of a block of LINEAR for each
-        "starts",  # int64 [items]: index in `order` of an item's first routed row
-        "order",  # int64 [R]: m * T + t of the routed rows, sorted by expert
-        "top_k",
-        *("memory", "thread_bytes"),  # `_ThreadMemory` of all threads, and the bytes of one
-        *("gate_up", "activations", "down_rows"),  # offsets in bytes of the parts of `_ThreadMemory`
-        "products",  # float32 [R, K]: outputs of the down product in the order of `order`
-        *("rows", "k"),  # M, K
-        "weights",  # float32 [M, T]
-        "product_rows",  # int64 [M, T]: the row of products that belongs to (m, t)
-        "out",  # y, float32 [M, K]
-        "alpha_limit",  # two floats, the parameters of clamped gates
-    ),
-    frozenset({"alpha_limit"}),
+    *("items", "up", "down"),  # their number, and the addresses of a block of LINEAR for each
+    "starts",  # int64 [items]: index in `order` of an item's first routed row
+    "order",  # int64 [R]: m * T + t of the routed rows, sorted by expert
+    "top_k",
+    *("memory", "thread_bytes"),  # `_ThreadMemory` of all threads, and the bytes of one
+    *("gate_up", "activations", "down_rows"),  # offsets in bytes of the parts of `_ThreadMemory`
+    "products",  # float32 [R, K]: outputs of the down product in the order of `order`
+    *("rows", "k"),  # M, K
+    "weights",  # float32 [M, T]
+    "product_rows",  # int64 [M, T]: the row of products that belongs to (m, t)
+    "out",  # y, float32 [M, K]
+    "alpha_limit",  # two floats, the parameters of clamped gates
+    floats=["alpha_limit"],
 )
 
 
@@ -168,10 +165,10 @@ class _Items(Emitter):
 
     def sums(self) -> None:
         """Emit y; threads share its rows evenly."""
-        f, isa, (_, thread, threads) = self.f, self.isa, self.f.parameters
+        f, isa = self.f, self.isa
         rows, k, top_k = (self.get(name) for name in ("rows", "k", "top_k"))
         products, whole = self.pointer("products"), k // isa.lanes * isa.lanes
-        for r in f.loop((thread + 1) * rows // threads, thread * rows // threads):
+        for r in f.share(rows):
             weights, product_rows = self.pointer("weights") + r * top_k * 4, self.pointer("product_rows") + r * top_k * 8
             out = self.pointer("out") + r * k * 4
 

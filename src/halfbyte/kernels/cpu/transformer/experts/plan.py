@@ -21,7 +21,6 @@ weights that the caller gives (`ops/transformer/experts.py`), without a router, 
 from __future__ import annotations
 
 import ctypes
-import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,22 +28,21 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Buffer, pack_integer
 from halfbyte.kernels.cpu.codegen.elements import Kind
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import arguments, compiled
-from halfbyte.kernels.cpu.linear.linear import CALL, WORK_A_THREAD, pack_call
+from halfbyte.kernels.cpu.linear.linear import WORK_A_THREAD
 from halfbyte.kernels.cpu.plan_cache import PlanCache
 from halfbyte.kernels.cpu.step_sequence import Product, Step, StepSequence, phase, shares
 from halfbyte.kernels.cpu.transformer.experts.steps import EXPERTS, Clamped, ExpertsStep, build
-from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, Workspace, shared_memory
+from halfbyte.kernels.cpu.transformer.sublayers import Fields, Norm, Workspace, linear_arguments, shared_memory
 from halfbyte.kernels.layer_kinds import RouterScores
 from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL
 
-_INFINITE = float("inf")
 _MOST_POLLS = 1 << 30  # of a GPU's flag before the wait fails: 16 to 50 s on x86, whose `pause` takes 15 to 50 ns
-_pack_int, _pack_two_ints = struct.Struct("<q").pack_into, struct.Struct("<2q").pack_into
+_pack_two_ints = EXPERTS.struct("ids", "weights").pack_into
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,8 +188,8 @@ class ExpertsPlan:
             activations, self._activations_stride = buffers.activations, 4 * experts.down.k
         up_rows = _Rows(m, hidden, 4 * experts.k, buffers.up_rows, buffers.gate_up)
         down_rows = _Rows(routed_rows, activations, self._activations_stride, buffers.down_rows, buffers.products)
-        self._up_linear = _linear_arguments(experts.gate_up, up_rows, threads)
-        self._down_linear = _linear_arguments(experts.down, down_rows, threads)
+        self._up_linear = _row_by_row(experts.gate_up, up_rows, threads)
+        self._down_linear = _row_by_row(experts.down, down_rows, threads)
 
         shared_blocks, shared_out = self._shared_expert()
         down_fields = {**self._down_fields(), "shared": shared_out}
@@ -209,12 +207,12 @@ class ExpertsPlan:
 
     def set_addresses(self, out: int, _x: int = 0) -> None:
         """Set the address of y, float32 [m, K], contiguous; `_x` (`FeedForwardPlan`): only parallel layers read it."""
-        _pack_int(self._down, EXPERTS.offset("out"), out)
+        pack_integer(self._down, EXPERTS.offset("out"), out)
 
     def set_all_addresses(self, x: int, ids: int, weights: int, out: int) -> None:
         """Set the addresses of x, float32 [m, K], ids, int64 [m, top_k], weights, float32 [m, top_k], and y; only without a router."""
         assert self._experts.router is None, "with a router, ids and weights are in the plan's own memory"
-        _pack_int(self._up_linear, LINEAR.offset("x"), x)
+        pack_integer(self._up_linear, LINEAR.offset("x"), x)
         for block in self._reads_ids:
             _pack_two_ints(block, EXPERTS.offset("ids"), ids, weights)
         self.set_addresses(out)
@@ -369,7 +367,7 @@ class Mixture:
         sequence.run()
 
     def _threads(self, m: int, top_k: int) -> int:
-        return max(1, min(runtime.threads(), m * top_k * self._work // WORK_A_THREAD))
+        return runtime.useful_threads(m * top_k * self._work, WORK_A_THREAD)
 
     def _plan(self, m: int, top_k: int, threads: int, addresses: CrossingAddresses | None = None) -> tuple[ExpertsPlan, StepSequence]:
         flags = 0 if addresses is None else addresses.flags
@@ -389,12 +387,11 @@ class _Rows(NamedTuple):
     out: int
 
 
-def _linear_arguments(product: Product, rows: _Rows, threads: int) -> Buffer:
+def _row_by_row(product: Product, rows: _Rows, threads: int) -> Buffer:
     """Return the LINEAR arguments of a product of the first expert with row tiles of one row, as each row may have another expert."""
-    linear, _ = product.kernel.arguments(1, threads)
-    pack_call(linear, CALL, 0, rows.x, rows.x_stride, rows.laid_out, product.weight, product.bias, rows.out, 0, -_INFINITE, _INFINITE)
+    linear = linear_arguments(product, 1, threads, rows.x, rows.laid_out, rows.out, rows.x_stride)
     for field in ("m", "tiles"):
-        _pack_int(linear, LINEAR.offset(field), rows.number)
+        pack_integer(linear, LINEAR.offset(field), rows.number)
     return linear
 
 

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 from halfbyte.errors import KernelError, unreachable
 from halfbyte.kernels import crossing
-from halfbyte.kernels.cpu.codegen.arguments import LINEAR, Block
+from halfbyte.kernels.cpu.codegen.arguments import LINEAR
 from halfbyte.kernels.cpu.codegen.elementary import exp
 from halfbyte.kernels.cpu.codegen.elements import Kind, element_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
@@ -42,23 +42,20 @@ from halfbyte.layouts.cpu_tiles import PANEL
 _INFINITE = float("inf")
 _AT_BARRIER = 32 << 10  # bytes of weights that a thread prefetches before a barrier: some 3 µs of a core's share of the memory
 _LEAST_SUM = 1e-20  # added to a sum of scores, which may be 0, as in transformers' routers
-EXPERTS = Block(
-    (
-        *PRODUCT.fields,
-        *("rows", "experts", "top_k"),  # m, E, T
-        # the router's weights [E, K] and biases float32 [E] or 0; weights [K] of the shared expert's gate, or 0; logits [m, E + 1], of
-        # which the last one is that gate's; the correction of scores, float32 [E]
-        *("router", "router_bias", "shared_gate", "logits", "correction"),
-        # ids, int64, and weights, float32, of row r in places r * T … r * T + T - 1; places in the order of experts; memory of E int64
-        *("ids", "weights", "order", "counts"),
-        *("expert_bytes", "expert_bias"),  # bytes of an expert's weights, and of its biases
-        *("activations", "activations_stride"),  # address of the rows of activations if gates are clamped, and bytes between them
-        *("hidden", "shared", "out"),  # float32 [m, K]; 0 for no h, or no shared expert
-        "down",  # in the block of step "up", the address of that of step "down"
-        *("flags", "polls"),  # of a crossing, and how often a thread reads them until it gives up
-        *("alpha_limit", "factor"),  # floats of clamped gates; the factor of weights and an unused float
-    ),
-    PRODUCT.floats | {"alpha_limit", "factor"},
+EXPERTS = PRODUCT.extended(
+    *("rows", "experts", "top_k"),  # m, E, T
+    # the router's weights [E, K] and biases float32 [E] or 0; weights [K] of the shared expert's gate, or 0; logits [m, E + 1], of
+    # which the last one is that gate's; the correction of scores, float32 [E]
+    *("router", "router_bias", "shared_gate", "logits", "correction"),
+    # ids, int64, and weights, float32, of row r in places r * T … r * T + T - 1; places in the order of experts; memory of E int64
+    *("ids", "weights", "order", "counts"),
+    *("expert_bytes", "expert_bias"),  # bytes of an expert's weights, and of its biases
+    *("activations", "activations_stride"),  # address of the rows of activations if gates are clamped, and bytes between them
+    *("hidden", "shared", "out"),  # float32 [m, K]; 0 for no h, or no shared expert
+    "down",  # in the block of step "up", the address of that of step "down"
+    *("flags", "polls"),  # of a crossing, and how often a thread reads them until it gives up
+    *("alpha_limit", "factor"),  # floats of clamped gates; the factor of weights and an unused float
+    floats=["alpha_limit", "factor"],
 )
 
 
@@ -140,7 +137,7 @@ class _Experts(Emitter):
         normed = self.pointer("normed") + self.thread * self.get("normed_thread")
         bias, gate = self.pointer("router_bias"), self.pointer("shared_gate")
         count = self.experts + gate.is_null().select(f.value("i64", 0), f.value("i64", 1))
-        for e in f.loop((self.thread + 1) * count // self.threads, self.thread * count // self.threads):
+        for e in f.share(count):
             of_expert = e < self.experts
             weights = of_expert.select(router + e * k * element, gate)
             biased = of_expert & bias.is_null().equals(0)
