@@ -14,7 +14,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-CAPPED = {"diffusers", "peft", "torch", "transformers", "triton", "vllm"}  # undocumented parts of them are used
+CAPPED = {"diffusers", "peft", "torch", "transformers", "triton", "uvicorn", "vllm"}  # undocumented parts of them are used
 
 
 def requirements(extra: str | None = None) -> Iterator[Requirement]:

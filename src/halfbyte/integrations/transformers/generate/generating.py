@@ -215,7 +215,7 @@ def _decode(
         step: The steps after its prompts.
         host_ids: The ids on the host, to which those that are generated are appended.
         criteria: When a sequence ends.
-        streamer: Gets the tokens; None: nobody does.
+        streamer: Gets the tokens; None: there is none.
         pad: Token of sequences that have ended while others go on; None: none ends before all do.
     """
     model, ids, config, cache = request.model, request.ids, request.config, request.cache

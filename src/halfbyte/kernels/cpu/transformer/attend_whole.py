@@ -441,7 +441,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
     numbers = batch, heads, tokens, padded, parts(batch * heads, tokens, threads), scratch, thread_bytes
     function = compiled(build, WholeSpec(dim, mask is not None, bias is not None), isa)
     scores = *mask_fields(mask), *bias_fields(bias)
-    # By position: for a few tokens, names would take as long as the kernel.
+    # Arguments go by position: for a few tokens, names would take as long as the kernel.
     block = _pack(function, 0, runtime.openmp_address(), 0, *q, 0, length, *k, *v, *scores, out.data_ptr(), *numbers, 0, scale, 0.0)
     run(ctypes.create_string_buffer(block, len(block)), threads)
     return out
