@@ -12,7 +12,7 @@ import halfbyte as hb
 from halfbyte.errors import FormatError
 from halfbyte.formats.spec import as_format
 from halfbyte.nn.static.bias_correction import Layer
-from halfbyte.nn.static.moments import InputMoments
+from halfbyte.nn.static.moments import InputMoments, _patches
 
 INT8, INT4 = as_format("int8_channel"), as_format("int4_channel")
 
@@ -92,3 +92,12 @@ def test_a_network_is_nearer_to_float() -> None:
         network = hb.quantize_(copy.deepcopy(model), config, iter(images.split(8)))  # an iterator gives each batch once
         error[method] = float((network(others) - model(others)).norm())
     assert error["gptq"] < 0.9 * error["absmax"]
+
+
+@torch.no_grad()
+def test_patches_of_large_images_are_of_all_columns() -> None:
+    """Every 64th of 256 x 256 places would be of four columns, the padded border's among them."""
+    columns = torch.arange(256.0).expand(1, 1, 256, 256)
+    (patches,) = _patches(nn.Conv2d(1, 1, 1), columns)
+    assert patches.shape == (1, 1, 1024)
+    assert len(patches.unique()) > 200  # of 256 columns, 251 are expected among 1024 random places

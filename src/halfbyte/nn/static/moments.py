@@ -21,7 +21,7 @@ from halfbyte.quantizers.absmax import absmax
 from halfbyte.quantizers.gptq import gptq
 
 _DAMPING = 0.01  # as GPTQ's own
-_PLACES = 1024  # of an image whose patches are taken, evenly spread
+_PLACES = 1024  # of an image whose patches are taken
 
 
 class InputMoments:
@@ -74,6 +74,16 @@ def _sweep(weight: Tensor, scale: Tensor, second: Tensor, fmt: Format) -> Tensor
     return codes.reshape(-1, k).to(torch.int16)
 
 
+def random_places(count: int, most: int, device: torch.device) -> slice | Tensor:
+    """Return at most `most` indices below `count`, always the same ones; all as a slice if there are no more.
+
+    Not each n-th one: where n and the width of images have a common factor, these would be of a few columns, such as the padded border.
+    """
+    if count <= most:
+        return slice(None)
+    return torch.randint(count, (most,), generator=torch.Generator().manual_seed(0), device="cpu").to(device)
+
+
 def _patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> list[Tensor]:
     """The patches of some places of each image: [groups, K, places], K as in codes."""
     if isinstance(layer, nn.Conv1d):
@@ -84,6 +94,6 @@ def _patches(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> list[Tensor]:
     results = []
     for image in images.split(1):
         rows = functional.unfold(image, (kernel_h, kernel_w), window.dilation, 0, window.stride)[0]  # [C * taps, places]
-        rows = rows[:, :: -(-rows.shape[1] // _PLACES)].unflatten(0, (layer.groups, -1, kernel_h * kernel_w))
+        rows = rows[:, random_places(rows.shape[1], _PLACES, rows.device)].unflatten(0, (layer.groups, -1, kernel_h * kernel_w))
         results.append(rows.transpose(1, 2).flatten(1, 2))
     return results

@@ -14,7 +14,7 @@ from halfbyte.errors import ArgumentError, UnsupportedError, unreachable
 from halfbyte.nn.config import Observer
 from halfbyte.nn.described import LEAST, MOST, Scale
 from halfbyte.nn.static.bias_correction import Layer, channel_means
-from halfbyte.nn.static.moments import InputMoments
+from halfbyte.nn.static.moments import InputMoments, random_places
 from halfbyte.nn.static.tracing import first_input, module_of, writes_first_input
 from halfbyte.ops.checks import FLOATS
 
@@ -132,15 +132,9 @@ class RangeObserver(fx.Interpreter):
 
 
 def _sample(value: Tensor) -> Tensor:
-    """Return up to `_SAMPLES` values of a tensor, float32, at random places.
-
-    Not each n-th one: where n and the width of images have a common factor, these would be of a few columns, such as the padded border.
-    """
+    """Return up to `_SAMPLES` values of a tensor, float32, at random places."""
     flat = value.detach().flatten()
-    if flat.numel() > _SAMPLES:
-        places = torch.randint(flat.numel(), (_SAMPLES,), generator=torch.Generator().manual_seed(0), device="cpu")
-        flat = flat[places.to(flat.device)]
-    return flat.to(torch.float32, copy=True)  # a view would change with what later operations write in place
+    return flat[random_places(flat.numel(), _SAMPLES, flat.device)].to(torch.float32, copy=True)  # later operations write in place
 
 
 def _squared_error(x: Tensor, scale: Scale) -> float:
