@@ -54,6 +54,26 @@ def test_every_format(name: str, m: int, gpu: Gpu, device: torch.device, interpr
     run(name, m, 70, 300, dtype, gpu, device, interpreted, **CONFIGS[m], epilogue=m == 3)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("m", "how"),
+    [
+        (1, {"columns": 1, "slices": 8, "bands": 2, "warps": 8, "ahead": 2}),
+        (1, {"columns": 1, "slices": 8, "bands": 1, "warps": 4, "records": 2}),
+        (2, {"columns": 2, "slices": 4, "bands": 2, "warps": 4, "split": 2, "records": 4}),
+        (3, {"columns": 4, "slices": 2, "bands": 1, "warps": 4, "ahead": 4}),
+        (7, {"columns": 8, "slices": 1, "bands": 2, "warps": 4, "records": 4}),
+    ],
+)
+def test_each_warp_multiplies_apart(name: str, m: int, how: dict[str, int], gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    """As with Triton 3.8 and later, where only a batch makes warps multiply eight columns by instructions of their own."""
+    config = skinny_config.Config(**{"stages": 1, "batch": 1, "split": 1, **how}, apart=True)
+    static, _ = skinny_config.compiled_for(Problem("linear", m, 70, 1100, as_format(name), H), config, clamps=False)
+    assert static.batch == how["warps"]
+    dtype = (H, B, F)[(FORMATS.index(name) + m) % 3]
+    run(name, m, 70, 1100, dtype, gpu, device, interpreted, **{"stages": 1, "batch": 1, "split": 1, **how}, apart=True, epilogue=m == 3)
+
+
 @pytest.mark.parametrize(
     ("name", "m"), [("q8_0", 1), ("int8_channel_zp", 1), ("int8_g64_offset", 3), ("q8_0", 4), ("int8_channel", 7), ("int8_g48_zp", 17)]
 )

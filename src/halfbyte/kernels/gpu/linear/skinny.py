@@ -115,6 +115,8 @@ def _most_registers(config: Config, static: Static, *, normed: bool) -> int | No
         return 80  # three thread blocks of 256 threads
     if config.batch > 1 and config.bands == 1 and config.pdl:
         return 128  # 16 warps: with 137 half as many blocks of 8 warps were resident, and it took 1.4 times as long
+    if static.batch > config.batch and static.mode != "sums":
+        return 128  # the same, of `skinny_config._with_batch`: Triton 3.9 takes up to 166
     return None
 
 

@@ -41,6 +41,8 @@ _SPLIT_OVERFILL = 1.4  # K is split as long as that gives at most so many times 
 _LONG_K = 8192  # from here on, 5 to 8 rows of x are faster in staged tiles, and up to 4 rows with 8 parts of K rather than 4
 _RESERVED_BYTES = 4 << 10  # of shared memory that stages leave free
 _MOST_STAGES = 3
+# Since 3.8 Triton multiplies 8 columns, too, by wgmma or tcgen05.
+_EIGHT_SHARED = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Config:
         ptx: Whether codes are converted by PTX instructions (NVIDIA).
         pdl: Whether it starts before the kernel before has ended (programmatic dependent launch).
         hopper: Whether the GPU has Hopper's wgmma.
+        apart: Whether only a batch makes warps multiply 8 columns apart, each by its own mma (`_with_batch`).
     """
 
     bands: int
@@ -76,6 +79,7 @@ class Config:
     ptx: bool = True
     pdl: bool = True
     hopper: bool = field(default=False, repr=False)  # follows from the GPU, and is no choice
+    apart: bool = field(default=False, repr=False)  # from GPU and compiler
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
@@ -87,7 +91,8 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     else:
         candidates = _few_rows_8bit(problem, gpu)
     ptx, pdl = gpu.backend == "cuda" and not triton.knobs.runtime.interpret, launcher.starts_early(gpu)
-    candidates = [replace(config, ptx=ptx, pdl=pdl, hopper=_is_hopper(gpu)) for config in candidates]
+    apart = ptx and _EIGHT_SHARED and gpu.capability[0] in (9, 10)
+    candidates = [replace(config, ptx=ptx, pdl=pdl, hopper=_is_hopper(gpu), apart=apart) for config in candidates]
     if pdl:
         candidates = [replace(config, ahead=_PREFETCHED_SLABS if _prefetches(config, problem, gpu) else 0) for config in candidates]
         candidates += [replace(config, ahead=_PREFETCHED_SLABS - config.ahead) for config in candidates[:2]]  # with the other choice
@@ -391,6 +396,8 @@ class Static(CompileTime, Config):
 def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Static, int]:
     """Return what the kernel is compiled for, and how many K slabs each part of K has."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    if config.apart and config.batch == config.stages == 1 and config.slices * config.columns == 8:
+        config = _with_batch(config)
     chunks = config.split * config.batch * config.slices
     part_slabs = round_up(-(-geo.records // chunks), config.records)
     # A kernel for one row has registers to spare for early weights; with more rows, more slabs are prefetched to the cache instead.
@@ -417,6 +424,17 @@ def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Sta
         wide=wide,
         pipe=early and config.ahead > 0 and bits == 4 and config.bands * config.records <= 2 and part_slabs >= 3 * config.records,
     ), part_slabs
+
+
+def _with_batch(config: Config) -> Config:
+    """Return `config` with a part of K for each warp, and as many K slabs a step, so that warps multiply by mma.
+
+    Instructions of four warps read x, and on Blackwell the weight, through memory that these warps fill and wait for together, and keep the
+    registers of the weight until they have ended. 8 columns, the width of an mma, are no faster by them.
+    """
+    slices = max(1, config.slices // config.warps)
+    records = max(1, config.records * config.slices // (config.warps * slices))
+    return replace(config, batch=config.warps, slices=slices, records=records)
 
 
 def mode(problem: Problem) -> Mode:

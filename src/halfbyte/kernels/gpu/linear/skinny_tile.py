@@ -96,7 +96,7 @@ def tile_sums(x, rows, weight, N, K, stride, part_slabs, first_slab, pn, norm, r
             _fetch_weight(weight, n_padded, k_slabs, part_slabs, first_slab, _row(0, pn, N, S), S.outputs, S)
     scales, zeros = _load_params(weight, row_slab, row_n, n_padded, k_slabs, S)
     if norm is not None:
-        fp = norm[0] + tl.zeros_like(rows)[None, :]
+        fp = norm[0] + (tl.zeros_like(rows)[None, None, :] if BATCH > 1 else tl.zeros_like(rows)[None, :])
         if S.early:
             factors = _load_xs(fp, column_slab, k_slabs, K, S)
     PIPE: tl.constexpr = S.pipe and norm is None
