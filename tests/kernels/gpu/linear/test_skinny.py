@@ -65,13 +65,25 @@ def test_every_format(name: str, m: int, gpu: Gpu, device: torch.device, interpr
         (7, {"columns": 8, "slices": 1, "bands": 2, "warps": 4, "records": 4}),
     ],
 )
-def test_each_warp_multiplies_apart(name: str, m: int, how: dict[str, int], gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+def test_each_warp_multiplies_by_itself(name: str, m: int, how: dict[str, int], gpu: Gpu, device: torch.device, interpreted: bool) -> None:
     """As with Triton 3.8 and later, where only a batch makes warps multiply eight columns by instructions of their own."""
-    config = skinny_config.Config(**{"stages": 1, "batch": 1, "split": 1, **how}, apart=True)
+    config = skinny_config.Config(**{"stages": 1, "batch": 1, "split": 1, **how}, separate_warps=True)
     static, _ = skinny_config.compiled_for(Problem("linear", m, 70, 1100, as_format(name), H), config, clamps=False)
     assert static.batch == how["warps"]
     dtype = (H, B, F)[(FORMATS.index(name) + m) % 3]
-    run(name, m, 70, 1100, dtype, gpu, device, interpreted, **{"stages": 1, "batch": 1, "split": 1, **how}, apart=True, epilogue=m == 3)
+    run(
+        name,
+        m,
+        70,
+        1100,
+        dtype,
+        gpu,
+        device,
+        interpreted,
+        **{"stages": 1, "batch": 1, "split": 1, **how},
+        separate_warps=True,
+        epilogue=m == 3,
+    )
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ def where(gpu: Gpu, device: torch.device, interpreted: bool) -> Where:
         ("int4_g128", 1, B, {"bands": 4, "records": 1, "kind": "gelu_tanh"}),
         ("int4_g128", 1, H, {"bands": 2, "records": 2}),
         ("int4_g128_zp", 3, H, {}),
-        ("int4_g128", 1, B, {"apart": True, "split": 1}),
-        ("q8_0", 1, H, {"apart": True, "split": 1}),
+        ("int4_g128", 1, B, {"separate_warps": True, "split": 1}),
+        ("q8_0", 1, H, {"separate_warps": True, "split": 1}),
         ("q4_0", 1, B, {}),
         ("q4_0", 7, H, {"kind": "gelu_tanh"}),
         ("q8_0", 1, H, {"split": 1}),
@@ -176,9 +176,9 @@ def test_what_gates_do_not_fit(gpu: Gpu) -> None:
         ("int4_g128", 1, 70, 2048, H, {"records": 2}, True),
         ("q4_0", 1, 70, 300, F, {"split": 1}, True),
         ("int4_g128_zp", 1, 70, 384, H, {}, False),
-        ("int4_g128", 1, 70, 2048, H, {"apart": True}, True),
-        ("q4_0", 1, 70, 1100, F, {"apart": True, "split": 1}, False),
-        ("int4_g128_zp", 1, 70, 384, B, {"apart": True}, False),
+        ("int4_g128", 1, 70, 2048, H, {"separate_warps": True}, True),
+        ("q4_0", 1, 70, 1100, F, {"separate_warps": True, "split": 1}, False),
+        ("int4_g128_zp", 1, 70, 384, B, {"separate_warps": True}, False),
     ],
 )
 def test_a_norm_in_the_product(

@@ -64,7 +64,7 @@ class Config:
         ptx: Whether codes are converted by PTX instructions (NVIDIA).
         pdl: Whether it starts before the kernel before has ended (programmatic dependent launch).
         hopper: Whether the GPU has Hopper's wgmma.
-        apart: Whether only a batch makes warps multiply 8 columns apart, each by its own mma (`_with_batch`).
+        separate_warps: Whether only a batch makes warps multiply 8 columns, each by its own mma (`_with_batch`).
     """
 
     bands: int
@@ -79,7 +79,7 @@ class Config:
     ptx: bool = True
     pdl: bool = True
     hopper: bool = field(default=False, repr=False)  # follows from the GPU, and is no choice
-    apart: bool = field(default=False, repr=False)  # from GPU and compiler
+    separate_warps: bool = field(default=False, repr=False)  # from GPU and compiler
 
 
 def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
@@ -91,8 +91,8 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
     else:
         candidates = _few_rows_8bit(problem, gpu)
     ptx, pdl = gpu.backend == "cuda" and not triton.knobs.runtime.interpret, launcher.starts_early(gpu)
-    apart = ptx and _EIGHT_SHARED and gpu.capability[0] in (9, 10)
-    candidates = [replace(config, ptx=ptx, pdl=pdl, hopper=_is_hopper(gpu), apart=apart) for config in candidates]
+    separate = ptx and _EIGHT_SHARED and gpu.capability[0] in (9, 10)
+    candidates = [replace(config, ptx=ptx, pdl=pdl, hopper=_is_hopper(gpu), separate_warps=separate) for config in candidates]
     if pdl:
         candidates = [replace(config, ahead=_PREFETCHED_SLABS if _prefetches(config, problem, gpu) else 0) for config in candidates]
         candidates += [replace(config, ahead=_PREFETCHED_SLABS - config.ahead) for config in candidates[:2]]  # with the other choice
@@ -396,7 +396,7 @@ class Static(CompileTime, Config):
 def compiled_for(problem: Problem, config: Config, *, clamps: bool) -> tuple[Static, int]:
     """Return what the kernel is compiled for, and how many K slabs each part of K has."""
     geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
-    if config.apart and config.batch == config.stages == 1 and config.slices * config.columns == 8:
+    if config.separate_warps and config.batch == config.stages == 1 and config.slices * config.columns == 8:
         config = _with_batch(config)
     chunks = config.split * config.batch * config.slices
     part_slabs = round_up(-(-geo.records // chunks), config.records)
