@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -65,25 +66,12 @@ def test_every_format(name: str, m: int, gpu: Gpu, device: torch.device, interpr
         (7, {"columns": 8, "slices": 1, "bands": 2, "warps": 4, "records": 4}),
     ],
 )
-def test_each_warp_multiplies_by_itself(name: str, m: int, how: dict[str, int], gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+def test_warps_multiply_by_themselves(name: str, m: int, how: dict[str, Any], gpu: Gpu, device: torch.device, interpreted: bool) -> None:
     """As with Triton 3.8 and later, where only a batch makes warps multiply eight columns by instructions of their own."""
-    config = skinny_config.Config(**{"stages": 1, "batch": 1, "split": 1, **how}, separate_warps=True)
-    static, _ = skinny_config.compiled_for(Problem("linear", m, 70, 1100, as_format(name), H), config, clamps=False)
+    how = {"stages": 1, "batch": 1, "split": 1, "separate_warps": True, **how}
+    static, _ = skinny_config.compiled_for(Problem("linear", m, 70, 1100, as_format(name), H), skinny_config.Config(**how), clamps=False)
     assert static.batch == how["warps"]
-    dtype = (H, B, F)[(FORMATS.index(name) + m) % 3]
-    run(
-        name,
-        m,
-        70,
-        1100,
-        dtype,
-        gpu,
-        device,
-        interpreted,
-        **{"stages": 1, "batch": 1, "split": 1, **how},
-        separate_warps=True,
-        epilogue=m == 3,
-    )
+    run(name, m, 70, 1100, (H, B, F)[(FORMATS.index(name) + m) % 3], gpu, device, interpreted, **how, epilogue=m == 3)
 
 
 @pytest.mark.parametrize(
