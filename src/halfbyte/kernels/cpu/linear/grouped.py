@@ -20,7 +20,6 @@ from halfbyte.kernels.cpu.codegen import jit, runtime
 from halfbyte.kernels.cpu.codegen.arguments import GROUPED, LINEAR
 from halfbyte.kernels.cpu.codegen.ir import Function, Module
 from halfbyte.kernels.cpu.codegen.isa import ISA
-from halfbyte.kernels.cpu.codegen.kernel import arguments
 from halfbyte.kernels.cpu.codegen.kernel import run as run_native
 from halfbyte.kernels.cpu.linear import linear
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
@@ -28,6 +27,7 @@ from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.layouts.base import round_up
 
 _BLOCK_BYTES = LINEAR.nbytes
+_pack = GROUPED.struct().pack
 _INFINITE = float("inf")
 
 
@@ -158,8 +158,9 @@ def _pass(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, 
             _INFINITE,
         )
         scratch += size
-    first, second = _phases(kernel.isa)
-    run_native(arguments(GROUPED, first, {"second_phase": second, "blocks": ctypes.addressof(blocks), "count": len(parts)}), threads)
+    # Arguments go by position, as names take a microsecond.
+    arguments = _pack(*_phases(kernel.isa), runtime.openmp_address(), 0, ctypes.addressof(blocks), len(parts))
+    run_native(ctypes.create_string_buffer(arguments, len(arguments)), threads)
 
 
 def _plan(kernel: LinearKernel, m: int, threads: int) -> tuple[bytes, int]:
