@@ -110,7 +110,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"expert_count": 4, "expert_used_count": 4, "feed_forward_length": 64, "expert_feed_forward_length": 64, "expert_gating_func": 2}
         | {"attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 16},
     ),
-    "dots1": ("Dots1ForCausalLM", EXPERTS | ROUTING, OF_EXPERTS | {"rope.dimension_count": 16}),
+    "dots1": (  # llama.cpp reads as many heads of keys as of queries, which the published models have
+        "Dots1ForCausalLM",
+        EXPERTS | ROUTING | {"num_key_value_heads": 4},
+        OF_EXPERTS | {"rope.dimension_count": 16, "attention.head_count_kv": 4},
+    ),
     "exaone": ("LlamaForCausalLM", {}, {"rope.dimension_count": 16}),
     "internlm2": ("LlamaForCausalLM", {}, {"rope.dimension_count": 16}),
     "deepseek2": (
