@@ -13,6 +13,7 @@ import torch
 from language_model import make_decoder
 from torch import nn
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
+from transformers.utils import generic
 
 import halfbyte as hb
 from halfbyte.integrations.transformers.decoder import stack
@@ -67,6 +68,14 @@ def test_a_model_that_is_right_is_optimized(compute: str, dtype: torch.dtype, mo
     assert len(calls) == 2, "the verdict is remembered"
     assert hb.optimize_(model) is model
     assert len(calls) == 2, "an optimized model is not checked again"
+
+
+@pytest.mark.parametrize("make", [llama, lambda: hb.quantize_(BertModel(BertConfig(**SMALL)).eval(), "q8_0")], ids=["decoder", "encoder"])
+def test_it_asks_for_nothing_that_transformers_deprecates(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(generic.logger, "warning_once", lambda message, *_: warned.append(message), raising=False)
+    hb.optimize_(make())
+    assert warned == []
 
 
 def test_other_settings_are_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:

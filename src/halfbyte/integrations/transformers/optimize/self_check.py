@@ -30,7 +30,7 @@ from halfbyte.decoder.cache import Cache
 from halfbyte.dispatch.gpu import why_no_triton
 from halfbyte.integrations.transformers.attention import NAME as ATTENTION
 from halfbyte.integrations.transformers.generate.gpu_text import lowered
-from halfbyte.integrations.transformers.optimize.calls import CACHE, KV_CACHE, OLD_CACHE
+from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward, restore_class
 from halfbyte.io.files import write_whole
 from halfbyte.nn.fused import FusedLinear, GeluLinear
@@ -261,8 +261,7 @@ def _continued(model: nn.Module, parts: Sequence[Tensor], past: object) -> list[
     for part in parts:
         outputs = model(input_ids=part, use_cache=True, **({} if past is None else {KV_CACHE: past}))
         found.append(_first(outputs)[:, -1])  # the first token of a text may have activations of another size, and rounding errors
-        past = next((outputs[name] for name in (CACHE, OLD_CACHE) if outputs.get(name) is not None), None)
-        if past is None:
+        if (past := outputs.get(KV_CACHE)) is None:
             break
     return found
 
