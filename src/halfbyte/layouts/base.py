@@ -21,12 +21,14 @@ def round_up(n: int, multiple: int) -> int:
 
 
 class Section(NamedTuple):
-    """A part of a packed matrix, as strips that hold all rows.
+    """A part of a packed matrix: `strips` runs of bytes, one after the other, each of which holds numbers of all rows in their order.
+
+    So the strip of a taller matrix is those of its parts, one after the other (`layouts/experts.py`).
 
     Attributes:
-        start: Its first byte.
-        strips: Their number.
-        strip_bytes: Bytes of one, in the order of rows, each row's or panel's share of them.
+        start: Offset of the first strip, in bytes.
+        strips: How many there are: one for codes, one for each block along K for scales and zeros of GPUs.
+        strip_bytes: Bytes of one.
     """
 
     start: int

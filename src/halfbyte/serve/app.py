@@ -184,12 +184,8 @@ class _Handlers:
     """The endpoints: each parses its request and calls the service that answers it."""
 
     def __init__(self, services: Services, settings: Settings) -> None:
-        self._text, self._vectors, self._metrics, self._bodies = (
-            services.text,
-            services.vectors,
-            services.metrics,
-            _Bodies(settings.body_bytes),
-        )
+        self._text, self._vectors, self._metrics = services.text, services.vectors, services.metrics
+        self._bodies = _Bodies(settings.body_bytes)
         self._created = int(time.time())
 
     async def page(self, request: Request) -> Response:
@@ -291,7 +287,7 @@ class _Bodies:
     """
 
     def __init__(self, most: int) -> None:
-        """most: bytes of a body."""
+        """most: bytes of one body; all together take _MOST_AT_ONCE times as many."""
         self._most, self._left = most, _MOST_AT_ONCE * most
 
     @asynccontextmanager
