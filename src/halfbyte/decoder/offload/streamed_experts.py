@@ -1,10 +1,11 @@
 """Computes routed experts that lie in main memory on the GPU: for prompts, whose rows use most of them.
 
-    link  experts of layer 0 → slot 0 | layer 1 → slot 1 |   layer 2 → slot 0   | …
-    GPU                      attention | experts, slot 0 | attention, experts, slot 1 | …
+    link  experts of layer 0 → slot 0 | layer 1 → slot 1 |   layer 2 → slot 0   | … | layer 0 → slot 0 | layer 1 → slot 1
+    GPU                      attention | experts, slot 0 | attention, experts, slot 1 | …                | last layer     | decoding
 
 A second copy of the experts, in the order of a GPU's kernels, lies in pinned memory, so that a layer crosses the link by two copies of
-many megabytes, on a stream of its own, while the layer before it computes. Without a GPU the same copies are made on a CPU, as tests do.
+many megabytes, on a stream of its own, while the layer before it computes. After the last layers the first ones cross again, so that
+they are there for the next prompt. Without a GPU the same copies are made on a CPU, as tests do.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class _Slot:
 
     Attributes:
         data: uint8
+        layer: Whose experts are there or on their way; None: none's.
         copied: Event: they have arrived.
         consumed: Event: the kernels that read them have run.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.layer: int | None = None
         self.copied, self.consumed = (torch.cuda.Event() if device.type == "cuda" else None for _ in range(2))
         if self.consumed is not None:  # kernels that were launched before may still use the memory
             self.consumed.record(torch.cuda.current_stream(device))
@@ -92,13 +95,17 @@ class StreamedExperts:
         self._sizes = [max(round_up(both[i].data.nbytes, _ALIGNMENT) for both in self._stacks.values()) for i in range(2)]
         self.layer_bytes = sum(stack.data.nbytes for both in self._stacks.values() for stack in both) / len(mixtures)
         self._slots = list[_Slot]()
+        if self._stream is not None:  # the last copies may still be on their way
+            weakref.finalize(self, self._stream.synchronize).atexit = False
 
     def begin(self) -> None:
-        """Start to copy the experts of the first layers."""
+        """Start to copy the experts of the first layers, unless they crossed after the last layers of the prompt before."""
         if not self._slots:
             self._slots = [_Slot(sum(self._sizes), self._device) for _ in range(min(_SLOTS, len(self._order)))]
-        for index in range(len(self._slots)):
-            self._copy(index)
+        first = self._order[: len(self._slots)]
+        if {slot.layer for slot in self._slots} != {*first}:
+            for slot, layer in zip(self._slots, first, strict=True):
+                self._copy(layer, slot)
 
     def add(self, layer: int, x: Tensor) -> Tensor:
         """Compute x + experts(norm(x)) of a layer, and start to copy the experts of a later one.
@@ -107,20 +114,19 @@ class StreamedExperts:
             layer: In the order of layers.
             x: [..., K] on the device.
         """
-        index = self._order.index(layer)
-        slot = self._slots[index % _SLOTS]
+        slot = next(slot for slot in self._slots if slot.layer == layer)
         if slot.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(slot.copied)
         y = add_experts(x, self._in_slot(layer, slot))
         if slot.consumed is not None:
             slot.consumed.record(torch.cuda.current_stream(self._device))
-        if index + _SLOTS < len(self._order):
-            self._copy(index + _SLOTS)
+        if len(self._order) > _SLOTS:
+            self._copy(self._order[(self._order.index(layer) + _SLOTS) % len(self._order)], slot)
         return y
 
-    def _copy(self, index: int) -> None:
-        """Copy experts of the layer at an index of the order to its slot, after those that were there have been used."""
-        layer, slot = self._order[index], self._slots[index % _SLOTS]
+    def _copy(self, layer: int, slot: _Slot) -> None:
+        """Copy experts of a layer to a slot, after those that were there have been used."""
+        slot.layer = None
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None and slot.consumed is not None:
                 self._stream.wait_event(slot.consumed)
@@ -128,6 +134,7 @@ class StreamedExperts:
                 memory[: stack.data.nbytes].copy_(stack.data, non_blocking=True)
             if self._stream is not None and slot.copied is not None:
                 slot.copied.record(self._stream)
+        slot.layer = layer
 
     def _in_slot(self, layer: int, slot: _Slot) -> Experts:
         """The experts of a layer whose stacks are in a slot."""
