@@ -58,6 +58,28 @@ def test_more_layers_than_slots(piece: int, specs: Models, monkeypatch: pytest.M
             assert torch.equal(streamed.add(layer, x), add_experts(x, one))
 
 
+def test_after_the_last_layers_the_first_ones_cross(specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the next prompt copies none before it computes; one whose predecessor failed copies them anew."""
+    mixture = specs("Qwen3MoeDecoderLayer").layers[0].mlp
+    assert isinstance(mixture, Experts)
+    mixtures = {i: mixture._replace(router=mixture.router.roll(i, 0)) for i in range(5)}
+    copied, copy = list[int](), StreamedExperts._copy
+
+    def counted(self: StreamedExperts, layer: int, slot: streamed_experts._Slot) -> None:
+        copied.append(layer)
+        copy(self, layer, slot)
+
+    monkeypatch.setattr(StreamedExperts, "_copy", counted)
+    streamed, x = StreamedExperts(mixtures, torch.device("cpu")), torch.randn(3, mixture.k, generator=torch.Generator().manual_seed(2))
+    expected = [add_experts(x, one) for one in mixtures.values()]
+    for layers, at_first in ((5, [0, 1]), (5, []), (3, []), (5, [0, 1]), (5, [])):
+        copied.clear()
+        streamed.begin()
+        assert copied == at_first
+        assert all(torch.equal(streamed.add(layer, x), expected[layer]) for layer in range(layers))
+        assert copied[len(at_first) :] == [2, 3, 4, 0, 1][:layers]
+
+
 @pytest.mark.parametrize("kind", ["Qwen3MoeDecoderLayer", "Qwen2MoeDecoderLayer", "GptOssDecoderLayer"])
 def test_experts_of_prompts_cross(kind: str, specs: Models, streamed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The same logits, and not for a few tokens."""
