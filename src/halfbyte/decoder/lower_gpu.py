@@ -150,7 +150,7 @@ class GpuModel(DecoderModel):
 
     @property
     def streams_experts(self) -> bool:
-        return self._host.has_copy
+        return self._host.can_stream
 
     @property
     def _has_host_parts(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,14 +41,12 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return layers
 
 
-@pytest.mark.parametrize("piece", [1, 1 << 15, 1 << 30])
-def test_more_layers_than_slots(piece: int, specs: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed expert by expert, some at a time, and at once."""
-    monkeypatch.setattr(streamed_experts, "_PIECE", piece)
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_more_layers_than_slots(count: int, specs: Models) -> None:
     half = specs("Qwen3MoeDecoderLayer").layers[0].mlp
     assert isinstance(half, Experts)
     order = torch.randperm(len(half.router), generator=torch.Generator().manual_seed(1))
-    halves = {3 * i: half._replace(router=half.router.roll(i, 0), top_k=1 + i % 2) for i in range(5)}
+    halves = {3 * i: half._replace(router=half.router.roll(i, 0), top_k=1 + i % 2) for i in range(count)}
     halves[0] = half._replace(router=half.router[order])
     streamed, x = StreamedExperts(halves, torch.device("cpu")), torch.randn(3, half.k, generator=torch.Generator().manual_seed(2))
     for _ in range(2):
@@ -65,9 +62,9 @@ def test_after_the_last_layers_the_first_ones_cross(specs: Models, monkeypatch: 
     mixtures = {i: mixture._replace(router=mixture.router.roll(i, 0)) for i in range(5)}
     copied, copy = list[int](), StreamedExperts._copy
 
-    def counted(self: StreamedExperts, layer: int, slot: streamed_experts._Slot) -> None:
+    def counted(self: StreamedExperts, layer: int) -> None:
         copied.append(layer)
-        copy(self, layer, slot)
+        copy(self, layer)
 
     monkeypatch.setattr(StreamedExperts, "_copy", counted)
     streamed, x = StreamedExperts(mixtures, torch.device("cpu")), torch.randn(3, mixture.k, generator=torch.Generator().manual_seed(2))
@@ -136,8 +133,12 @@ def test_decode_steps_are_never_streamed(specs: Models, streamed: list[int], mon
 @pytest.mark.parametrize("few", ["main memory", "GPU memory"])
 def test_without_memory_the_cpu_computes_prompts(few: str, specs: Models, streamed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     spec = specs("Qwen3MoeDecoderLayer")
+
+    def refuses(*args: object) -> None:
+        raise UnsupportedError("main memory of 1 GB cannot be pinned (out of memory)")
+
     if few == "main memory":
-        monkeypatch.setattr(streamed_experts, "available_memory", lambda: 1000)
+        monkeypatch.setattr(streamed_experts, "pin", refuses)
     memory = None if few == "main memory" else 1000
     split = GpuModel(spec, "cpu", torch.float32, Plan(Request(memory), Placement(len(spec.layers)), Sizes((), 0, 0)))
     expected = GpuModel(spec, "cpu", torch.float32).prefill(ids_of(90), Cache(spec, where=split.where))
@@ -147,16 +148,6 @@ def test_without_memory_the_cpu_computes_prompts(few: str, specs: Models, stream
     (note,) = [note for note in split.notes if "prompts" in note]
     assert note.startswith("prompts are read with experts on the CPU, not on the GPU: ")
     assert few in note
-
-
-def test_main_memory_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(code: int) -> None:
-        raise RuntimeError(f"out of memory ({code})")
-
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
-    monkeypatch.setattr(torch.cuda, "check_error", check)
-    with pytest.raises(UnsupportedError, match=r"main memory of 4 B cannot be pinned \(out of memory \(2\)\)"):
-        streamed_experts._main_memory(4, torch.device("cuda", 0))
 
 
 def test_without_experts_nothing_is_copied() -> None:

@@ -5,5 +5,6 @@ rates.py          what the CPU, the GPU and the link between them do in a second
 expected.py       the time that a token and a prompt are expected to take, and from how many tokens on streaming experts pays
 host_layers.py    the first layers, computed on the CPU
 host_experts.py   the routed experts of layers, computed on the CPU
+streamed_experts.py   … of prompts, which cross to the GPU and are computed there; pinned.py: from memory that is pinned
 crossing.py       the memory through which hidden states cross to these
 """

@@ -67,8 +67,8 @@ class HostExperts:
         return layer in self._mixtures
 
     @property
-    def has_copy(self) -> bool:
-        """Whether there is a copy of the experts from which they cross to the device."""
+    def can_stream(self) -> bool:
+        """Whether experts can cross to the device."""
         return self._streamed is not None
 
     def streams(self, rows: int) -> bool:

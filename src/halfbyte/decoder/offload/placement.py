@@ -32,8 +32,9 @@ DEFAULT_CONTEXT = 8192
 _SCRATCH = 320 << 20  # bytes of locks, workspaces and double buffers of kernels (`kernels/gpu/runtime/scratch.py`)
 _FEW = 512  # rows for which logits are computed at a time
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
-# Buffers of experts that cross (`streamed_experts.py`), and bytes by which their two stacks are aligned.
-_STREAM_BUFFERS, _ALIGNED = 2, 512
+# Buffers of experts that cross (`streamed_experts.py`): one in the CPU's layout, which may take 1/64 more, and one in the GPU's; and bytes
+# by which their two stacks are aligned.
+_STREAM_BUFFERS, _LARGER, _ALIGNED = 2, 64, 512
 
 
 class Placement(NamedTuple):
@@ -107,14 +108,12 @@ class Parts(NamedTuple):
         cache: Keys and values of the sequences that run.
         workspace: Activations, logits, scratch buffers, and buffers of experts that are streamed.
         prefix: KV caches of earlier sequences.
-        copy: Second copy of experts, in the GPU's layout, from which they are streamed.
     """
 
     weights: int
     cache: int
     workspace: int = 0
     prefix: int = 0
-    copy: int = 0
 
 
 class Sizes(NamedTuple):
@@ -152,8 +151,9 @@ class Sizes(NamedTuple):
     def stream_buffers(self, placement: Placement) -> int:
         """Bytes of GPU memory through which experts on the CPU cross for prompts that are multiplied on the GPU, and of their biases."""
         crossing = self.crossing(placement)
-        largest = max((layer.experts - layer.biases + _ALIGNED for layer in crossing), default=0)
-        return _STREAM_BUFFERS * largest + sum(layer.biases for layer in crossing)
+        largest = max((layer.experts - layer.biases for layer in crossing), default=0)
+        buffers = _STREAM_BUFFERS * (largest + _ALIGNED) + largest // _LARGER if crossing else 0
+        return buffers + sum(layer.biases for layer in crossing)
 
     def crossing(self, placement: Placement) -> list[LayerSize]:
         """The layers on the GPU whose experts are on the CPU."""
@@ -195,8 +195,7 @@ class Plan:
     @property
     def cpu(self) -> Parts:
         """Bytes of main memory."""
-        copied = self.sizes.crossing(self.placement) if self.streams else []
-        return self.sizes.parts(self.placement, cpu=True)._replace(copy=sum(layer.experts for layer in copied))
+        return self.sizes.parts(self.placement, cpu=True)
 
     @property
     def gpu_bytes(self) -> int:
@@ -230,7 +229,7 @@ class Plan:
 
 
 def _listed(parts: Parts, tokens: str) -> str:
-    names = "weights", f"KV cache of {tokens}", "workspaces", "prefix cache", "copy for the GPU"
+    names = "weights", f"KV cache of {tokens}", "workspaces", "prefix cache"
     return ", ".join(f"{name} {size_text(count)}" for name, count in zip(names, parts, strict=True) if count)
 
 
