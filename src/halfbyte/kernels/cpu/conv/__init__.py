@@ -6,7 +6,7 @@ direct.py       codes with one scale a patch are read where they lie; direct_cal
 arranged.py     the same by products of bytes on AVX2, in an order that arrange.py finds
 unsigned.py     the same for images of few channels and for small ones behind a ReLU
 amx.py          on matrix units
-winograd.py     3 x 3 by minimal filtering
+winograd/       3 x 3 by minimal filtering
 depthwise.py, depthwise_dot.py    each channel by itself; the latter by products of four codes
 pool.py, elementwise.py           pools, and sums of tensors
 """

@@ -24,7 +24,7 @@ from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.direct import DIRECT, power_of_two
 from halfbyte.kernels.cpu.conv.patches import CONV, LEAST_UNIT, GatherSpec
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, parts_of
-from halfbyte.kernels.cpu.conv.winograd import WinogradScalingKernel
+from halfbyte.kernels.cpu.conv.winograd.winograd_call import WinogradScalingKernel
 from halfbyte.kernels.cpu.linear.linear import CALL, LinearKernel, pack_call
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.cpu.plan_cache import PLANS
