@@ -24,7 +24,7 @@ from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
-from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, DirectTile, Lines, LinesSpec, power_of_two, tile_function
+from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, DirectTile, StripLoops, StripSpec, power_of_two, tile_function
 from halfbyte.kernels.cpu.conv.direct_call import TILE_COST, group_fields, image_fields
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, parts_of, tile_rows
 from halfbyte.kernels.cpu.linear.tile_spec import Schedule, TileSpec
@@ -57,7 +57,7 @@ def why_not(codes: ConvKernel, window: Window) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class UpsampledSpec(LinesSpec):
+class UpsampledSpec(StripSpec):
     """What the loops are compiled for; out, scale: elements of the outputs, and of the weight's scales."""
 
     out: Kind = "f32"
@@ -70,7 +70,7 @@ def build(spec: UpsampledSpec, isa: ISA, f: Function) -> None:
     _Upsampled(spec, isa, f).emit()
 
 
-class _Upsampled(Lines):
+class _Upsampled(StripLoops):
     """Draws items, copies their lines, multiplies by each tap and adds up.
 
     A thread's memory: the lines of a strip; sums of their pixels; T as [tap, line, pixel, PANEL], int32.
@@ -81,7 +81,7 @@ class _Upsampled(Lines):
 
     def emit(self) -> None:
         f, get = self.f, self.get
-        parts, strips, group, lines = get("parts"), get("strips"), get("group"), get("strip_lines")
+        parts, strips, part_panels, lines = get("parts"), get("strips"), get("part_panels"), get("strip_lines")
         panels = (get("n") + (PANEL - 1)) // PANEL
         copied = f.variable(f.value("i64", -1))
         for item in f.draw_items(self.args + DIRECT.offset("counter"), get("items")):
@@ -90,13 +90,13 @@ class _Upsampled(Lines):
             y = f.umin(number * lines, get("height") - lines)
             new = copied.value.differs(strip)
             with f.when(new):
-                self._copy(self.pointer("x") + b * get("image_bytes"), y - 1)
-                if self.spec.started:
-                    self._sum(self.near)
+                self._copy_lines(self.pointer("x") + b * get("image_bytes"), y - 1)
+                if self.spec.sums_codes:
+                    self._sum_patches(self.lines)
                 copied.value = strip
             out = self.pointer("out") + (b * get("out_height") + y * 2) * get("out_width") * get("result_stride")
             scale = (self.pointer("scales") + b * 4).load("float", 0, 4)
-            for p in f.loop(f.umin(part * group + group, panels), part * group):
+            for p in f.loop(f.umin(part * part_panels + part_panels, panels), part * part_panels):
                 weights = self.pointer("weights") + p * get("panel_bytes")
                 self._taps(weights)
                 columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
@@ -109,11 +109,11 @@ class _Upsampled(Lines):
         for b in f.loop(get("band_count")):
             band = self.pointer("bands") + b * (8 * len(Band._fields))
             first, stop, rows = Band.load(band, "first", "stop", "rows")
-            to = self.near + get("taps_at") + b * get("tap_bytes")
+            to = self.lines + get("taps_at") + b * get("tap_bytes")
             for t in f.loop((stop - first + (rows - 1)) // rows):
                 m = f.umin(first + t * rows, stop - rows)  # the last tile may overlap the one before
-                places, sums, bias = self.pointer("walk_places") + m * 8, self.sums + m * 4, self.pointer("bias")
-                pointers = weights, self.near, places, sums, to + m * _PIXEL, bias, self.pointer("scales"), band
+                places, sums, bias = self.pointer("read_offsets") + m * 8, self.sums + m * 4, self.pointer("bias")
+                pointers = weights, self.lines, places, sums, to + m * _PIXEL, bias, self.pointer("scales"), band
                 Band.call(f, band, self.args, *pointers, f.value("i64", PANEL), zero)
 
     def _add(self, column: Value, first: Value, out: Value, weights: Value, image_scale: Value) -> None:
@@ -126,7 +126,7 @@ class _Upsampled(Lines):
         low, high = (bound.splat(isa.lanes) for bound in DIRECT.load_floats(self.args, "clamp"))
         width, stride, tap_bytes, zeros = get("width"), get("result_stride"), get("tap_bytes"), self.pointer("zeros")
         size = element_of(spec.out).size
-        taps = self.near + get("taps_at") + first * 4
+        taps = self.lines + get("taps_at") + first * 4
         for y in f.loop(get("strip_lines")):
             for x in f.loop(width):
                 at, has_left, has_right = taps + (y * width + x) * _PIXEL, x > 0, (x + 1) < width
@@ -162,7 +162,7 @@ class _TapTile(DirectTile):
 
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.asks = False
+        self.prefetches = False
 
     def _finish(self, sums: list[Value], tail: Value, first: Value) -> None:
         for n, total in enumerate(sums):
@@ -198,21 +198,21 @@ class UpsampledConvKernel(PlannedConv):
         number = -(-height // max(1, min(height, most_lines)))
         lines = -(-height // number)
         parts = parts_of(weight.panels, threads, _ITEMS_A_THREAD, geo.batch * number)
-        group = -(-weight.panels // parts)
-        parts = -(-weight.panels // group)
+        part_panels = -(-weight.panels // parts)
+        parts = -(-weight.panels // part_panels)
         pixels, pixel = (lines + 2) * width, sizes.channels * code
         near = image_fields(replace(geo, window=Window()), width, lines + 2, width * pixel)  # nothing to the left of a line
         spec = UpsampledSpec(
-            copied=power_of_two(near["copied_codes"], 4 * isa.lanes),
-            patches=0,
-            lines=0,
+            copy_step=power_of_two(near["copied_codes"], 4 * isa.lanes),
+            gather_step=0,
+            gather_lines=0,
             bits=sizes.format.bits,
-            started=isa.correction(sizes.format.bits, signed=True) != 0,
+            sums_codes=isa.correction(sizes.format.bits, signed=True) != 0,
             paired=False,
-            width=code,
+            code_bytes=code,
             unit=step,
-            sums="none",
-            masked=True,
+            row_sums="none",
+            masks_tail=True,
             out=kind_of(self.out_dtype),
             scale=linear.tile_spec.weight.scale,
         )
@@ -228,10 +228,10 @@ class UpsampledConvKernel(PlannedConv):
             "strips": number,
             "strip_lines": lines,
             "parts": parts,
-            "group": group,
+            "part_panels": part_panels,
             "items": geo.batch * number * parts,
-            "walk_runs": 1,  # each tap is a line, at no distance from the one before
-            "walk_steps": sizes.channels // step,
+            "read_runs": 1,  # each tap is a line, at no distance from the one before
+            "read_units": sizes.channels // step,
             "pixels": pixels,
             "pixel_bytes": pixel,
             "pixel_step": pixel,
@@ -242,7 +242,7 @@ class UpsampledConvKernel(PlannedConv):
             "thread_bytes": thread_bytes,
             "bands": bands.data_ptr(),
             "band_count": len(bands),
-            "walk_places": places.data_ptr(),
+            "read_offsets": places.data_ptr(),
             "width": width,
             "result_stride": sizes.out * self.out_dtype.itemsize,
             "zeros": zeros.data_ptr(),

@@ -35,7 +35,7 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
-from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, StripLoops, Strips, StripSpec, power_of_two
 from halfbyte.kernels.cpu.conv.direct_call import group_fields, image_fields
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, tile_rows
 from halfbyte.kernels.problem import Window
@@ -106,8 +106,8 @@ class _Pending(NamedTuple):
     columns: Variable
 
 
-class _Matrix(Lines):
-    """Emits the kernel: the loops of `Lines`, with tiles of matrix products.
+class _Matrix(StripLoops):
+    """Emits the kernel: the loops of `StripLoops`, with tiles of matrix products.
 
     Attributes:
         matrix: The specification; `spec` is that of the loops.
@@ -122,8 +122,17 @@ class _Matrix(Lines):
     isa: AMXTiles
 
     def __init__(self, spec: MatrixSpec, isa: AMXTiles, f: Function) -> None:
-        loops = LinesSpec(
-            copied=spec.copied, patches=0, lines=0, bits=8, started=False, paired=False, width=1, unit=UNIT, sums="none", masked=False
+        loops = StripSpec(
+            copy_step=spec.copied,
+            gather_step=0,
+            gather_lines=0,
+            bits=8,
+            sums_codes=False,
+            paired=False,
+            code_bytes=1,
+            unit=UNIT,
+            row_sums="none",
+            masks_tail=False,
         )
         super().__init__(loops, isa, f)
         self.matrix, self.integer = spec, spec.out == "i8"
@@ -147,32 +156,32 @@ class _Matrix(Lines):
         self._write_outputs(self.f.value("i64", 0), self.pending.rows.value)
         self.isa.release(self.f)
 
-    def _copy(self, image: Value, top: Value) -> None:
-        super()._copy(image, top)
+    def _copy_lines(self, image: Value, top: Value) -> None:
+        super()._copy_lines(image, top)
         if not self.matrix.woven:
             return
-        f, channels, size, kind = self.f, self.matrix.woven, self.get("near_line_bytes"), vector("i8", UNIT)
+        f, channels, size, kind = self.f, self.matrix.woven, self.get("copied_line_bytes"), vector("i8", UNIT)
         pixels = UNIT // (2 * channels)  # at a time
         picks = [b // channels % 2 * UNIT + b // (2 * channels) * channels + b % channels for b in range(2 * channels * pixels)]
         picks += [0] * (UNIT - len(picks))  # overwritten by what comes next
-        for pair in f.loop(self.get("near_lines") // 2):
-            lines, to = self.near + pair * 2 * size, self.patches + pair * 2 * size
+        for pair in f.loop(self.get("copied_lines") // 2):
+            lines, to = self.lines + pair * 2 * size, self.patches + pair * 2 * size
             for at in f.loop(size, step=pixels * channels):
                 first, second = (lines + at).load(kind), (lines + size + at).load(kind)
                 to.store(first.shuffle(picks, second), at * 2)
 
-    def _near(self, line: Value) -> Value:
+    def _line_of_image(self, line: Value) -> Value:
         return (self.pointer("near_from") + line * 8).load("i64", 0, 8)
 
-    def _multiply(self, panels: tuple[Value, Value], walked: Value, out: Value, weights: Value, table: Value, scale: Value) -> None:
+    def _multiply(self, panels: tuple[Value, Value], read_from: Value, out: Value, weights: Value, table: Value, scale: Value) -> None:
         f, get = self.f, self.get
-        rows, walked = get("rows"), self.patches if self.matrix.woven else walked
+        rows, read_from = get("strip_outputs"), self.patches if self.matrix.woven else read_from
         for p in f.loop(panels[1], panels[0]):
             panel, at = weights + p * get("panel_bytes"), table + p * (4 * PANEL)
             for t in f.loop((rows + (self.matrix.rows - 1)) // self.matrix.rows):
                 m = f.umin(t * self.matrix.rows, rows - self.matrix.rows)  # the last tile may overlap the one before
-                self._tile(walked + m * get("row_step"), panel, at, t.equals(0), p.equals(panels[0]))
-                to, places = out + p * (PANEL * self.out_bytes), self.pointer("places") + m * 8
+                self._tile(read_from + m * get("row_step"), panel, at, t.equals(0), p.equals(panels[0]))
+                to, places = out + p * (PANEL * self.out_bytes), self.pointer("patch_offsets") + m * 8
                 scales = panel + (get("panel_bytes") - 4 * PANEL)
                 columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
                 tile = f.value("i64", self.matrix.rows), to, places, at, scales, scale, columns
@@ -201,7 +210,7 @@ class _Matrix(Lines):
             with f.when(new_weights):
                 for line in range(0, UNIT * PANEL, 64):
                     f.prefetch(w + (_AHEAD + line))
-            if not self.spec.copied:
+            if not self.spec.copy_step:
                 with f.when(new_image):
                     for row in range(self.matrix.rows):
                         f.prefetch(a + step * (self.matrix.rows + row))
@@ -423,11 +432,11 @@ class MatrixConvKernel(PlannedConv):
             **strips.fields(),
             **group_fields(sizes, self.out_dtype, self.panels, panel_bytes, padded_bias=True),
             **image,
-            "rows": m,
+            "strip_outputs": m,
             "group_bytes": sizes.channels,
             "thread_bytes": copies * near_bytes,
             "patches_at": near_bytes,
-            "places": places.data_ptr(),
+            "patch_offsets": places.data_ptr(),
             "units": len(unit_places),
             "unit_places": unit_places.data_ptr(),
             "row_step": sw * channels * units.woven,

@@ -27,7 +27,7 @@ from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.conv import arrange
 from halfbyte.kernels.cpu.conv.arrange import LANE
 from halfbyte.kernels.cpu.conv.direct import DIRECT, RequantizingDirectTile, tile_function
-from halfbyte.kernels.cpu.conv.direct_call import RearrangedWeightsKernel, TileSizes, run_of, tile_width, whole_bytes
+from halfbyte.kernels.cpu.conv.direct_call import RearrangedTile, RearrangedWeightsKernel, has_exact_byte_sums, tile_run, tile_width
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.kernels.problem import Window
@@ -69,28 +69,28 @@ def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
 class _ArrangedTile(RequantizingDirectTile):
     """R outputs of an image times the weights of a group of columns."""
 
-    def emit(self, first: Value) -> None:
+    def emit(self, row_offset: Value) -> None:
         isa, f, record = self.isa, self.f, self.weights
-        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(self.rows)]
-        starts = [self._column_start(first, v) for v in range(self.vectors)]
+        patches = self._patches()
+        starts = [self._initial_sum(row_offset, v) for v in range(self.vectors)]
         starts = [start + record.load(isa.ints, _CORRECTIONS + v * 4 * isa.lanes, 4) for v, start in enumerate(starts)]
         totals = [f.variable(start) for start in starts * self.rows]
         self.ones = f.pinned(f.value(isa.shorts, 1), isa.register)
         chunk, place = f.variable(record + _HEAD), f.variable(self._place(record, _FIRST))
         for number, coupled_halves in enumerate(arrange.COUPLED_HALVES):
             for _ in f.loop(record.load("i64", _COUNTS + 8 * number, 8)):
-                here = [row + place.value for row in rows]
+                here = [patch + place.value for patch in patches]
                 place.value = self._place(chunk.value, _Chunk.of(isa).next_lane)  # now, since it takes a while
                 values = self._products(here, chunk.value, [total.value for total in totals], coupled_halves)
                 for total, value in zip(totals, values, strict=True):
                     total.value = value
                 chunk.value = chunk.value + _Chunk.of(isa).size
-        self._finish([total.value for total in totals], record, first)
-        self._write(first)
+        self._finish([total.value for total in totals], record, row_offset)
+        self._write(row_offset)
 
     def _place(self, chunk: Value, at: int) -> Value:
         """Offset of a lane from an output's place in the image, in bytes; the lane's number lies at chunk + at."""
-        return (DIRECT.load(self.args, "lane_places", "ptr") + chunk.load("i64", at, 8) * 8).load("i64", 0, 8)
+        return (DIRECT.load(self.args, "lane_offsets", "ptr") + chunk.load("i64", at, 8) * 8).load("i64", 0, 8)
 
     def _products(self, rows: list[Value], chunk: Value, totals: list[Value], coupled_halves: int) -> list[Value]:
         """The totals plus the products of a chunk, in whose first `coupled_halves` halves two pairs are added as int16."""
@@ -117,7 +117,7 @@ class _ArrangedTile(RequantizingDirectTile):
 
 def supports(sizes: Filter, isa: ISA) -> bool:
     """Whether `ArrangedConvKernel` takes int8 images and weights of these sizes."""
-    return isa.tuning.arranged_conv and whole_bytes(sizes)
+    return isa.tuning.arranged_conv and has_exact_byte_sums(sizes)
 
 
 class ArrangedConvKernel(RearrangedWeightsKernel):
@@ -125,7 +125,7 @@ class ArrangedConvKernel(RearrangedWeightsKernel):
 
     def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
         super().__init__(sizes, window, linear)
-        self.run = run_of(sizes, window)
+        self.run = tile_run(sizes, window)
         self.form = f"arranged in runs of {self.run}"
 
     def weights_of(self, codes: Codes) -> Tensor | None:
@@ -149,8 +149,8 @@ class ArrangedConvKernel(RearrangedWeightsKernel):
         chunks = torch.cat([part.flatten(2).view(torch.uint8) for part in (arranged_weights.weights, *masks, next_lanes)], 2)
         return torch.cat((head.view(torch.uint8), chunks.flatten(1)), 1).view(sizes.groups, columns // width, -1)
 
-    def tiles(self, panel_bytes: int) -> TileSizes:
-        return TileSizes(build_tile, panel_bytes, tile_width(self.isa))
+    def tile(self, panel_bytes: int) -> RearrangedTile:
+        return RearrangedTile(build_tile, panel_bytes, tile_width(self.isa))
 
 
 def _lanes(runs: Tensor) -> Tensor:

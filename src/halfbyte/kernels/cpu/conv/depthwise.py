@@ -4,8 +4,8 @@
     iy = oy * stride_h - top + kh * dilation_h,    ix = ox * stride_w - left + kw * dilation_w
 
 Images and outputs are channels_last; outside of an image lies 0, or the code that means 0. Weights are [Kh * Kw, C], float32, or for images
-of int8 codes as int32 (`layouts.convolution.taps`). For these the argument `bias` is the requantization table [3, C]: offsets, multipliers and
-initial sums, as `tile.RequantizingTile` has it.
+of int8 codes as int32 (`layouts.convolution.taps`). For these the argument `bias` is the requantization table [3, C]: offsets,
+multipliers and initial sums, as `tile.RequantizingTile` has it.
 
 Threads draw lines of the output. Some adjacent outputs of a line are computed together, for a vector of channels: they share each load of a
 weight and, where the filter and its stride are small, each load of a pixel.

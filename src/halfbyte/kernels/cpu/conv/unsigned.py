@@ -26,7 +26,14 @@ from halfbyte.formats.codes import Codes
 from halfbyte.kernels.cpu.codegen.ir import Function, Value
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.conv.direct import RequantizingDirectTile, tile_function
-from halfbyte.kernels.cpu.conv.direct_call import RearrangedWeightsKernel, TileSizes, line_run, lines_inside, tile_width, whole_bytes
+from halfbyte.kernels.cpu.conv.direct_call import (
+    RearrangedTile,
+    RearrangedWeightsKernel,
+    has_exact_byte_sums,
+    line_run,
+    lines_inside,
+    tile_width,
+)
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import TileSpec
 from halfbyte.kernels.problem import Window
@@ -53,28 +60,28 @@ def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
 class _UnsignedTile(RequantizingDirectTile):
     """R outputs of an image times the weights of a group of columns."""
 
-    def emit(self, first: Value) -> None:
+    def emit(self, row_offset: Value) -> None:
         spec, isa, f, size = self.spec, self.isa, self.f, 4 * self.isa.lanes
         unit = spec.activation.unit
-        self.asks = unit == 4 * _MOST_QUADS  # stems have few weights, and short runs
+        self.prefetches = unit == 4 * _MOST_QUADS  # stems have few weights, and short runs
         self.unit_bytes, self.row_unit_bytes = unit * self.vectors * isa.lanes, unit
-        rows = [self.image + self.places.load("i64", 8 * i, 8) for i in range(self.rows)]
-        starts = [self._column_start(first, v) + self.weights.load(isa.ints, v * size, size) for v in range(self.vectors)]
-        kept = [f.variable(start) for start in starts * self.rows]
-        self._walk(kept, self.weights + size * self.vectors, rows)
-        self._finish([k.value for k in kept], self.weights, first)
-        self._write(first)
+        patches = self._patches()
+        starts = [self._initial_sum(row_offset, v) + self.weights.load(isa.ints, v * size, size) for v in range(self.vectors)]
+        accumulators = [f.variable(start) for start in starts * self.rows]
+        self._add_products(accumulators, self.weights + size * self.vectors, patches)
+        self._finish([total.value for total in accumulators], self.weights, row_offset)
+        self._write(row_offset)
 
-    def _multiplied(self, weights: Value, rows: list[Value], totals: list[Value]) -> list[Value]:
+    def _multiply_unit_of(self, weights: Value, codes: list[Value], totals: list[Value]) -> list[Value]:
         spec, isa, f, size = self.spec, self.isa, self.f, 4 * self.isa.lanes
         sums = list(totals)
         for quad in range(spec.activation.unit // 4):
             vectors = [weights.load(isa.quads, (quad * self.vectors + v) * size, size) for v in range(self.vectors)]
-            for i, row in enumerate(rows):
-                codes = isa.spread(row, "i32", 4 * quad).bits(isa.quads)
+            for i, row in enumerate(codes):
+                four = isa.spread(row, "i32", 4 * quad).bits(isa.quads)
                 for v, weight in enumerate(vectors):
                     n = i * self.vectors + v
-                    sums[n] = isa.pinned(f, isa.dot(f, sums[n], codes, weight, spec.weight.bits))
+                    sums[n] = isa.pinned(f, isa.dot(f, sums[n], four, weight, spec.weight.bits))
             f.fence()
         return sums
 
@@ -83,7 +90,7 @@ def supports(sizes: Filter, window: Window, out_height: int, outside: int, isa: 
     """Whether `UnsignedConvKernel` takes int8 images and weights of these sizes, and is faster than other ways."""
     run = line_run(sizes, window)
     worth = sizes.channels % 8 != 0 or (outside == -128 and _left_out(sizes, window, out_height) >= _LEAST_LEFT_OUT)
-    return isa.mixed_dot and whole_bytes(sizes) and worth and round_up(run, 4) <= _MOST_PADDED * run
+    return isa.mixed_dot and has_exact_byte_sums(sizes) and worth and round_up(run, 4) <= _MOST_PADDED * run
 
 
 def _left_out(sizes: Filter, window: Window, out_height: int) -> float:
@@ -115,5 +122,5 @@ class UnsignedConvKernel(RearrangedWeightsKernel):
         corrections = w.sum((2, 3), dtype=torch.int32).mul_(-128).view(sizes.groups, columns // width, width)
         return torch.cat((corrections.view(torch.uint8), quads.contiguous().view(torch.uint8)), 2)
 
-    def tiles(self, panel_bytes: int) -> TileSizes:
-        return TileSizes(build_tile, panel_bytes, tile_width(self.isa), self.padded, _unit(self.padded))
+    def tile(self, panel_bytes: int) -> RearrangedTile:
+        return RearrangedTile(build_tile, panel_bytes, tile_width(self.isa), self.padded, _unit(self.padded))
