@@ -1,7 +1,6 @@
 """Convolutions on CPUs, and the pools and sums between them. docs/engineering/convolution-kernels.md says which one is taken when.
 
-Images and outputs are channels_last. `dispatch/cpu_conv.py` chooses a kernel, a subclass of `planned.PlannedConv`, and `ops/conv/cpu.py`
-calls it.
+Images and outputs are channels_last. `dispatch.cpu_conv` chooses a kernel, a subclass of `PlannedConv`, and `ops.conv.cpu` calls it.
 
 planned.py      the base of all kernels: a call is planned once for images of each size, then run
 depthwise_dot.py, depthwise.py    each channel by itself: codes by dot products of four bytes, and any images

@@ -196,7 +196,7 @@ class _Depthwise(Emitter):
         if not self.of_codes:
             return address.load(self.floats, 0, 4)
         codes = address.load(self.ints, 0, 4)
-        # As int16 the lower half is the code; the upper half would multiply the upper half of the pixel's code, its sign, and becomes 0.
+        # The lower half is the code as int16. The upper half would multiply the upper half of the pixel's code, its sign, and becomes 0.
         return codes & 0xFFFF if self.sums_integers else codes.to("float")
 
     def _pixel(self, address: Value) -> Value:

@@ -111,7 +111,7 @@ class _Plan:
         width, k, inner = block.o.k, block.o.n, block.up.n  # H D, K, I
         products = [(block.kv, context_rows), *((p, m) for p in (block.qkv, block.o, block.q, block.cross_o, block.up, block.down))]
         thread_bytes = max(self._attention_kernel(keys)[2] for keys in (size.tokens, size.context))
-        # As in `_Buffers`.
+        # Elements, in the order of `_Buffers`.
         buffers = m * 3 * width, context_rows * 2 * width, m * width, m * k, m * k, m * inner, m * inner
         self._memory = shared_memory(
             "cross_block",
