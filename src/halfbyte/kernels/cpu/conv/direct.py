@@ -7,8 +7,8 @@ are not adjacent (dilation, channel groups). Tiles read codes in one of three pl
 
     the image            where nothing is padded, and no read reaches behind it
     copied lines         a thread copies the lines of the image that a strip of outputs needs, with padding around
-    gathered patches     where runs are no multiple of 8 codes, as in stems of 3 channels: patches are copied one behind the other, each as
-                         one run, from copied lines. That takes a few loads and stores.
+    gathered patches     where runs are no multiple of 8 codes, as in stems of 3 channels: patches are copied from copied lines, one behind
+                         the other, each as one run, which takes a few loads and stores
 
 `direct_call.py` plans calls and fills in the arguments `DIRECT`. `StripLoops` emits the loops: threads draw items, a strip of an image's
 output lines times some panels of a channel group's outputs, and copy and gather what an item needs, unless their last item had the same.

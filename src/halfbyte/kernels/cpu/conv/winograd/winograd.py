@@ -9,12 +9,12 @@ some blocks of 2 lanes output channels. For each item a thread
     2. for each block, multiplies: at each position, a matrix product over input channels         `_multiply`
     3. transforms the sums of each tile into outputs                                              `_write_outputs`
 
-in memory of its own, of which `tile` says the number in its chunk:
+in memory of its own (a tile's index is its number in the chunk):
 
     planes           int16 [position, group of tiles, Ci / 2 lanes, tile of the group, 2 lanes]     a plane for each position
     products         int32 [tile, position, 2 lanes]                                                of one block
-    input tile       int8 [pixel, Ci]              the pixels of a tile that reaches beyond the image, with padding
-    output tile      [4, 4, 2 lanes]               the outputs of a tile that reaches beyond the outputs
+    input tile       int8 [pixel, Ci]              a copy of the pixels under a tile that reaches beyond the image, with padding
+    output tile      [4, 4, 2 lanes]               the outputs of a tile that reaches beyond the image's, before those that exist are copied
 
 Weights are those of `transforms.transformed_weights`; behind them, for floating-point outputs, lie the weight's scales, float32 [Co].
 
