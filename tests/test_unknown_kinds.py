@@ -235,8 +235,8 @@ def test_the_conversion_of_a_blocks_sum() -> None:
 
 def test_sums_of_activations_and_of_pixels() -> None:
     unsupported("sums of activations, 'new'", built(activations.build, specifications()[1], sums=NEW))
-    lines = direct.LinesSpec(8, 0, 0, 8, started=True, paired=False, width=1, unit=8, sums="single", masked=True)
-    unsupported("sums of pixels, 'new'", built(direct.build, lines, sums=NEW))
+    lines = direct.StripSpec(8, 0, 0, 8, sums_codes=True, paired=False, code_bytes=1, unit=8, row_sums="single", masks_tail=True)
+    unsupported("sums of pixels, 'new'", built(direct.build, lines, row_sums=NEW))
 
 
 # Layers of language models

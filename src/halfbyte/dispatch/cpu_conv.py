@@ -16,14 +16,15 @@ from halfbyte.dispatch.candidate import Candidate, Choice, decide
 from halfbyte.dispatch.cpu import choose_product
 from halfbyte.errors import UnsupportedError
 from halfbyte.kernels.cpu.codegen.isa import ISA
-from halfbyte.kernels.cpu.conv import amx, arranged, depthwise_dot, unsigned, winograd
+from halfbyte.kernels.cpu.conv import amx, arranged, depthwise_dot, unsigned
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel
 from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel, ImageRearrangedKernel
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
-from halfbyte.kernels.cpu.conv.winograd import WinogradKernel, WinogradScalingKernel
+from halfbyte.kernels.cpu.conv.winograd import winograd_call
+from halfbyte.kernels.cpu.conv.winograd.winograd_call import WinogradKernel, WinogradScalingKernel
 from halfbyte.kernels.cpu.linear.tile_spec import Inner
 from halfbyte.kernels.problem import ConvProblem, Problem, check_one_scale
 
@@ -152,13 +153,13 @@ def _why_not_winograd(problem: ConvProblem, isa: ISA) -> str | None:
             return reason
         if problem.sizes.out % (2 * isa.lanes) or (problem.dtype == torch.float16 and not isa.half_conversions):
             return f"it writes floating point of channels by {2 * isa.lanes}, and no halves without the CPU's conversions"
-        if winograd.weight_bytes(problem.sizes) > problem.m * problem.n * problem.dtype.itemsize * _MOST_WEIGHTS:
+        if winograd_call.weight_bytes(problem.sizes) > problem.m * problem.n * problem.dtype.itemsize * _MOST_WEIGHTS:
             return "its second form of the weights is larger than what it computes"
     if isa.tuning.winograd is None:
         return f"it was not found faster with {isa.name}"
-    if not winograd.supports(problem.sizes, problem.window, isa):
+    if not winograd_call.supports(problem.sizes, problem.window, isa):
         return f"it takes 8 bits, 3 x 3 kernels, stride and dilation 1, no groups, and channels by {2 * isa.lanes}"
-    if not winograd.pays(problem.sizes, (problem.batch, *problem.out), isa):
+    if not winograd_call.pays(problem.sizes, (problem.batch, *problem.out), isa):
         return "its fewer products take longer here, as images and outputs are transformed"
     return None
 

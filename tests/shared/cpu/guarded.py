@@ -28,7 +28,7 @@ from halfbyte.dispatch.choose import choose
 from halfbyte.formats import as_format
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.conv import elementwise, winograd
+from halfbyte.kernels.cpu.conv import elementwise
 from halfbyte.kernels.cpu.conv.amx import MatrixConvKernel
 from halfbyte.kernels.cpu.conv.arranged import ArrangedConvKernel
 from halfbyte.kernels.cpu.conv.depthwise import DepthwiseKernel
@@ -36,7 +36,8 @@ from halfbyte.kernels.cpu.conv.depthwise_dot import DepthwiseDotKernel
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel
 from halfbyte.kernels.cpu.conv.pool import pool
 from halfbyte.kernels.cpu.conv.unsigned import UnsignedConvKernel
-from halfbyte.kernels.cpu.conv.winograd import WinogradKernel
+from halfbyte.kernels.cpu.conv.winograd import winograd_call
+from halfbyte.kernels.cpu.conv.winograd.winograd_call import WinogradKernel
 from halfbyte.kernels.cpu.linear import sparse
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS
@@ -228,7 +229,7 @@ def rearranged_weights(announce: Callable[[str], None]) -> None:
         form: Any = ArrangedConvKernel if isa.tuning.arranged_conv else UnsignedConvKernel
         if channels == out == 1:
             run: Any = DepthwiseDotKernel(sizes, window, window.out_size((9, 7 + number), kernel)[0])
-        elif winograd.supports(sizes, window, isa):
+        elif winograd_call.supports(sizes, window, isa):
             run = WinogradKernel(sizes)
         else:
             run = form(sizes, window, ConvKernel(sizes, torch.int8, "int8", "block").linear)

@@ -3,11 +3,13 @@
     T[r, s, p]            = sum over ci of  w[co, r, s, ci] * x[p, ci]                            for each pixel p; 0 outside of the image
     acc[2 i + a, 2 j + b] = sum over r, s of  T[r, s, (i + (a + r - 1) // 2, j + (b + s - 1) // 2)]
 
-An output's nine taps meet four pixels, each several times. Products of a tap with a pixel are made once instead of four times, and added
-to four outputs as integers: `acc` is that of the convolution of the enlarged image, and so is the output, bit for bit.
+An output's nine taps read four pixels of x, each several times. The product T of a tap with a pixel is computed once instead of four
+times, and added to four outputs as integers: `acc` is that of the convolution of the enlarged image, and so is the output, bit for bit.
 
-The loops draw strips of lines times panels of outputs, as in `direct.py`; T of a panel stays in a thread's memory, with a line more at
-either end of a strip. Tiles are those of `direct.py`, whose lines of a kernel are the nine taps here, all at the same place.
+`ops/conv/upsampled.py` calls `UpsampledConvKernel`. Threads draw items as in `direct.py`: a strip of an image's lines times some panels of
+outputs. For each panel a thread computes T of the strip's lines, and of one more at either end, in memory of its own (`_multiply_taps`),
+and adds up its outputs (`_write_outputs`). Tiles are those of `direct.py`: the nine taps are nine lines of a kernel, at distance 0, and
+each has a `Band` of its own with the pixels that it is multiplied with.
 """
 
 from __future__ import annotations
@@ -24,18 +26,24 @@ from halfbyte.kernels.cpu.codegen.elements import Kind, element_of, kind_of
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
-from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, DirectTile, Lines, LinesSpec, power_of_two, tile_function
+from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, DirectTile, StripLoops, StripSpec, power_of_two, tile_function
 from halfbyte.kernels.cpu.conv.direct_call import TILE_COST, group_fields, image_fields
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, parts_of, tile_rows
 from halfbyte.kernels.cpu.linear.tile_spec import Schedule, TileSpec
 from halfbyte.kernels.problem import Window
+from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import PANEL
 
 if TYPE_CHECKING:
     from halfbyte.kernels.cpu.conv.gathered import ConvKernel
 
-UPSAMPLED = DIRECT.extended("taps_at", "tap_bytes", "width", "result_stride", "scales_at")
-_PIXEL = 4 * PANEL  # bytes of T of a tap
+UPSAMPLED = DIRECT.extended(
+    *("taps_at", "tap_bytes"),  # in a thread's memory: where T is, and bytes of a tap there
+    "width",  # pixels of a line of x
+    "result_stride",  # bytes from a pixel of the output to the next
+    "scales_at",  # bytes from a panel's weights to its scales
+)
+_PIXEL_BYTES = 4 * PANEL  # of T, of a tap and pixel
 _TAPS = 9
 _STEP = 16  # codes of a pixel, of which there are multiples
 _STRIP_BYTES = 640 << 10  # of T, which is to stay in the second-level cache
@@ -57,8 +65,12 @@ def why_not(codes: ConvKernel, window: Window) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class UpsampledSpec(LinesSpec):
-    """What the loops are compiled for; out, scale: elements of the outputs, and of the weight's scales."""
+class UpsampledSpec(StripSpec):
+    """What the loops are compiled for.
+
+    Attributes:
+        out, scale: Element types of the outputs, and of the weight's scales.
+    """
 
     out: Kind = "f32"
     scale: Kind = "f32"
@@ -66,14 +78,14 @@ class UpsampledSpec(LinesSpec):
 
 @phase
 def build(spec: UpsampledSpec, isa: ISA, f: Function) -> None:
-    """Emit the loops around the tiles."""
+    """Emit the kernel; its arguments are an UPSAMPLED block, its thread and the number of threads."""
     _Upsampled(spec, isa, f).emit()
 
 
-class _Upsampled(Lines):
-    """Draws items, copies their lines, multiplies by each tap and adds up.
+class _Upsampled(StripLoops):
+    """Emits the kernel.
 
-    A thread's memory: the lines of a strip; sums of their pixels; T as [tap, line, pixel, PANEL], int32.
+    A thread's memory: copied lines of a strip; sums of their pixels; T as int32 [tap, line, pixel, PANEL].
     """
 
     block = UPSAMPLED
@@ -81,7 +93,7 @@ class _Upsampled(Lines):
 
     def emit(self) -> None:
         f, get = self.f, self.get
-        parts, strips, group, lines = get("parts"), get("strips"), get("group"), get("strip_lines")
+        parts, strips, part_panels, lines = get("parts"), get("strips"), get("part_panels"), get("strip_lines")
         panels = (get("n") + (PANEL - 1)) // PANEL
         copied = f.variable(f.value("i64", -1))
         for item in f.draw_items(self.args + DIRECT.offset("counter"), get("items")):
@@ -90,34 +102,41 @@ class _Upsampled(Lines):
             y = f.umin(number * lines, get("height") - lines)
             new = copied.value.differs(strip)
             with f.when(new):
-                self._copy(self.pointer("x") + b * get("image_bytes"), y - 1)
-                if self.spec.started:
-                    self._sum(self.near)
+                self._copy_lines(self.pointer("x") + b * get("image_bytes"), y - 1)
+                if self.spec.sums_codes:
+                    self._sum_patches(self.lines)
                 copied.value = strip
             out = self.pointer("out") + (b * get("out_height") + y * 2) * get("out_width") * get("result_stride")
             scale = (self.pointer("scales") + b * 4).load("float", 0, 4)
-            for p in f.loop(f.umin(part * group + group, panels), part * group):
+            for p in f.loop(f.umin(part * part_panels + part_panels, panels), part * part_panels):
                 weights = self.pointer("weights") + p * get("panel_bytes")
-                self._taps(weights)
+                self._multiply_taps(weights)
                 columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
                 for first in f.loop(columns, step=self.isa.lanes):
-                    self._add(p * PANEL + first, first, out, weights, scale)
+                    self._write_outputs(p * PANEL + first, first, out, weights, scale)
 
-    def _taps(self, weights: Value) -> None:
-        """T of a strip's lines for a panel."""
+    def _multiply_taps(self, weights: Value) -> None:
+        """Compute T of a strip's lines for the panel at `weights`."""
         f, get, zero = self.f, self.get, self.f.value("i64", 0)
         for b in f.loop(get("band_count")):
             band = self.pointer("bands") + b * (8 * len(Band._fields))
             first, stop, rows = Band.load(band, "first", "stop", "rows")
-            to = self.near + get("taps_at") + b * get("tap_bytes")
+            to = self.lines + get("taps_at") + b * get("tap_bytes")
             for t in f.loop((stop - first + (rows - 1)) // rows):
                 m = f.umin(first + t * rows, stop - rows)  # the last tile may overlap the one before
-                places, sums, bias = self.pointer("walk_places") + m * 8, self.sums + m * 4, self.pointer("bias")
-                pointers = weights, self.near, places, sums, to + m * _PIXEL, bias, self.pointer("scales"), band
+                offsets, sums, bias = self.pointer("read_offsets") + m * 8, self.sums + m * 4, self.pointer("bias")
+                pointers = weights, self.lines, offsets, sums, to + m * _PIXEL_BYTES, bias, self.pointer("scales"), band
                 Band.call(f, band, self.args, *pointers, f.value("i64", PANEL), zero)
 
-    def _add(self, column: Value, first: Value, out: Value, weights: Value, image_scale: Value) -> None:
-        """A vector of outputs from `column` on, the panel's `first`, of all a strip's pixels: each pixel makes four."""
+    def _write_outputs(self, column: Value, first: Value, out: Value, weights: Value, image_scale: Value) -> None:
+        """Add up a vector of output channels for all of a strip's pixels, of each of which there are four outputs.
+
+        Args:
+            column, first: The vector's first output channel, and the same in its panel.
+            out: Address of the strip's first output.
+            weights: Address of the panel.
+            image_scale: The image's scale.
+        """
         f, get, isa, spec = self.f, self.get, self.isa, self.spec
         scale_element = element_of(spec.scale)
         raw = (weights + get("scales_at") + first * scale_element.size).load(vector(scale_element.stored, isa.lanes), 0, scale_element.size)
@@ -126,22 +145,23 @@ class _Upsampled(Lines):
         low, high = (bound.splat(isa.lanes) for bound in DIRECT.load_floats(self.args, "clamp"))
         width, stride, tap_bytes, zeros = get("width"), get("result_stride"), get("tap_bytes"), self.pointer("zeros")
         size = element_of(spec.out).size
-        taps = self.near + get("taps_at") + first * 4
+        taps = self.lines + get("taps_at") + first * 4
         for y in f.loop(get("strip_lines")):
             for x in f.loop(width):
-                at, has_left, has_right = taps + (y * width + x) * _PIXEL, x > 0, (x + 1) < width
+                at, has_left, has_right = taps + (y * width + x) * _PIXEL_BYTES, x > 0, (x + 1) < width
 
-                def pairs(r: int, line: int, at: Value = at, has_left: Value = has_left, has_right: Value = has_right) -> list[Value]:
-                    """Sums over s for b = 0 and 1, of a tap's line r and a line of the image from the one above on."""
-                    left, middle, right = (at + tap_bytes * (3 * r + s) + width * (line * _PIXEL) for s in range(3))
+                def row_sums(r: int, line: int, at: Value = at, has_left: Value = has_left, has_right: Value = has_right) -> list[Value]:
+                    """Return the sums of T[r, s] over s for the outputs b = 0 and 1, at a line of x: 0 is the one above the pixel."""
+                    left, middle, right = (at + tap_bytes * (3 * r + s) + width * (line * _PIXEL_BYTES) for s in range(3))
                     center = middle.load(isa.ints, 0, 4)
-                    outer_left, outer_right = has_left.select(left + -_PIXEL, zeros), has_right.select(right + _PIXEL, zeros)
+                    outer_left, outer_right = has_left.select(left + -_PIXEL_BYTES, zeros), has_right.select(right + _PIXEL_BYTES, zeros)
                     return [
                         outer_left.load(isa.ints, 0, 4) + center + right.load(isa.ints, 0, 4),
                         left.load(isa.ints, 0, 4) + center + outer_right.load(isa.ints, 0, 4),
                     ]
 
-                upper, middle, lower = (pairs(0, 0), pairs(0, 1)), pairs(1, 1), (pairs(2, 1), pairs(2, 2))
+                # Outputs a = 0, 1 read with r = 0 the line above and that of the pixel, with r = 2 that of the pixel and the line below.
+                upper, middle, lower = (row_sums(0, 0), row_sums(0, 1)), row_sums(1, 1), (row_sums(2, 1), row_sums(2, 2))
                 to = out + (y * 2 * get("out_width") + x * 2) * stride + column * size
                 for a, b in itertools.product(range(2), range(2)):
                     total = (upper[a][b] + middle[b] + lower[a][b]).to("float") * scale + bias
@@ -151,23 +171,23 @@ class _Upsampled(Lines):
 
 @tile_function
 def build_tile(spec: TileSpec, isa: ISA, f: Function) -> None:
-    """Emit the tile of `direct.build_tile`, but for its end: it writes int32 sums, PANEL of each row."""
+    """Emit `direct.build_tile` with another end: the function writes int32 sums, PANEL of each row."""
     width = isa.lanes * spec.schedule.vectors
     for part in f.loop(PANEL // width):
         _TapTile(spec, isa, f).emit(part * width)
 
 
 class _TapTile(DirectTile):
-    """Sums of R pixels' codes times one tap of a panel's weights."""
+    """Emits a tile of R pixels times a panel of weights of one tap, to sums T."""
 
     def __init__(self, spec: TileSpec, isa: ISA, f: Function) -> None:
         super().__init__(spec, isa, f)
-        self.asks = False
+        self.prefetches = False
 
     def _finish(self, sums: list[Value], tail: Value, first: Value) -> None:
         for n, total in enumerate(sums):
             row, v = divmod(n, self.vectors)
-            (self.out + first * 4).store(total, row * _PIXEL + v * self.isa.lanes * 4, 4)
+            (self.out + first * 4).store(total, row * _PIXEL_BYTES + v * self.isa.lanes * 4, 4)
 
     def _write(self, row_offset: Value) -> None:
         pass  # `_finish` has written
@@ -194,66 +214,75 @@ class UpsampledConvKernel(PlannedConv):
         linear, sizes, (height, width) = self._codes.linear, self.sizes, geo.image
         isa, weight = linear.isa, linear.geometry
         step, code = _STEP if sizes.channels % 32 else 32, isa.activation_bytes("int8", sizes.format.bits)
-        most_lines = (_STRIP_BYTES // (3 * width * _PIXEL) - 2) // 3
+        # Taps are multiplied with lines + 1, lines, and lines + 1 lines: 3 * (3 * lines + 2) in all.
+        most_lines = (_STRIP_BYTES // (3 * width * _PIXEL_BYTES) - 2) // 3
         number = -(-height // max(1, min(height, most_lines)))
         lines = -(-height // number)
         parts = parts_of(weight.panels, threads, _ITEMS_A_THREAD, geo.batch * number)
-        group = -(-weight.panels // parts)
-        parts = -(-weight.panels // group)
-        pixels, pixel = (lines + 2) * width, sizes.channels * code
-        near = image_fields(replace(geo, window=Window()), width, lines + 2, width * pixel)  # nothing to the left of a line
+        part_panels = -(-weight.panels // parts)
+        parts = -(-weight.panels // part_panels)
+        pixels, pixel_bytes = (lines + 2) * width, sizes.channels * code
+        lines_fields = image_fields(replace(geo, window=Window()), width, lines + 2, width * pixel_bytes)  # nothing to the left of a line
         spec = UpsampledSpec(
-            copied=power_of_two(near["copied_codes"], 4 * isa.lanes),
-            patches=0,
-            lines=0,
+            copy_step=power_of_two(lines_fields["copied_codes"], 4 * isa.lanes),
+            gather_step=0,
+            gather_lines=0,
             bits=sizes.format.bits,
-            started=isa.correction(sizes.format.bits, signed=True) != 0,
+            sums_codes=isa.correction(sizes.format.bits, signed=True) != 0,
             paired=False,
-            width=code,
+            code_bytes=code,
             unit=step,
-            sums="none",
-            masked=True,
+            row_sums="none",
+            masks_tail=True,
             out=kind_of(self.out_dtype),
             scale=linear.tile_spec.weight.scale,
         )
-        places, mask = torch.arange(pixels, device="cpu") * pixel, torch.zeros(64, dtype=torch.int8, device="cpu")
-        mask[: pixel % (4 * isa.lanes)] = -1
+        offsets, mask = torch.arange(pixels, device="cpu") * pixel_bytes, torch.zeros(64, dtype=torch.int8, device="cpu")
+        mask[: pixel_bytes % (4 * isa.lanes)] = -1
         bands, zeros = self._bands(lines, width, step), torch.zeros(PANEL, dtype=torch.int32, device="cpu")
-        sums_at = pixels * pixel + SLACK + 63 & ~63
-        taps_at = sums_at + (pixels * 4 + 63 & ~63)
-        thread_bytes = taps_at + _TAPS * pixels * _PIXEL
+        sums_at = round_up(pixels * pixel_bytes + SLACK, 64)
+        taps_at = sums_at + round_up(pixels * 4, 64)
+        thread_bytes = taps_at + _TAPS * pixels * _PIXEL_BYTES
         fields = {
             **group_fields(sizes, self.out_dtype, weight.panels, weight.panel_bytes, padded_bias=False),
-            **near,
+            **lines_fields,
             "strips": number,
             "strip_lines": lines,
             "parts": parts,
-            "group": group,
+            "part_panels": part_panels,
             "items": geo.batch * number * parts,
-            "walk_runs": 1,  # each tap is a line, at no distance from the one before
-            "walk_steps": sizes.channels // step,
+            "read_runs": 1,  # each tap is a line, at no distance from the one before
+            "read_units": sizes.channels // step,
             "pixels": pixels,
-            "pixel_bytes": pixel,
-            "pixel_step": pixel,
+            "pixel_bytes": pixel_bytes,
+            "pixel_step": pixel_bytes,
             "pixel_mask": mask.data_ptr(),
             "sums_at": sums_at,
             "taps_at": taps_at,
-            "tap_bytes": pixels * _PIXEL,
+            "tap_bytes": pixels * _PIXEL_BYTES,
             "thread_bytes": thread_bytes,
             "bands": bands.data_ptr(),
             "band_count": len(bands),
-            "walk_places": places.data_ptr(),
+            "read_offsets": offsets.data_ptr(),
             "width": width,
             "result_stride": sizes.out * self.out_dtype.itemsize,
             "zeros": zeros.data_ptr(),
             "scales_at": weight.panel_bytes - weight.tail_bytes,
         }
-        tensors = places, mask, bands, zeros
+        tensors = offsets, mask, bands, zeros
         return Plan(UPSAMPLED, compiled(build, spec, isa), fields, fields["items"], _EDGE, thread_bytes, tensors)
 
     def _bands(self, lines: int, width: int, step: int) -> Tensor:
-        """For each tap the pixels of a strip's lines that it meets: the upper ones of outputs from the line above on, the lower ones to the
-        line below."""
+        """Return the `Band` of each tap, int64 [9, fields]: the pixels of a strip's lines that it is multiplied with.
+
+        Taps of the kernel's first line are multiplied with the strip's lines and the one above, those of the middle line with the strip's
+        lines, those of the last line with these and the one below.
+
+        Args:
+            lines: Of a strip.
+            width: Pixels of a line.
+            step: Codes that tiles read at a time.
+        """
         linear, (most_rows, vectors) = self._codes.linear, self._codes.linear.isa.tuning.conv_tile
         activation, bands = replace(linear.tile_spec.activation, unit=step, one_unit=False), []
         for tap in range(_TAPS):

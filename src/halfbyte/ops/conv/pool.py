@@ -10,6 +10,7 @@ for fused convolutions (nn/fused_convolutions.py).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -29,6 +30,7 @@ _Pair = tuple[int, int]  # height, width
 _CACHED_SHAPES = 4096
 _MOST_AVERAGED = (1 << 31) // 255  # pixels: kernels sum their differences from `zero`, up to 255 each, in int32
 _GPU_ELEMENTS = 1 << 31  # the GPU's kernel takes images of fewer elements: it counts them in 32 bits
+_GPU_OUTPUTS = (1 << 31) - 64  # pixels of all outputs that it takes, for the same reason: a program computes 64
 
 
 class KernelPool(NamedTuple):
@@ -75,7 +77,8 @@ def kernel_pool(x: Tensor, pool: nn.Module, zero: int = 0) -> KernelPool | None:
         return None
     if isinstance(pool, nn.MaxPool2d):
         kernel, stride, padding, dilation = map(_pair, (pool.kernel_size, pool.stride or pool.kernel_size, pool.padding, pool.dilation))
-        return _max_pool(x.shape, kernel, stride, padding, dilation, pool.ceil_mode)
+        by_kernel = _max_pool(x.shape, kernel, stride, padding, dilation, pool.ceil_mode)
+        return None if x.is_cuda and x.shape[0] * math.prod(by_kernel.out_size) > _GPU_OUTPUTS else by_kernel
     if isinstance(pool, nn.AdaptiveAvgPool2d) and pool.output_size in (1, (1, 1)) and x.shape[2:].numel() <= _MOST_AVERAGED:
         return KernelPool((x.shape[2], x.shape[3]), Window(), (1, 1), zero)
     return None

@@ -368,3 +368,6 @@ def test_a_mean_of_padded_images_is_an_error() -> None:
     x = torch.zeros(1, 16, 4, 4, dtype=torch.int8).contiguous(memory_format=torch.channels_last)
     with pytest.raises(AssertionError, match="counts all pixels"):  # the kernel would divide by pixels that it does not sum
         pool(x, (3, 3), Window(padding=(1, 1, 1, 1)), (4, 4), zero=3)
+    with pytest.raises(AssertionError, match="counts all pixels"):  # the window of the last outputs leaves the image
+        pool(x, (3, 3), Window(), (3, 2), zero=3)
+    assert pool(x, (3, 3), Window(), (2, 2), zero=3).shape == (1, 16, 2, 2)

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from halfbyte.formats import as_format
-from halfbyte.kernels.gpu.conv import depthwise, few, implicit_gemm
+from halfbyte.kernels.gpu.conv import depthwise, dynamic, few, implicit_gemm
+from halfbyte.kernels.gpu.conv import image as conv_image
 from halfbyte.kernels.gpu.conv.stem import stem_of
 from halfbyte.kernels.problem import ConvProblem, Epilogue, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
 from halfbyte.machine import GPUS, Gpu
+from halfbyte.ops.conv import pool as pool_ops
 
 
 def only_last_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +91,43 @@ def test_padding_of_channels_counts() -> None:
     wide = replace(sizes, channels=40)  # is read as it is
     assert convolution.gpu_image_channels(wide) == 40
     assert convolution.gpu_image_channels(replace(wide, groups=2)) == 80
+
+
+def test_int32_numbers_of_masked_elements_do_not_overflow() -> None:
+    """Programs count elements in whole blocks: one beyond 2^31 is negative, and so below the number that masks it."""
+    hopper, sizes = GPUS["sm_90"], Filter(as_format("int8_channel"), 64, 64, (1, 1))
+    problem = ConvProblem(sizes, Window((128, 128)), 1, (1 << 13, (1 << 12) - 2), torch.float16, compute="int8", activation="image")
+    largest = (1 << 31) - (1 << 20)  # 256 programs, each of which takes blocks of 4096 elements
+    assert problem.image[0] * problem.image[1] * 64 == largest
+    assert conv_image.supports(problem, hopper) is None
+    assert str(largest) in (conv_image.supports(replace(problem, image=(1 << 13, (1 << 12) - 1)), hopper) or "")
+
+
+def test_pixels_are_counted_in_int32() -> None:
+    hopper, sizes = GPUS["sm_90"], Filter(as_format("int8_channel"), 64, 64, (1, 1))
+    problem = ConvProblem(sizes, Window(), (1 << 17) - 1, (1 << 7, 1 << 7), torch.float16)
+    for module in (implicit_gemm, dynamic):
+        assert module.supports(problem, hopper) is None
+        assert "counted in int32" in (module.supports(replace(problem, batch=1 << 17), hopper) or "")
+    strided = replace(problem, batch=1 << 17, window=Window((2, 2)))
+    assert implicit_gemm.supports(strided, hopper) is None
+    assert "counted in int32" in (dynamic.supports(strided, hopper) or "")
+
+
+def test_pixels_of_a_stem_are_counted_in_int32() -> None:
+    sizes = Filter(as_format("int8_channel"), 64, 3, (1, 1))
+    most = (1 << 31) // 256 - 2  # images of 256 pixels with what pads the last piece: a program writes 512 pixels
+    problem = ConvProblem(sizes, Window(), most, (1, 256 - 9), torch.float16)
+    stem = stem_of(problem)
+    assert stem is not None
+    assert stem.image == (1, 256)
+    assert stem_of(replace(problem, batch=most + 1)) is None
+
+
+def test_outputs_of_a_pool_are_counted_in_int32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_ops, "why_no_triton", lambda: None)
+    pool = torch.nn.MaxPool2d(3, 1, 1)
+    with FakeTensorMode():
+        few_images, images = (torch.empty(n, 1, 1 << 9, 1 << 9, dtype=torch.int8, device="cuda") for n in ((1 << 13) - 1, 1 << 13))
+        assert pool_ops.kernel_pool(few_images, pool) is not None
+        assert pool_ops.kernel_pool(images, pool) is None

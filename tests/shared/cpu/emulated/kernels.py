@@ -33,7 +33,7 @@ from halfbyte.kernels.problem import Activation, Window
 from halfbyte.layouts.cpu_tiles import PANEL, Geometry
 
 _FUNCTIONS = ("first_phase", "second_phase", "row_function", "tile_function", "lesser_tile_function")
-_TENSORS = ("outside", "places", "walk_places", "pixel_mask", "lane_places", "bands")  # of `direct_call.plan`
+_TENSORS = ("outside", "patch_offsets", "read_offsets", "pixel_mask", "lane_offsets", "bands")  # of `direct_call.plan`
 _MARGIN = b"\xff" * 64  # NaN in every dtype
 
 

@@ -79,11 +79,11 @@ class Expansion:
 
 
 class Winograd(NamedTuple):
-    """When 3 x 3 convolutions are computed by minimal filtering (`conv/winograd.py`).
+    """When 3 x 3 convolutions are computed by minimal filtering (`conv/winograd/`).
 
     Attributes:
-        direct_rate, rate: Products per cycle of `conv/direct.py` and of `conv/winograd.py`.
-        tiles: Tiles of a run that are enough, with weights from the third-level cache and from the second.
+        direct_rate, rate: Products per cycle of `conv/direct.py` and of `conv/winograd/`.
+        tiles: Tiles of a chunk that are enough, with weights from the third-level cache and from the second.
     """
 
     direct_rate: float

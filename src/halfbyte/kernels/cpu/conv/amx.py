@@ -1,22 +1,24 @@
 """Convolution of int8 codes on matrix units (AMX), whose tile registers are loaded from the image where the codes lie.
 
-    acc[m, co] = sum over units u of 64 codes  w[co, u] * x[place of output m + offset of unit u]
+    acc[m, co] = sum over units u, i of  w[co, u, i] * q[offset of output m + unit_offsets[u] + i]          i < 64
 
-A unit is 64 adjacent codes under the kernel: of one of its lines, or of one tap where taps are not adjacent (dilation, groups). What a unit
-has beyond the end of a line or tap meets weights of 0.
+A unit is 64 adjacent codes under the kernel: of one of its lines, or of one tap where taps are not adjacent (dilation, channel groups).
+What a unit reads beyond the end of a line or tap meets weights of 0.
 
-A tile register takes 16 rows of 64 bytes at a constant distance. So a tile is up to 32 outputs whose places are `row_step` bytes apart:
-consecutive outputs of a line, and of the next lines, if each line is taken to be as long as a line in memory. Outputs between two lines are
-computed, too, and overwritten by those of the next line. For a vertical stride, a thread copies the lines of the image in an order in which
-those of equal number modulo the stride are adjacent (`_Near`). Nothing is copied where nothing is padded and lines are not strided, as for
-most kernels of 1 x 1. With stride 2, pairs of lines are interleaved pixel by pixel ("woven") where both fit one unit, as in stems.
+A tile register takes 16 rows of 64 bytes at a constant distance. So a tile is up to 32 outputs whose codes are `row_step` bytes apart:
+consecutive outputs of a line, and of the next lines, with each line of outputs taken to be as long as a line in memory. The outputs between
+two lines are computed, too, and overwritten by those of the next line. Codes are read
+    in the image itself      where nothing is padded, the vertical stride is 1 and units are full, as for most kernels of 1 x 1;
+    in copied lines          of a strip of outputs, with their padding, by the loops of `direct.py`. With a vertical stride, lines of
+                             equal number modulo the stride are adjacent (`_CopiedLines`);
+    in interleaved lines     with vertical stride 2, where a line of the kernel takes at most half a unit, as in stems: pairs of copied
+                             lines are interleaved pixel by pixel, so that one unit has two lines of the kernel.
 
 The sums of 32 outputs x 32 columns are in four tile registers. While they are summed, those of the tile before become outputs, some rows
-with each unit: vector and matrix instructions take different ports of a core.
+with each unit: vector and matrix instructions take different ports of a core (`_Pending`).
 
-Weights have a form of their own, computed at the first call: a signed byte for each code, so that no sums of activations are needed.
-
-Arithmetic: that of `direct.py`.
+Weights have a form of their own, computed at the first call (`Units.weights`): a signed byte for each code, so that no sums of activations
+are needed. Arithmetic: that of `direct.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isa_amx import COLUMN_BYTES, ROWS, AMXTiles, Register
 from halfbyte.kernels.cpu.codegen.kernel import compiled, phase
-from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Lines, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, StripLoops, Strips, StripSpec, power_of_two
 from halfbyte.kernels.cpu.conv.direct_call import group_fields, image_fields
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, tile_rows
 from halfbyte.kernels.problem import Window
@@ -44,18 +46,19 @@ from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import PANEL
 
 MATRIX = DIRECT.extended(
-    # places of units' codes behind an output's; bytes from an output to the next; which line of the image each copied one is
-    *("unit_places", "row_step", "near_from"),
-    # with how many rows of the tile before each unit makes outputs, but for some first units
+    # address of the offset of each unit's codes from an output's; bytes from an output's to the next one's; address of the line of the
+    # image that each copied one is, from a strip's first on
+    *("unit_offsets", "row_step", "copied_from"),
+    # rows of the pending tile that are written with each unit, but for so many first ones
     *("rows_a_unit", "waiting_units"),
 )
 UNIT = COLUMN_BYTES  # codes
 _VECTORS = 2  # of columns
-_FIRST_A, _FIRST_W = 4, 6  # tile registers: 0 … 3 are totals
+_FIRST_A, _FIRST_W = 4, 6  # tile registers of activations and of weights; 0 … 3 have sums
 _TILE_COST = 1  # of beginning a tile, in rows
-_AHEAD = 8192  # bytes: weights are asked for so far ahead of the first tile
-_WAITING = 2  # units: what a tile register stores cannot be loaded at once
-_MOST_PADDED = 4  # times as many products as there are, and it is still faster than products of vectors
+_PREFETCH_AHEAD = 8192  # bytes of weights, in a panel's first tile
+_WAITING_UNITS = 2  # before the first pending row is written: what a tile register stored cannot be loaded at once
+_MOST_PADDING = 4  # products with those of padded units and panels, to those without: up to there it is faster than vectors
 _LEAST_OUTPUTS = 9
 
 
@@ -64,15 +67,15 @@ class MatrixSpec:
     """What the kernel is compiled for.
 
     Attributes:
-        copied: Bytes that are copied at a time; 0: tiles read the image itself.
-        woven: Channels of a pixel, where pairs of lines are woven into one; else 0.
+        copy_step: Bytes that are copied at a time; 0: tiles read the image itself.
+        interleaved_channels: Channels of a pixel, where pairs of lines are interleaved; else 0.
         rows: Outputs of a tile, at most 32.
         out: Element type of outputs: "i8", or "f32", "bf16" or "f16" for images with one scale each.
         residual: Outputs have a residual added.
     """
 
-    copied: int
-    woven: int
+    copy_step: int
+    interleaved_channels: int
     rows: int
     out: Kind
     residual: bool
@@ -90,7 +93,7 @@ class _Pending(NamedTuple):
     Attributes:
         rows: Outputs of the tile; 0 before the first one.
         out: Address of the panel's first column in the strip's first output.
-        places: Address of the offsets of the tile's outputs from there.
+        offsets: Address of the offsets of the tile's outputs from there, in bytes.
         table: Address of the panel's biases, or of its requantization table.
         scales: Address of the panel's weight scales.
         image_scale: Address of the image's scale.
@@ -99,15 +102,15 @@ class _Pending(NamedTuple):
 
     rows: Variable
     out: Variable
-    places: Variable
+    offsets: Variable
     table: Variable
     scales: Variable
     image_scale: Variable
     columns: Variable
 
 
-class _Matrix(Lines):
-    """Emits the kernel: the loops of `Lines`, with tiles of matrix products.
+class _Matrix(StripLoops):
+    """Emits the kernel: the loops of `StripLoops`, with tiles of matrix products.
 
     Attributes:
         matrix: The specification; `spec` is that of the loops.
@@ -122,8 +125,17 @@ class _Matrix(Lines):
     isa: AMXTiles
 
     def __init__(self, spec: MatrixSpec, isa: AMXTiles, f: Function) -> None:
-        loops = LinesSpec(
-            copied=spec.copied, patches=0, lines=0, bits=8, started=False, paired=False, width=1, unit=UNIT, sums="none", masked=False
+        loops = StripSpec(
+            copy_step=spec.copy_step,
+            gather_step=0,
+            gather_lines=0,
+            bits=8,
+            sums_codes=False,
+            paired=False,
+            code_bytes=1,
+            unit=UNIT,
+            row_sums="none",
+            masks_tail=False,
         )
         super().__init__(loops, isa, f)
         self.matrix, self.integer = spec, spec.out == "i8"
@@ -131,8 +143,8 @@ class _Matrix(Lines):
         half = spec.rows if spec.rows <= ROWS else (spec.rows + 1) // 2
         self.parts = [(start, min(half, spec.rows - start)) for start in range(0, spec.rows, half)]
         self.sums = f.alloca("i8", spec.rows * 4 * PANEL, 64)
-        rows, (out, places, table, scales, image_scale) = f.variable(f.value("i64", 0)), (f.variable(self.args) for _ in range(5))
-        self.pending = _Pending(rows, out, places, table, scales, image_scale, f.variable(f.value("i64", PANEL)))
+        rows, (out, offsets, table, scales, image_scale) = f.variable(f.value("i64", 0)), (f.variable(self.args) for _ in range(5))
+        self.pending = _Pending(rows, out, offsets, table, scales, image_scale, f.variable(f.value("i64", PANEL)))
         self.partial_row = f.alloca("i8", PANEL * self.out_bytes, 64)
         self.low, self.high = (bound.splat(isa.lanes) for bound in MATRIX.load_floats(self.args, "clamp"))
 
@@ -147,35 +159,35 @@ class _Matrix(Lines):
         self._write_outputs(self.f.value("i64", 0), self.pending.rows.value)
         self.isa.release(self.f)
 
-    def _copy(self, image: Value, top: Value) -> None:
-        super()._copy(image, top)
-        if not self.matrix.woven:
+    def _copy_lines(self, image: Value, top: Value) -> None:
+        super()._copy_lines(image, top)
+        if not self.matrix.interleaved_channels:
             return
-        f, channels, size, kind = self.f, self.matrix.woven, self.get("near_line_bytes"), vector("i8", UNIT)
+        f, channels, size, kind = self.f, self.matrix.interleaved_channels, self.get("copied_line_bytes"), vector("i8", UNIT)
         pixels = UNIT // (2 * channels)  # at a time
         picks = [b // channels % 2 * UNIT + b // (2 * channels) * channels + b % channels for b in range(2 * channels * pixels)]
         picks += [0] * (UNIT - len(picks))  # overwritten by what comes next
-        for pair in f.loop(self.get("near_lines") // 2):
-            lines, to = self.near + pair * 2 * size, self.patches + pair * 2 * size
+        for pair in f.loop(self.get("copied_lines") // 2):
+            lines, to = self.lines + pair * 2 * size, self.patches + pair * 2 * size
             for at in f.loop(size, step=pixels * channels):
                 first, second = (lines + at).load(kind), (lines + size + at).load(kind)
                 to.store(first.shuffle(picks, second), at * 2)
 
-    def _near(self, line: Value) -> Value:
-        return (self.pointer("near_from") + line * 8).load("i64", 0, 8)
+    def _line_of_image(self, line: Value) -> Value:
+        return (self.pointer("copied_from") + line * 8).load("i64", 0, 8)
 
-    def _multiply(self, panels: tuple[Value, Value], walked: Value, out: Value, weights: Value, table: Value, scale: Value) -> None:
+    def _multiply(self, panels: tuple[Value, Value], read_from: Value, out: Value, weights: Value, table: Value, scale: Value) -> None:
         f, get = self.f, self.get
-        rows, walked = get("rows"), self.patches if self.matrix.woven else walked
+        rows, read_from = get("strip_outputs"), self.patches if self.matrix.interleaved_channels else read_from
         for p in f.loop(panels[1], panels[0]):
             panel, at = weights + p * get("panel_bytes"), table + p * (4 * PANEL)
             for t in f.loop((rows + (self.matrix.rows - 1)) // self.matrix.rows):
                 m = f.umin(t * self.matrix.rows, rows - self.matrix.rows)  # the last tile may overlap the one before
-                self._tile(walked + m * get("row_step"), panel, at, t.equals(0), p.equals(panels[0]))
-                to, places = out + p * (PANEL * self.out_bytes), self.pointer("places") + m * 8
+                self._tile(read_from + m * get("row_step"), panel, at, t.equals(0), p.equals(panels[0]))
+                to, offsets = out + p * (PANEL * self.out_bytes), self.pointer("patch_offsets") + m * 8
                 scales = panel + (get("panel_bytes") - 4 * PANEL)
                 columns = f.umin(get("n") - p * PANEL, f.value("i64", PANEL))
-                tile = f.value("i64", self.matrix.rows), to, places, at, scales, scale, columns
+                tile = f.value("i64", self.matrix.rows), to, offsets, at, scales, scale, columns
                 for variable, value in zip(self.pending, tile, strict=True):
                     variable.value = value
 
@@ -197,11 +209,11 @@ class _Matrix(Lines):
                 else:
                     isa.tile_zero(f, i * _VECTORS + v)
         for u in f.loop(get("units")):
-            w, a = weights + u * (UNIT * PANEL), image + (self.pointer("unit_places") + u * 8).load("i64", 0, 8)
+            w, a = weights + u * (UNIT * PANEL), image + (self.pointer("unit_offsets") + u * 8).load("i64", 0, 8)
             with f.when(new_weights):
                 for line in range(0, UNIT * PANEL, 64):
-                    f.prefetch(w + (_AHEAD + line))
-            if not self.spec.copied:
+                    f.prefetch(w + (_PREFETCH_AHEAD + line))
+            if not self.spec.copy_step:
                 with f.when(new_image):
                     for row in range(self.matrix.rows):
                         f.prefetch(a + step * (self.matrix.rows + row))
@@ -221,7 +233,7 @@ class _Matrix(Lines):
     def _write_outputs(self, first: Value, stop: Value) -> None:
         """Write the outputs of rows first … stop - 1 of the pending tile."""
         f, isa, integer = self.f, self.isa, self.integer
-        out, places, table, scales, image_scale, columns = (variable.value for variable in self.pending[1:])
+        out, offsets, table, scales, image_scale, columns = (variable.value for variable in self.pending[1:])
         whole = columns.equals(PANEL)
         stride = self.get("table_stride")
         with f.when(first < stop):
@@ -231,7 +243,7 @@ class _Matrix(Lines):
                 of_image = image_scale.load("float", 0, 4).splat(isa.lanes)
                 factors = [[table.load(isa.floats, v * 64, 4), scales.load(isa.floats, v * 64, 4) * of_image] for v in range(_VECTORS)]
             for r in f.loop(stop, first):
-                to, sums = out + (places + r * 8).load("i64", 0, 8), self.sums + r * (4 * PANEL)
+                to, sums = out + (offsets + r * 8).load("i64", 0, 8), self.sums + r * (4 * PANEL)
                 dest = whole.select(to, self.partial_row)
                 residual = self._residual(to, whole, columns) if self.matrix.residual else None
                 for v, (offset, multiplier) in enumerate(factors):
@@ -266,32 +278,32 @@ class Units:
     """How the codes under a kernel are cut into units.
 
     Attributes:
-        lines: Lines of units: those of the kernel, or pairs of them where lines are woven.
+        lines: Lines of units: those of the kernel, or pairs of them where lines are interleaved.
         runs: Runs of adjacent codes in a line: one, or one for each tap.
         run: Codes of a run.
-        woven: Lines of the image that are woven into one, 1 or 2.
+        interleaved: Lines of the image that are interleaved to one, 2; or 1.
     """
 
     lines: int
     runs: int
     run: int
-    woven: int
+    interleaved: int
 
     @classmethod
     def of(cls, sizes: Filter, window: Window) -> Units:
         (kh, kw), channels = sizes.kernel, sizes.channels
         if window.dilation[1] > 1 or sizes.groups > 1:
             return cls(kh, kw, channels, 1)
-        woven = 2 if kh > 1 and window.stride[0] == 2 and window.dilation[0] == 1 and 2 * kw * channels <= UNIT else 1
-        return cls(-(-kh // woven), 1, kw * channels * woven, woven)
+        interleaved = 2 if kh > 1 and window.stride[0] == 2 and window.dilation[0] == 1 and 2 * kw * channels <= UNIT else 1
+        return cls(-(-kh // interleaved), 1, kw * channels * interleaved, interleaved)
 
     @property
-    def of_run(self) -> int:
+    def units_of_run(self) -> int:
         return -(-self.run // UNIT)
 
     @property
     def number(self) -> int:
-        return self.lines * self.runs * self.of_run
+        return self.lines * self.runs * self.units_of_run
 
     def weights(self, codes: Codes, sizes: Filter) -> Tensor:
         """Return the weights as the kernel reads them: for each group and panel int8 [units, 2, 16, 16, 4], and 32 float32 scales."""
@@ -299,10 +311,10 @@ class Units:
         panels = -(-n // PANEL)
         more = panels * PANEL - n
         w = codes.values().to(torch.int8).view(sizes.groups, n, kh, kw, sizes.channels)
-        w = torch.nn.functional.pad(w, (0, 0, 0, 0, 0, self.lines * self.woven - kh, 0, more))
-        w = w.view(sizes.groups, panels * PANEL, self.lines, self.woven, kw, sizes.channels).transpose(3, 4)
+        w = torch.nn.functional.pad(w, (0, 0, 0, 0, 0, self.lines * self.interleaved - kh, 0, more))
+        w = w.view(sizes.groups, panels * PANEL, self.lines, self.interleaved, kw, sizes.channels).transpose(3, 4)
         w = w.reshape(sizes.groups, panels * PANEL, self.lines * self.runs, self.run)
-        w = torch.nn.functional.pad(w, (0, self.of_run * UNIT - self.run))
+        w = torch.nn.functional.pad(w, (0, self.units_of_run * UNIT - self.run))
         w = w.view(sizes.groups, panels, _VECTORS, ROWS, self.number, COLUMN_BYTES // 4, 4)
         scales = codes.scale.reshape(-1).float().expand(sizes.out).reshape(sizes.groups, n)
         scales = torch.nn.functional.pad(scales, (0, more)).view(sizes.groups, panels, PANEL)
@@ -312,9 +324,11 @@ class Units:
 
 
 @dataclass(frozen=True, slots=True)
-class _Near:
-    """The lines of the image that units are read from, in the order in which a thread copies them: those of equal number modulo the stride
-    (of one phase) are adjacent; where lines are woven, all are in their order.
+class _CopiedLines:
+    """The order in which a thread copies the lines of the image that units are read from.
+
+    Lines of equal number modulo the vertical stride (of one phase) are adjacent, so that those of adjacent outputs are, too. Where lines
+    are interleaved, all are in their order.
 
     Attributes:
         units: How the kernel is cut.
@@ -329,29 +343,29 @@ class _Near:
     reach: dict[int, int]
 
     @classmethod
-    def of(cls, units: Units, window: Window) -> _Near:
+    def of(cls, units: Units, window: Window) -> _CopiedLines:
         stride, step = window.stride[0], window.dilation[0]
-        together = 1 if units.woven > 1 else stride
-        lines_of = tuple((k * step % together, k * step // together) for k in range(units.lines))
+        phases = 1 if units.interleaved > 1 else stride
+        lines_of = tuple((k * step % phases, k * step // phases) for k in range(units.lines))
         return cls(units, stride, lines_of, {phase: max(down for p, down in lines_of if p == phase) for phase, _ in lines_of})
 
     def lines(self, outputs: int) -> list[int]:
         """Return the numbers of the lines of the image, from a strip's first on, that so many lines of outputs need."""
-        if self.units.woven > 1:
-            step_down = self.stride // self.units.woven  # from line to line of outputs, in woven lines
-            return list(range(self.units.woven * (outputs * step_down + self.units.lines - 1)))
+        if self.units.interleaved > 1:
+            step_down = self.stride // self.units.interleaved  # from line to line of outputs, in interleaved lines
+            return list(range(self.units.interleaved * (outputs * step_down + self.units.lines - 1)))
         return [phase + self.stride * j for phase in self.reach for j in range(outputs + self.reach[phase])]
 
-    def unit_places(self, outputs: int, line: int, tap_step: int) -> list[int]:
+    def unit_offsets(self, outputs: int, line_bytes: int, tap_step: int) -> list[int]:
         """Return the offset of each unit's codes from an output's place, in bytes.
 
         Args:
             outputs: Lines of outputs of a strip.
-            line, tap_step: Bytes of a line of the image in memory, and from a tap to the next.
+            line_bytes, tap_step: Bytes of a copied line, and from a tap to the next.
         """
         starts = dict(zip(self.reach, itertools.accumulate((outputs + down for down in self.reach.values()), initial=0), strict=False))
         return [
-            (starts[phase] + down) * line * self.units.woven + tap * tap_step + c
+            (starts[phase] + down) * line_bytes * self.units.interleaved + tap * tap_step + c
             for phase, down in self.lines_of
             for tap in range(self.units.runs)
             for c in range(0, self.units.run, UNIT)
@@ -363,14 +377,14 @@ def supports(sizes: Filter, window: Window, out: tuple[int, int, int], isa: ISA)
     fmt, n = sizes.format, sizes.out // sizes.groups
     if isa.matrix is None or fmt.bits != 8 or fmt.zero != "none" or isinstance(fmt.block, int) or out[0] * out[1] * out[2] < _LEAST_OUTPUTS:
         return False
-    return Units.of(sizes, window).number * UNIT * round_up(n, PANEL) <= _MOST_PADDED * sizes.k * n
+    return Units.of(sizes, window).number * UNIT * round_up(n, PANEL) <= _MOST_PADDING * sizes.k * n
 
 
 class MatrixConvKernel(PlannedConv):
     """The compiled convolution of int8 images of any size.
 
     Conditions that the caller has checked: `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights` is what
-    `weights_of` made; `bias` is the tables of the groups, or, for floating-point outputs, contiguous float32 [Co].
+    `weights_of` returned; `bias` is the tables of the groups, or, for floating-point outputs, contiguous float32 [Co].
     """
 
     scales_at = MATRIX.offset("scales")
@@ -401,41 +415,42 @@ class MatrixConvKernel(PlannedConv):
         sizes, units, window, channels = self.sizes, self.units, geo.window, geo.channels
         (height, width), (ho, wo) = geo.image, geo.out
         (kh, kw), (sh, sw), (dh, dw), (top, _, left, _) = geo.kernel, window.stride, window.dilation, window.padding
-        near_width = round_up((wo - 1) * sw + (kw - 1) * dw + 1, sw)
+        line_pixels = round_up((wo - 1) * sw + (kw - 1) * dw + 1, sw)
         inside = (ho - 1) * sh - top + (kh - 1) * dh < height
-        image_itself = top == left == 0 and inside and sh == 1 and near_width == width and units.run % UNIT == 0
-        copies = 0 if image_itself else units.woven  # of a line: as it is, and woven
-        line, near = near_width * channels, _Near.of(units, window)
-        strips = Strips.of(geo.outputs, sizes, self.panels, threads, lambda n: copies * len(near.lines(n)) * line)
+        in_image = top == left == 0 and inside and sh == 1 and line_pixels == width and units.run % UNIT == 0
+        copies = 0 if in_image else units.interleaved  # of a line: as it is, and interleaved
+        line_bytes, copied = line_pixels * channels, _CopiedLines.of(units, window)
+        strips = Strips.of(geo.outputs, sizes, self.panels, threads, lambda n: copies * len(copied.lines(n)) * line_bytes)
 
-        near_from = torch.tensor(near.lines(strips.lines), device="cpu")
-        image = image_fields(geo, near_width, len(near_from), line)
-        near_bytes = len(near_from) * line + SLACK + 63 & ~63
-        flat = near_width // sw  # outputs from a line to the next
-        m = (strips.lines - 1) * flat + wo
+        copied_from = torch.tensor(copied.lines(strips.lines), device="cpu")
+        image = image_fields(geo, line_pixels, len(copied_from), line_bytes)
+        copied_bytes = round_up(len(copied_from) * line_bytes + SLACK, 64)
+        pitch = line_pixels // sw  # outputs from a line to the next, with those between them
+        m = (strips.lines - 1) * pitch + wo
         rows = tile_rows(m, 2 * ROWS, _TILE_COST)
-        flat_rows = torch.arange(m, device="cpu")
-        places = (flat_rows // flat * wo + (flat_rows % flat).clamp(max=wo)) * (sizes.out * self.out_dtype.itemsize)
-        unit_places = torch.tensor(near.unit_places(strips.lines, line, dw * channels), device="cpu")
-        waiting = min(_WAITING, len(unit_places) // 3)
-        panel_bytes = len(unit_places) * UNIT * PANEL + 4 * PANEL
+        index = torch.arange(m, device="cpu")
+        # An output between two lines is written to the next line's first one, before that is.
+        out_offsets = (index // pitch * wo + (index % pitch).clamp(max=wo)) * (sizes.out * self.out_dtype.itemsize)
+        unit_offsets = torch.tensor(copied.unit_offsets(strips.lines, line_bytes, dw * channels), device="cpu")
+        waiting = min(_WAITING_UNITS, len(unit_offsets) // 3)
+        panel_bytes = len(unit_offsets) * UNIT * PANEL + 4 * PANEL
         fields = {
             **strips.fields(),
             **group_fields(sizes, self.out_dtype, self.panels, panel_bytes, padded_bias=True),
             **image,
-            "rows": m,
+            "strip_outputs": m,
             "group_bytes": sizes.channels,
-            "thread_bytes": copies * near_bytes,
-            "patches_at": near_bytes,
-            "places": places.data_ptr(),
-            "units": len(unit_places),
-            "unit_places": unit_places.data_ptr(),
-            "row_step": sw * channels * units.woven,
-            "near_from": near_from.data_ptr(),
-            "rows_a_unit": -(-rows // (len(unit_places) - waiting)),
+            "thread_bytes": copies * copied_bytes,
+            "patches_at": copied_bytes,
+            "patch_offsets": out_offsets.data_ptr(),
+            "units": len(unit_offsets),
+            "unit_offsets": unit_offsets.data_ptr(),
+            "row_step": sw * channels * units.interleaved,
+            "copied_from": copied_from.data_ptr(),
+            "rows_a_unit": -(-rows // (len(unit_offsets) - waiting)),
             "waiting_units": waiting,
         }
-        step = 0 if image_itself else power_of_two(image["copied_codes"] or UNIT, UNIT)
-        spec = MatrixSpec(step, channels if units.woven > 1 else 0, rows, kind_of(self.out_dtype), has_residual)
-        tensors = places, near_from, unit_places
-        return Plan(MATRIX, compiled(build, spec, self.isa), fields, strips.items, UNIT, copies * near_bytes, tensors)
+        step = 0 if in_image else power_of_two(image["copied_codes"] or UNIT, UNIT)
+        spec = MatrixSpec(step, channels if units.interleaved > 1 else 0, rows, kind_of(self.out_dtype), has_residual)
+        tensors = out_offsets, copied_from, unit_offsets
+        return Plan(MATRIX, compiled(build, spec, self.isa), fields, strips.items, UNIT, copies * copied_bytes, tensors)

@@ -1,6 +1,7 @@
-"""Plans convolutions of codes for `direct.py`: where codes are read, what a thread's memory holds, and what the code is compiled for.
+"""Plans convolutions of codes for `direct.py`: how patches are read, what a thread's memory holds, and what the code is compiled for.
 
-`plan` is called by `gathered.ConvKernel`, and by `RearrangedWeightsKernel` for the tiles of `arranged.py` and `unsigned.py`.
+`plan` is called by `gathered.ConvKernel`, and by `RearrangedWeightsKernel` for the tiles of `arranged.py` and `unsigned.py`. `amx.py` and
+`upsampled_conv.py` share its arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.codegen.kernel import compiled
 from halfbyte.kernels.cpu.conv import direct
 from halfbyte.kernels.cpu.conv.arrange import LANE
-from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, LinesSpec, Strips, power_of_two
+from halfbyte.kernels.cpu.conv.direct import DIRECT, SLACK, Band, RowSums, Strips, StripSpec, power_of_two
 from halfbyte.kernels.cpu.conv.planned import ConvGeometry, Plan, PlannedConv, tile_rows
 from halfbyte.kernels.cpu.linear.linear import LinearKernel
 from halfbyte.kernels.cpu.linear.tile_spec import Schedule, TileSpec
@@ -31,71 +32,75 @@ from halfbyte.layouts.convolution import Filter
 from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK, PANEL
 
 TILE_COST = 0.4  # of beginning and ending a tile, in rows
-_LEAST_STEP = 16  # codes that a tile takes at a time where it reads an image: some instruction sets load so many, and nothing lies behind
-_MANY_BYTES = 1 << 19  # of weights, which are not in a core's second-level cache when they are due
-_EDGE = 64  # codes of an edge: a whole vector
-_FEW_LINES = 8  # of a patch, whose loads and stores are written out
+_LEAST_UNIT = 16  # codes that a tile reads of an image at a time: some instruction sets load so many, and there is nothing behind an image
+_MANY_BYTES = 1 << 19  # of weights, which are not in a core's second-level cache when they are needed
+_EDGE = 64  # codes of padding that `outside` points to: a whole vector
+_MOST_GATHER_LINES = 8  # of a patch, whose loads and stores are unrolled
 
 
-class TileSizes(NamedTuple):
-    """Tiles with weights of their own, which need no sums of activations. They read codes where they lie in an image.
+class RearrangedTile(NamedTuple):
+    """A tile with weights in an order of its own, which needs no sums of activations.
 
     Attributes:
-        build: Emits a tile, as `direct.build_tile` does.
+        build: Emits its function, as `direct.build_tile` does.
         panel_bytes: Bytes of the weights of `columns` outputs.
         columns: Outputs of a tile.
-        run, unit: For unsigned codes (`unsigned.py`), in lines that are copied: codes of a run with its padding, and codes that are taken
-            at a time. 0: codes are read in lanes of 16, of which the last one of a run ends with it (`arranged.py`).
+        padded_run, unit: For unsigned codes in copied lines (`unsigned.py`): codes of a run with its padding, and codes that are read at a
+            time. 0: codes are signed and are read in lanes of 16, of which the last one of a run ends with it (`arranged.py`).
     """
 
     build: Callable[[TileSpec, ISA], Module]
     panel_bytes: int
     columns: int
-    run: int = 0
+    padded_run: int = 0
     unit: int = 0
+
+    @property
+    def is_unsigned(self) -> bool:
+        return self.padded_run > 0
 
 
 def tile_width(isa: ISA) -> int:
-    """Return the outputs of a tile with weights of its own."""
+    """Return the outputs of a tile with rearranged weights."""
     return isa.lanes * isa.tuning.conv_tile[1]
 
 
-def whole_bytes(sizes: Filter) -> bool:
-    """Whether weights are bytes with one scale for all of a patch, whose sums int32 holds."""
+def has_exact_byte_sums(sizes: Filter) -> bool:
+    """Return whether weights are bytes with one scale for all of a patch, and int32 holds the sums of its products."""
     fmt = sizes.format
     return fmt.bits == 8 and fmt.zero == "none" and not isinstance(fmt.block, int) and sizes.k <= LONGEST_BLOCK
 
 
 def line_run(sizes: Filter, window: Window) -> int:
-    """Codes of a patch that lie side by side in a line of the image."""
-    joined = window.dilation[1] == 1 and sizes.groups == 1  # the taps of a line lie side by side
-    return sizes.kernel[1] * sizes.channels if joined else sizes.channels
+    """Return the codes of a patch that are adjacent in a line of the image: those of all taps of a line, or of one tap."""
+    taps_are_adjacent = window.dilation[1] == 1 and sizes.groups == 1
+    return sizes.kernel[1] * sizes.channels if taps_are_adjacent else sizes.channels
 
 
-def _written(sizes: Filter, tile_sizes: TileSizes | None = None) -> bool:
-    """Return whether patches are written out, so that their codes are adjacent."""
-    return sizes.channels % 8 != 0 and (tile_sizes is None or not tile_sizes.run)
+def _gathers(sizes: Filter, rearranged: RearrangedTile | None = None) -> bool:
+    """Return whether patches are gathered, so that all their codes are adjacent."""
+    return sizes.channels % 8 != 0 and (rearranged is None or not rearranged.is_unsigned)
 
 
-def run_of(sizes: Filter, window: Window) -> int:
-    """Codes of a patch that lie side by side where tiles read them: in a line of the image, or in a patch that is written out."""
-    return sizes.k if _written(sizes) else line_run(sizes, window)
+def tile_run(sizes: Filter, window: Window) -> int:
+    """Return the codes of a patch that are adjacent where tiles read them: in a line of the image, or in a gathered patch."""
+    return sizes.k if _gathers(sizes) else line_run(sizes, window)
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
-    """How the codes of a patch are read: in the image itself, in copied lines of it, or in patches that are written out from copied lines.
+class _Patches:
+    """Where the codes of patches lie, and how they are read: in the image itself, in copied lines, or in patches gathered from those.
 
     Attributes:
         sizes, window: Of the convolution.
         in_image: Nothing is copied.
         runs, run: Runs of adjacent codes in a line of a patch, and codes of each.
-        step: Codes that tiles take at a time.
-        row: Codes of a patch that is written out, with its padding; 0: patches are not written out.
-        laid_out: Bytes of a code as tiles read it.
-        copied: Bytes of a code in the lines, of the image or copied.
-        near_width: Pixels of the image that a line of outputs needs.
-        line_pixels: Pixels of a line.
+        unit: Codes that tiles read at a time.
+        gathered_codes: Codes of a gathered patch, with its padding; 0: patches are not gathered.
+        code_bytes: Bytes of a code as tiles read it.
+        line_code_bytes: Bytes of a code in the lines, of the image or copied.
+        needed_pixels: Pixels of a line that a line of outputs needs, with those of the padding.
+        line_pixels: Pixels of a line, of the image or copied.
     """
 
     sizes: Filter
@@ -103,92 +108,89 @@ class _Walk:
     in_image: bool
     runs: int
     run: int
-    step: int
-    row: int
-    laid_out: int
-    copied: int
-    near_width: int
+    unit: int
+    gathered_codes: int
+    code_bytes: int
+    line_code_bytes: int
+    needed_pixels: int
     line_pixels: int
 
     @classmethod
-    def of(cls, linear: LinearKernel, sizes: Filter, geo: ConvGeometry, tile_sizes: TileSizes | None) -> _Walk:
-        (height, width), (ho, wo), window = geo.image, geo.out, geo.window
+    def of(cls, linear: LinearKernel, sizes: Filter, geo: ConvGeometry, rearranged: RearrangedTile | None) -> _Patches:
+        (height, width), (out_height, out_width), window = geo.image, geo.out, geo.window
         (kh, kw), (sh, sw), (dh, dw), (top, _, left, _) = sizes.kernel, window.stride, window.dilation, window.padding
+        is_unsigned = rearranged is not None and rearranged.is_unsigned
         run = line_run(sizes, window)
-        runs, step = kw * sizes.channels // run, math.gcd(run, 32)
-        near_width = (wo - 1) * sw + (kw - 1) * dw + 1
-        inside = (ho - 1) * sh - top + (kh - 1) * dh < height and near_width - left <= width
-        laid_out = 1 if tile_sizes is not None else linear.isa.activation_bytes("int8", sizes.format.bits)
-        unsigned = tile_sizes is not None and tile_sizes.run > 0
-        in_image = top == left == 0 and inside and not unsigned and (step if tile_sizes is None else run) >= _LEAST_STEP and laid_out == 1
-        row = linear.geometry.padded if _written(sizes, tile_sizes) else 0
-        if tile_sizes is not None and tile_sizes.run:
-            run, step = tile_sizes.run, tile_sizes.unit
+        runs, unit = kw * sizes.channels // run, math.gcd(run, 32)
+        code_bytes = 1 if rearranged is not None else linear.isa.activation_bytes("int8", sizes.format.bits)
+
+        needed_pixels = (out_width - 1) * sw + (kw - 1) * dw + 1
+        needs_no_padding = top == left == 0 and (out_height - 1) * sh + (kh - 1) * dh < height and needed_pixels <= width
+        reads_enough = (unit if rearranged is None else run) >= _LEAST_UNIT
+        in_image = needs_no_padding and not is_unsigned and reads_enough and code_bytes == 1
+        gathered_codes = linear.geometry.padded if _gathers(sizes, rearranged) else 0
+        if rearranged is not None and is_unsigned:
+            run, unit = rearranged.padded_run, rearranged.unit
         return cls(
             sizes,
             window,
             in_image,
             runs,
             run,
-            step=math.gcd(row, 32) if row else step,
-            row=row,
-            laid_out=laid_out,
-            copied=1 if row else laid_out,
-            near_width=near_width,
-            line_pixels=width if in_image else near_width,
+            unit=math.gcd(gathered_codes, 32) if gathered_codes else unit,
+            gathered_codes=gathered_codes,
+            code_bytes=code_bytes,
+            line_code_bytes=1 if gathered_codes else code_bytes,
+            needed_pixels=needed_pixels,
+            line_pixels=width if in_image else needed_pixels,
         )
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of a pixel's codes in a group."""
-        return self.sizes.channels * self.copied
+        """Bytes of a pixel's codes in a channel group."""
+        return self.sizes.channels * self.line_code_bytes
 
     @property
-    def pixel(self) -> int:
-        """Bytes of a pixel, as it is read."""
+    def pixel_bytes(self) -> int:
+        """Bytes of a pixel in a line."""
         return self.sizes.groups * self.group_bytes
 
     @property
-    def line(self) -> int:
-        """Bytes of a line, as it is read."""
-        return self.line_pixels * self.pixel
+    def line_bytes(self) -> int:
+        """Bytes of a line."""
+        return self.line_pixels * self.pixel_bytes
 
     @property
     def line_step(self) -> int:
-        """Bytes from a line of the kernel to the next."""
-        return self.window.dilation[0] * self.line
+        """Bytes from a line of a patch to the next."""
+        return self.window.dilation[0] * self.line_bytes
 
     @property
     def run_step(self) -> int:
         """Bytes from a run to the next one of a line."""
-        return self.window.dilation[1] * self.pixel
+        return self.window.dilation[1] * self.pixel_bytes
 
     @property
-    def patch(self) -> int:
-        """Bytes of a patch that is written out; 0 where none is."""
-        return self.row * self.laid_out
+    def gathered_bytes(self) -> int:
+        """Bytes of a gathered patch; 0: patches are not gathered."""
+        return self.gathered_codes * self.code_bytes
 
-    @property
-    def summed(self) -> int:
-        """Bytes of what is summed at a time: of a patch that is written out, or of a pixel."""
-        return self.patch or self.group_bytes
+    def lines(self, out_lines: int) -> int:
+        """Return the lines of the image that so many lines of outputs need."""
+        return (out_lines - 1) * self.window.stride[0] + (self.sizes.kernel[0] - 1) * self.window.dilation[0] + 1
 
-    def near_lines(self, lines: int) -> int:
-        """Lines of the image that so many lines of outputs need."""
-        return (lines - 1) * self.window.stride[0] + (self.sizes.kernel[0] - 1) * self.window.dilation[0] + 1
+    def strip_bytes(self, out_lines: int, out_width: int) -> int:
+        """Return the memory that copies for so many lines of outputs take."""
+        return out_lines * out_width * self.gathered_bytes + (0 if self.in_image else self.lines(out_lines) * self.line_bytes)
 
-    def strip_bytes(self, lines: int, out_width: int) -> int:
-        """Memory for so many lines of outputs."""
-        return lines * out_width * self.patch + (0 if self.in_image else self.near_lines(lines) * self.line)
+    def offsets(self, out_lines: int, out_width: int) -> Tensor:
+        """Return the byte offsets of the patches of so many lines of outputs from the first one, in lines."""
+        y, x = torch.meshgrid(torch.arange(out_lines, device="cpu"), torch.arange(out_width, device="cpu"), indexing="ij")
+        return (y * (self.window.stride[0] * self.line_bytes) + x * (self.window.stride[1] * self.pixel_bytes)).flatten()
 
-    def places(self, lines: int, out_width: int) -> Tensor:
-        """Byte offsets of so many lines of outputs from the first."""
-        y, x = torch.meshgrid(torch.arange(lines, device="cpu"), torch.arange(out_width, device="cpu"), indexing="ij")
-        return (y * (self.window.stride[0] * self.line) + x * (self.window.stride[1] * self.pixel)).flatten()
-
-    def lane_places(self) -> Tensor:
-        """Where a patch's lanes begin, in bytes behind its place."""
-        if self.row:
+    def lane_offsets(self) -> Tensor:
+        """Return the byte offset of each lane of 16 codes from the beginning of a patch; the last one of a longer run ends with it."""
+        if self.gathered_codes:
             starts, run = [0], self.sizes.k
         else:
             run = self.run
@@ -196,26 +198,26 @@ class _Walk:
         return torch.tensor([start + min(at, max(0, run - LANE)) for start in starts for at in range(0, run, LANE)], device="cpu")
 
     def fields(self) -> dict[str, int]:
-        """The lines of a patch and their runs, and how tiles walk over them: a patch that is written out is one run."""
+        """Return the arguments for the lines and runs of a patch, and for those that tiles read: a gathered patch is one run."""
         return {
             "group_bytes": self.group_bytes,
-            "lines": self.sizes.kernel[0],
+            "patch_lines": self.sizes.kernel[0],
             "line_step": self.line_step,
             "runs": self.runs,
             "run_step": self.run_step,
             "run_codes": self.run,
-            "row_codes": self.row,
-            "walk_runs": 1 if self.row else self.runs,
-            "walk_steps": (self.row or self.run) // self.step,
+            "gathered_codes": self.gathered_codes,
+            "read_runs": 1 if self.gathered_codes else self.runs,
+            "read_units": (self.gathered_codes or self.run) // self.unit,
         }
 
-    def sum_fields(self, lines: int, rows: int) -> dict[str, int]:
-        """What is summed of a strip of so many lines, of `rows` outputs, and where a patch's pixels lie."""
+    def sum_fields(self, out_lines: int, outputs: int) -> dict[str, int]:
+        """Return the arguments for sums of a strip: of gathered patches, or of pixels, and where a patch's pixels lie."""
         (sh, sw), (dh, dw) = self.window.stride, self.window.dilation
         return {
-            "pixels": rows if self.row else self.near_lines(lines) * self.line_pixels,
-            "pixel_bytes": self.summed,
-            "pixel_step": self.patch or self.pixel,
+            "pixels": outputs if self.gathered_codes else self.lines(out_lines) * self.line_pixels,
+            "pixel_bytes": self.gathered_bytes or self.group_bytes,
+            "pixel_step": self.gathered_bytes or self.pixel_bytes,
             "pixel_stride": sw,
             "pixel_line": sh * self.line_pixels,
             "taps": self.sizes.kernel[1],
@@ -225,7 +227,7 @@ class _Walk:
 
 
 class _Memory(NamedTuple):
-    """What a thread has: copied lines, then patches, sums of pixels and sums of outputs; in bytes, all of it last."""
+    """A thread's memory: copied lines, then gathered patches, sums of pixels and initial sums of outputs; in bytes, all of it last."""
 
     patches_at: int
     pixel_sums_at: int
@@ -233,65 +235,87 @@ class _Memory(NamedTuple):
     thread_bytes: int
 
     @classmethod
-    def of(cls, walk: _Walk, lines: int, rows: int, pixel_sums: int) -> _Memory:
-        """For a strip of so many lines, of `rows` outputs."""
-        patches_at = 0 if walk.in_image else walk.near_lines(lines) * walk.line + SLACK + 63 & ~63
-        pixel_sums_at = patches_at + (rows * walk.patch + SLACK + 63 & ~63 if walk.row else 0)
-        sums_at = pixel_sums_at + (pixel_sums * 4 + 63 & ~63)
-        return cls(patches_at, pixel_sums_at, sums_at, sums_at + (rows * 4 + 63 & ~63))
+    def of(cls, patches: _Patches, out_lines: int, outputs: int, pixel_sums: int) -> _Memory:
+        """Return the memory for a strip of so many lines and outputs."""
+        patches_at = 0 if patches.in_image else round_up(patches.lines(out_lines) * patches.line_bytes + SLACK, 64)
+        pixel_sums_at = patches_at + (round_up(outputs * patches.gathered_bytes + SLACK, 64) if patches.gathered_codes else 0)
+        sums_at = pixel_sums_at + round_up(pixel_sums * 4, 64)
+        return cls(patches_at, pixel_sums_at, sums_at, sums_at + round_up(outputs * 4, 64))
 
 
-def _lines_spec(walk: _Walk, linear: LinearKernel, tile_sizes: TileSizes | None, copied_codes: int, out_width: int) -> LinesSpec:
-    isa, sizes, (kh, _) = linear.isa, walk.sizes, walk.sizes.kernel
-    at_once = min(32, 1 << (walk.run - 1).bit_length()) if walk.row else 0
-    few_lines = walk.runs == 1 and walk.run <= at_once and kh <= _FEW_LINES
-    alone = tile_sizes is not None or walk.row > 0 or (sizes.taps == 1 and walk.window.stride == (1, 1))  # a row's sum is that of one pixel
-    return LinesSpec(
-        copied=0 if walk.in_image else power_of_two(copied_codes, 4 * isa.lanes) if copied_codes else 8,
-        patches=at_once,
-        lines=kh if few_lines else 0,
-        bits=sizes.format.bits,
-        started=tile_sizes is None and (linear.paired or isa.correction(sizes.format.bits, signed=True) != 0),
-        paired=tile_sizes is None and linear.paired,
-        width=walk.laid_out,
-        unit=walk.step,
-        sums="none" if alone else "lines" if walk.window.stride[1] == 1 and out_width >= isa.lanes else "single",
-        masked=not walk.in_image,
-        tail=(walk.patch or sizes.channels) % (4 * isa.lanes) if walk.in_image else 0,
-        columns=PANEL if tile_sizes is None else tile_sizes.columns,
-        unsigned=tile_sizes is not None and tile_sizes.run > 0,
+def _strip_spec(patches: _Patches, linear: LinearKernel, rearranged: RearrangedTile | None, copied_codes: int, out_width: int) -> StripSpec:
+    """Return what the loops around the tiles are compiled for."""
+    isa, sizes, bits = linear.isa, patches.sizes, patches.sizes.format.bits
+    register_bytes, stride = 4 * isa.lanes, patches.window.stride
+    copy_step = power_of_two(copied_codes, register_bytes) if copied_codes else 8
+    gather_step = min(32, 1 << (patches.run - 1).bit_length()) if patches.gathered_codes else 0
+    unrolls_lines = patches.runs == 1 and patches.run <= gather_step and sizes.kernel[0] <= _MOST_GATHER_LINES
+    row_sums: RowSums = "lines" if stride[1] == 1 and out_width >= isa.lanes else "single"
+    if rearranged is not None or patches.gathered_codes or (sizes.taps == 1 and stride == (1, 1)):
+        row_sums = "none"
+    return StripSpec(
+        copy_step=0 if patches.in_image else copy_step,
+        gather_step=gather_step,
+        gather_lines=sizes.kernel[0] if unrolls_lines else 0,
+        bits=bits,
+        sums_codes=rearranged is None and (linear.paired or isa.correction(bits, signed=True) != 0),
+        paired=rearranged is None and linear.paired,
+        code_bytes=patches.code_bytes,
+        unit=patches.unit,
+        row_sums=row_sums,
+        masks_tail=not patches.in_image,
+        tail=(patches.gathered_bytes or sizes.channels) % register_bytes if patches.in_image else 0,
+        columns=PANEL if rearranged is None else rearranged.columns,
+        adds_128=rearranged is not None and rearranged.is_unsigned,
     )
 
 
 def lines_inside(window: Window, kernel: int, height: int, out: int) -> list[tuple[int, int]]:
-    """For each line of outputs the range [first, stop) of kernel lines inside of the image."""
+    """Return for each of `out` lines of outputs the range [first, stop) of the kernel's lines inside of the image."""
     step = window.dilation[0]
     tops = [y * window.stride[0] - window.padding[0] for y in range(out)]
     return [(min(kernel, max(0, -(top // step))), max(0, min(kernel, -((top - height) // step)))) for top in tops]
 
 
-def _lines_walked(walk: _Walk, spec: LinesSpec, strips: Strips, height: int, outside: int, *, by_lines: bool) -> list[tuple[int, int]]:
-    """`lines_inside` of a strip's lines: those of the walk, without those outside, where tiles go line by line and read 0."""
-    kernel = 1 if walk.row else walk.sizes.kernel[0]
-    if by_lines and not walk.row and not spec.paired and strips.number == 1 and outside == (-128 if spec.unsigned else 0):
-        return lines_inside(walk.window, kernel, height, strips.lines)
-    return [(0, kernel)] * strips.lines
+def _lines_to_multiply(patches: _Patches, spec: StripSpec, strips: Strips, height: int, outside: int) -> list[tuple[int, int]]:
+    """Return for each line of a strip the range of the kernel's lines that tiles multiply.
+
+    Lines in the padding are left out if tiles read line by line, the padding is 0 to them, and each image is a single strip.
+    """
+    kernel = 1 if patches.gathered_codes else patches.sizes.kernel[0]
+    padding_is_zero = outside == (-128 if spec.adds_128 else 0)
+    if patches.gathered_codes or spec.paired or strips.number > 1 or not padding_is_zero:
+        return [(0, kernel)] * strips.lines
+    return lines_inside(patches.window, kernel, height, strips.lines)
 
 
-def _bands(lines: Sequence[tuple[int, int]], width: int, most: int, function: Callable[[int], int]) -> Tensor:
-    """The `Band`s of a strip, of whose lines each takes so many of the kernel's; the largest first, as the first tiles ask for what comes
-    next. function(rows) is the address of a tile's, of at most `most` rows."""
-    bands, y = [], 0
-    for (first, stop), same_taps in itertools.groupby(lines):
-        m = len(list(same_taps)) * width
-        rows = tile_rows(m, most, TILE_COST)
-        bands.append(Band(y, y + m, first, max(first, stop), rows, function(rows)))
-        y += m
+def _bands(lines: Sequence[tuple[int, int]], width: int, most_rows: int, function: Callable[[int], int]) -> Tensor:
+    """Return the `Band`s of a strip, int64 [bands, fields]; the largest first, as the first tiles prefetch the next weights.
+
+    Args:
+        lines: For each of its lines the range of the kernel's lines that are multiplied.
+        width: Outputs of a line.
+        most_rows: Outputs of a tile at most.
+        function: Returns the address of the function of tiles of so many outputs.
+    """
+    bands, first_output = [], 0
+    for (first, stop), same_lines in itertools.groupby(lines):
+        outputs = len(list(same_lines)) * width
+        rows = tile_rows(outputs, most_rows, TILE_COST)
+        bands.append(Band(first_output, first_output + outputs, first, max(first, stop), rows, function(rows)))
+        first_output += outputs
     return torch.tensor(sorted(bands, key=lambda band: band.first - band.stop), dtype=torch.int64, device="cpu")
 
 
 def group_fields(sizes: Filter, out_dtype: torch.dtype, panels: int, panel_bytes: int, *, padded_bias: bool) -> dict[str, int]:
-    """The weights of a group, so many panels of so many bytes, its table (for codes) or bias, padded to whole panels or not, and output."""
+    """Return the arguments for a channel group's weights, bias and outputs.
+
+    Args:
+        sizes: Of the filter.
+        out_dtype: Of the outputs.
+        panels, panel_bytes: Panels of a group, and bytes of each.
+        padded_bias: Whether a bias is padded to whole panels in each group; requantization tables are.
+    """
     n, out_bytes = sizes.out // sizes.groups, out_dtype.itemsize
     stride = 4 * round_up(n, PANEL)
     return {
@@ -306,17 +330,17 @@ def group_fields(sizes: Filter, out_dtype: torch.dtype, panels: int, panel_bytes
     }
 
 
-def image_fields(geo: ConvGeometry, near_width: int, lines: int, line: int) -> dict[str, int]:
-    """An image, and what a strip needs of it: so many lines of `line` bytes, of which outputs need `near_width` pixels."""
+def image_fields(geo: ConvGeometry, needed_pixels: int, lines: int, line_bytes: int) -> dict[str, int]:
+    """Return the arguments for images, and for what a strip copies of one: lines of `needed_pixels`, which take `line_bytes` there."""
     height, width = geo.image
-    left = min(geo.window.padding[2], near_width)
-    copied = min(width, near_width - left) * geo.channels
+    left = min(geo.window.padding[2], needed_pixels)
+    copied = min(width, needed_pixels - left) * geo.channels
     return {
-        "height": height if copied else 0,  # 0: nothing of a line is seen
+        "height": height if copied else 0,  # 0: all pixels that are needed are padding
         "image_bytes": height * width * geo.channels,
         "line_bytes": width * geo.channels,
-        "near_lines": lines,
-        "near_line_bytes": line,
+        "copied_lines": lines,
+        "copied_line_bytes": line_bytes,
         "copied_codes": copied,
         "left_codes": left * geo.channels,
     }
@@ -329,7 +353,7 @@ def plan(
     threads: int,
     out_dtype: torch.dtype,
     outside: int,
-    tile_sizes: TileSizes | None = None,
+    rearranged: RearrangedTile | None = None,
 ) -> Plan:
     """Return the plan of a convolution of codes by the tiles of `direct.py`, or by others.
 
@@ -339,68 +363,72 @@ def plan(
         threads: Most threads.
         out_dtype: Of the outputs.
         outside: The code of padding.
-        tile_sizes: Tiles with weights of their own; None: those of `direct.build_tile`.
+        rearranged: Tiles with rearranged weights; None: those of `direct.build_tile`.
     """
-    isa, weight, wo = linear.isa, linear.geometry, geo.out[1]
-    walk = _Walk.of(linear, sizes, geo, tile_sizes)
-    columns, panel_bytes = (PANEL, weight.panel_bytes) if tile_sizes is None else (tile_sizes.columns, tile_sizes.panel_bytes)
+    isa, weight, out_width = linear.isa, linear.geometry, geo.out[1]
+    build, columns, panel_bytes = direct.build_tile, PANEL, weight.panel_bytes
+    if rearranged is not None:
+        build, columns, panel_bytes = rearranged.build, rearranged.columns, rearranged.panel_bytes
     panels = weight.panels * (PANEL // columns)
-    strips = Strips.of(geo.outputs, sizes, panels, threads, lambda lines: walk.strip_bytes(lines, wo))
-    lines, rows = strips.lines, strips.lines * wo
 
-    near = image_fields(geo, walk.near_width, walk.near_lines(lines), walk.line)
-    spec = _lines_spec(walk, linear, tile_sizes, near["copied_codes"], wo)
-    sums = walk.sum_fields(lines, rows)
-    memory = _Memory.of(walk, lines, rows, 0 if spec.sums == "none" else sums["pixels"])
+    patches = _Patches.of(linear, sizes, geo, rearranged)
+    strips = Strips.of(geo.outputs, sizes, panels, threads, lambda lines: patches.strip_bytes(lines, out_width))
+    lines, outputs = strips.lines, strips.lines * out_width
+    images = image_fields(geo, patches.needed_pixels, patches.lines(lines), patches.line_bytes)
+    spec = _strip_spec(patches, linear, rearranged, images["copied_codes"], out_width)
+    sums = patches.sum_fields(lines, outputs)
+    memory = _Memory.of(patches, lines, outputs, 0 if spec.row_sums == "none" else sums["pixels"])
 
-    laid_out = replace(linear.tile_spec.activation, unit=walk.step, one_unit=False)
-    tile = replace(linear.tile_spec, activation=laid_out, out=kind_of(out_dtype))
-    build = direct.build_tile if tile_sizes is None else tile_sizes.build
-    walked = _lines_walked(walk, spec, strips, geo.image[0], outside, by_lines=tile_sizes is None or spec.unsigned)
+    activation = replace(linear.tile_spec.activation, unit=patches.unit, one_unit=False)
+    tile = replace(linear.tile_spec, activation=activation, out=kind_of(out_dtype))
+    to_multiply = [(0, 1 if patches.gathered_codes else sizes.kernel[0])] * lines  # `arranged.py` reads whole patches
+    if rearranged is None or rearranged.is_unsigned:
+        to_multiply = _lines_to_multiply(patches, spec, strips, geo.image[0], outside)
     most_rows, vectors = isa.tuning.conv_tile
-    bands = _bands(walked, wo, most_rows, lambda rows: compiled(build, replace(tile, schedule=Schedule(rows, vectors)), isa))
-    places, lane_places = walk.places(lines, wo), walk.lane_places()
-    walk_places = torch.arange(rows, device="cpu") * walk.patch if walk.row else places
-    mask = torch.zeros(64, dtype=torch.int8, device="cpu")  # of the last, partial vector of a pixel
-    mask[: walk.summed % (4 * isa.lanes)] = -1
+    bands = _bands(to_multiply, out_width, most_rows, lambda rows: compiled(build, replace(tile, schedule=Schedule(rows, vectors)), isa))
+    patch_offsets, lane_offsets = patches.offsets(lines, out_width), patches.lane_offsets()
+    read_offsets = torch.arange(outputs, device="cpu") * patches.gathered_bytes if patches.gathered_codes else patch_offsets
+    mask = torch.zeros(_EDGE, dtype=torch.int8, device="cpu")  # of the last, partial vector of what is summed
+    mask[: sums["pixel_bytes"] % (4 * isa.lanes)] = -1
     fields = {
         **strips.fields(),
         **memory._asdict(),
         **group_fields(sizes, out_dtype, panels, panel_bytes, padded_bias=False),
-        **near,
-        **walk.fields(),
+        **images,
+        **patches.fields(),
         **sums,
-        "rows": rows,
-        "asks": int(panels * panel_bytes >= _MANY_BYTES),
+        "strip_outputs": outputs,
+        "prefetches": int(panels * panel_bytes >= _MANY_BYTES),
         "out_bytes": out_dtype.itemsize,
-        "left_pairs": 0 if walk.row else (weight.padded - sizes.k) // 2 * 128**2,
+        "unread_pairs": 0 if patches.gathered_codes else (weight.padded - sizes.k) // 2 * 128**2,
         "bands": bands.data_ptr(),
         "band_count": len(bands),
-        "places": places.data_ptr(),
-        "walk_places": walk_places.data_ptr(),
-        "lane_places": lane_places.data_ptr(),
+        "patch_offsets": patch_offsets.data_ptr(),
+        "read_offsets": read_offsets.data_ptr(),
+        "lane_offsets": lane_offsets.data_ptr(),
         "pixel_mask": mask.data_ptr(),
     }
-    tensors = places, walk_places, mask, lane_places, bands
+    tensors = patch_offsets, read_offsets, mask, lane_offsets, bands
     return Plan(DIRECT, compiled(direct.build, spec, isa), fields, strips.items, _EDGE, memory.thread_bytes, tensors)
 
 
 class RearrangedWeightsKernel(PlannedConv):
-    """The compiled convolution of int8 images of any size by tiles that have weights of their own.
+    """The compiled convolution of int8 images of any size by tiles with rearranged weights, for `arranged.py` and `unsigned.py`.
 
     Conditions that the caller has checked: the file's `supports`; x is int8 [B, C, H, W] with channels_last strides, not empty; `weights`
-    is what `weights_of` made; `table` is the tables of the groups.
+    is what `weights_of` returned; `table` is the requantization tables of the channel groups.
 
-    linear   the kernel of the same matrix
+    Attributes:
+        linear: The kernel of the product with the same matrix.
     """
 
     def __init__(self, sizes: Filter, window: Window, linear: LinearKernel) -> None:
         super().__init__()
         self.sizes, self.isa, self.linear = sizes, current(), linear
 
-    def tiles(self, panel_bytes: int) -> TileSizes:
-        """What multiplies; `panel_bytes` of weights for each tile's outputs."""
+    def tile(self, panel_bytes: int) -> RearrangedTile:
+        """Return the tile that multiplies by `panel_bytes` of weights for each of its outputs' panels."""
         raise NotImplementedError
 
     def plan(self, geo: ConvGeometry, threads: int, outside: int, weights: Tensor, *, has_residual: bool) -> Plan:
-        return plan(self.linear, self.sizes, geo, threads, torch.int8, outside, self.tiles(weights.shape[2]))
+        return plan(self.linear, self.sizes, geo, threads, torch.int8, outside, self.tile(weights.shape[2]))

@@ -1,10 +1,10 @@
-"""The largest code under each place of a window, or their mean: pools of int8 images.
+"""Max pooling and average pooling of int8 images on the CPU, for networks on int8 codes.
 
-    y[b, c, oy, ox] = max over kh, kw that lie inside of the image of  x[b, c, oy*stride - pad + kh*dilation, ox*stride - pad + kw*dilation]
-    y[b, c, oy, ox] = round(sum over kh, kw of (x[…] - zero) / (Kh * Kw)) + zero        where nothing is padded
+    max      y[b, c, oy, ox] = max over kh, kw inside of the image of  x[b, c, oy*stride - pad + kh*dilation, ox*stride - pad + kw*dilation]
+    average  y[b, c, oy, ox] = round(sum over kh, kw of (x[…] - zero) / (Kh * Kw)) + zero        where nothing is padded
 
-A mean is exact but for its one rounding, ties to even. Images and results have their channels together (channels_last). Threads share the
-lines of outputs.
+The sum of an average is exact in int32; as float32 it is divided, and rounded to the nearest integer, ties to even. Images and results are
+channels_last; threads share the lines of outputs. `ops/conv/pool.py` calls `pool`, or takes a `step` of a native program.
 """
 
 from __future__ import annotations
@@ -42,24 +42,23 @@ class PoolSpec:
     """What the kernel is compiled for.
 
     Attributes:
-        together: Channels of a vector.
-        averages: It computes means; otherwise the largest codes.
+        channels: Channels of a vector.
+        averages: It computes averages; otherwise maxima.
     """
 
-    together: int
+    channels: int
     averages: bool = False
 
 
 @phase
 def build(spec: PoolSpec, isa: ISA, f: Function) -> None:
-    """Emit the kernel; its arguments are a POOL block, its thread and the number of threads. Threads share the lines of outputs."""
+    """Emit the kernel; its arguments are a POOL block, its thread and the number of threads."""
     args = f.parameters[0]
 
     def get(name: str) -> Value:
         return POOL.load(args, name)
 
-    together = spec.together
-    kind, ints = vector("i8", together), vector("i32", together)
+    codes, sums = vector("i8", spec.channels), vector("i32", spec.channels)
     channels, out_width, lines = get("channels"), get("out_width"), get("lines")
     line_bytes = get("width") * channels
     for line in f.share(lines):
@@ -67,25 +66,32 @@ def build(spec: PoolSpec, isa: ISA, f: Function) -> None:
         image = POOL.load(args, "x", "ptr") + line // get("out_height") * (get("height") * line_bytes)
         for ox in f.loop(out_width):
             x, out = ox * get("stride_w") - get("left"), POOL.load(args, "out", "ptr") + (line * out_width + ox) * channels
-            for c0 in f.loop(channels, step=together):
-                c = f.umin(c0, channels - together)  # the last ones may overlap those before
-                found = f.variable(f.value(ints, 0) if spec.averages else f.value(kind, -128))
+            for first in f.loop(channels, step=spec.channels):
+                c = f.umin(first, channels - spec.channels)  # the last vector may overlap the one before
+                result = f.variable(f.value(sums, 0) if spec.averages else f.value(codes, -128))
                 for kh in f.loop(get("kernel_h")):
                     iy = y + kh * get("dilation_h")
-                    with f.when(iy.below(get("height"))):
+                    with f.when(iy.below(get("height"))):  # unsigned: negative coordinates are not
                         for kw in f.loop(get("kernel_w")):
                             ix = x + kw * get("dilation_w")
                             with f.when(ix.below(get("width"))):
-                                codes = (image + iy * line_bytes + ix * channels + c).load(kind)
+                                pixel = (image + iy * line_bytes + ix * channels + c).load(codes)
                                 if spec.averages:
-                                    found.value = found.value + codes.to("i32")
+                                    result.value = result.value + pixel.to("i32")
                                 else:
-                                    found.value = (codes > found.value).select(codes, found.value)
-                (out + c).store(_mean(f, found.value, get("kernel_h") * get("kernel_w"), get("zero")) if spec.averages else found.value)
+                                    result.value = (pixel > result.value).select(pixel, result.value)
+                (out + c).store(_mean(f, result.value, get("kernel_h") * get("kernel_w"), get("zero")) if spec.averages else result.value)
 
 
 def _mean(f: Function, total: Value, count: Value, zero: Value) -> Value:
-    """Codes; their mean lies between the least and the largest of them."""
+    """Return the codes of means, which lie between the least and the largest code that was summed, so that they need no clamp.
+
+    Args:
+        f: Emits the instructions.
+        total: Sums of codes, a vector of int32.
+        count: How many codes were summed.
+        zero: The code that means 0.
+    """
     lanes = lanes_of(total.type)
     real = (total - (count * zero).to("i32").splat(lanes)).to("float") / count.to("float").splat(lanes)
     return ((real + ROUND).bits(total.type) + zero.to("i32").splat(lanes)).to("i8")
@@ -99,7 +105,7 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
         kernel: Height and width of the window.
         window: Its stride, padding and dilation. Padding below and to the right is ignored: `out_size` says how far the window goes.
         out_size: Ho and Wo.
-        zero: The code that means 0, for means, where nothing may be padded; None: the largest codes.
+        zero: For average pooling, where nothing may be padded, the code that means 0; None: max pooling.
 
     Returns:
         int8 [B, C, Ho, Wo], channels_last.
@@ -116,14 +122,17 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
 
 
 def step(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None = None) -> ProgramStep:
-    """`pool` of images of these sizes."""
+    """Return `pool` of images of x's sizes as a step of a native program."""
     call = _prepare(x.shape, kernel, window, out_size, zero)
     return ProgramStep(call.buffer, call.threads, x.shape[0] * x.shape[1] * out_size[0] * out_size[1], (_TENSORS,), POOL.offset("out"))
 
 
 def _prepare(shape: Sequence[int], kernel: tuple[int, int], window: Window, out_size: tuple[int, int], zero: int | None) -> Call:
+    """Return the call for images of this shape, but for the addresses of x and the result; the other arguments are those of `pool`."""
     assert zero is None or window.padding == (0, 0, 0, 0), f"a mean counts all pixels of the window, got padding={window.padding}"
     batch, channels, height, width = shape
+    reach = [(o - 1) * s + (k - 1) * d + 1 for o, s, k, d in zip(out_size, window.stride, kernel, window.dilation, strict=True)]
+    assert zero is None or (reach[0] <= height and reach[1] <= width), f"a mean counts all pixels of the window, which reach to {reach}"
     isa, lines = current(), batch * out_size[0]
     geo = ConvGeometry(batch, channels, (height, width), channels, out_size, kernel, window, kernel[0] * kernel[1] * channels)
     spec = PoolSpec(power_of_two(channels, 4 * isa.lanes), zero is not None)

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.codegen.arguments import Block
+from halfbyte.kernels.cpu.codegen.arguments import Block, Buffer
 from halfbyte.kernels.cpu.codegen.elementary import exp
 from halfbyte.kernels.cpu.codegen.ir import Function, Value, Variable, lanes_of, vector
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
-from halfbyte.kernels.cpu.codegen.kernel import Emitter, compiled, phase, run
+from halfbyte.kernels.cpu.codegen.kernel import Emitter, arguments, compiled, phase, run
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.cpu.transformer.attend import LEAST_SCORE, CacheKind, capped, load_head
 from halfbyte.layouts.base import round_up
@@ -385,13 +385,61 @@ class Heads(NamedTuple):
     tokens: int
 
 
-def head_fields(queries: Heads, keys: Heads, values: Heads, head_bytes: int) -> dict[str, int | tuple[float, float]]:
-    """Return the fields of WHOLE that say where queries, keys and values are, and how many; `head_bytes`: from a head to the next."""
-    fields: dict[str, int | tuple[float, float]] = {"tokens": queries.tokens, "length": keys.tokens}
+class SequenceAttention(NamedTuple):
+    """Attention of whole sequences, with as many heads of keys as of queries.
+
+    Attributes:
+        batch, heads, head_dim: B, H and D.
+        scale: What q · k is multiplied by.
+        threads: That compute it.
+    """
+
+    batch: int
+    heads: int
+    head_dim: int
+    scale: float
+    threads: int
+
+
+class AttentionScratch(NamedTuple):
+    """Scratch memory of attention.
+
+    Attributes:
+        address: Of all threads' memory.
+        padded, thread_bytes: What `sizes` returned, here or in `attend_bf16.py`.
+    """
+
+    address: int
+    padded: int
+    thread_bytes: int
+
+
+def sequence_step(
+    function: int, attention: SequenceAttention, queries: Heads, keys: Heads, values: Heads, out: int, scratch: AttentionScratch
+) -> Buffer:
+    """Return the arguments of attention of whole sequences as a step, without mask and bias.
+
+    Args:
+        function: Address of the code: `build` compiled, or that of `attend_bf16.py`.
+        attention: Sizes, scale and threads.
+        queries, keys, values: Where they are.
+        out: Address of the result [B, T, H * D], contiguous float32.
+        scratch: Memory of the threads.
+    """
+    fields: dict[str, int | tuple[float, float]] = {"tokens": queries.tokens, "length": keys.tokens, "out": out}
     for name, heads in (("q", queries), ("k", keys), ("v", values)):
         fields |= {name: heads.address, f"{name}_batch": heads.tokens * heads.row_bytes}
-        fields |= {f"{name}_head": head_bytes, f"{name}_token": heads.row_bytes}
-    return fields
+        fields |= {f"{name}_head": 4 * attention.head_dim, f"{name}_token": heads.row_bytes}
+    fields |= {
+        "batch": attention.batch,
+        "heads": attention.heads,
+        "parts": parts(attention.batch * attention.heads, queries.tokens, attention.threads),
+        "scratch": scratch.address,
+        "padded": scratch.padded,
+        "thread_bytes": scratch.thread_bytes,
+        "scale": (attention.scale, 0.0),
+    }
+    return arguments(WHOLE, function, fields)
 
 
 def readable(scores: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ from halfbyte.layouts.cpu_tiles import LONGEST_BLOCK
 from halfbyte.machine import Gpu
 
 _PIXELS = 16  # of which a program of `_ranges` reads a block
+_MOST_PIXELS = (1 << 31) - _PIXELS  # of all images, whose numbers are int32, the last program's masked ones, too
 _MOST_CHANNELS = 128  # that it reads at a time
 _INFINITY_BITS = tl.constexpr(0x7F800000)  # of float32; magnitudes are compared as these integers, NaN being the largest
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
@@ -76,6 +77,8 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     geo = convolution.gpu_geometry(problem.sizes)
     if min(geo.block, geo.k) > LONGEST_BLOCK:
         return f"sums of {geo.block} products may overflow an int32"
+    if (pixels := problem.batch * problem.image[0] * problem.image[1]) > _MOST_PIXELS:
+        return f"{pixels} pixels of the images are more than the {_MOST_PIXELS} that are counted in int32"
     return None
 
 

@@ -26,10 +26,12 @@ from halfbyte.kernels.gpu.quantize.activations import aligned
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.kernels.problem import ConvProblem, Epilogue
+from halfbyte.layouts import convolution
 from halfbyte.machine import Gpu
 
 _BLOCK = 4096  # elements that a program looks at together
 _MOST_PIECES = 256  # of an image, each with a greatest magnitude of its own at first
+_MOST_ELEMENTS = (1 << 31) - _MOST_PIECES * _BLOCK  # of an image: `_largest` counts, in int32, up to a block of each piece beyond them
 
 
 def _of_codes(problem: ConvProblem) -> ConvProblem:
@@ -38,6 +40,9 @@ def _of_codes(problem: ConvProblem) -> ConvProblem:
 
 def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     """Return the reason why this kernel does not compute `problem`, or None."""
+    elements = problem.image[0] * problem.image[1] * convolution.gpu_image_channels(problem.sizes)
+    if elements > _MOST_ELEMENTS:
+        return f"an image of {elements} elements has more than the {_MOST_ELEMENTS} that are counted in int32"
     return conv.supports(_of_codes(problem), gpu)
 
 

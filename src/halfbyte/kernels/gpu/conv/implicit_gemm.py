@@ -50,6 +50,7 @@ from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
 _MOST_ELEMENTS = 1 << 31  # of an image, whose offsets are int32
+_MOST_OUTPUTS = (1 << 31) - 128  # pixels of y, whose numbers are int32, those of the last tile, too, which may have 128
 
 
 def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
@@ -60,6 +61,8 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     pixel = problem.overlap or convolution.gpu_image_channels(sizes)
     if problem.image[0] * problem.image[1] * pixel >= _MOST_ELEMENTS:
         return f"an image of {problem.image[0]} x {problem.image[1]} x {pixel} has 2^31 elements or more"
+    if problem.m > _MOST_OUTPUTS:
+        return f"{problem.m} pixels of the output are more than the {_MOST_OUTPUTS} that are counted in int32"
     if problem.dtype == torch.int8 and (sizes.format.zero != "none" or isinstance(sizes.format.block, int)):
         return f"integers take symmetric weights with one scale per channel or tensor, not {sizes.format}"
     if problem.dtype == torch.int8 and sizes.k > LONGEST_INTEGER_SUM:

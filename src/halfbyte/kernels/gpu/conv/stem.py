@@ -76,7 +76,7 @@ def stem_of(problem: ConvProblem) -> Stem | None:
     (out_height, out_width), (stride_y, stride_x), top = problem.out, window.stride, window.padding[0]
     strides = -(-((out_width - 1) * stride_x + piece // channels) // stride_x)
     rows = max((out_height - 1) * stride_y + (sizes.kernel[0] - 1) * window.dilation[0] + 1, top + 1)
-    if problem.batch * rows * strides * stride_x >= 1 << 31:  # pixels of x' have int32 numbers
+    if problem.batch * rows * strides * stride_x > (1 << 31) - _BLOCK:  # pixels of x', and masked ones, have int32 numbers
         return None
     of_pieces = replace(sizes, channels=piece, kernel=(sizes.kernel[0], 1))
     down = Window((stride_y, 1), (0, 0, 0, 0), (window.dilation[0], 1))

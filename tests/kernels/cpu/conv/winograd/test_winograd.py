@@ -16,20 +16,19 @@ from halfbyte.kernels import conv_reference, reference
 from halfbyte.kernels.cpu.codegen import jit, runtime
 from halfbyte.kernels.cpu.codegen.isa_x86 import AVX512VNNI
 from halfbyte.kernels.cpu.codegen.isas import ISAS, current
-from halfbyte.kernels.cpu.conv import planned, winograd
+from halfbyte.kernels.cpu.conv import planned
 from halfbyte.kernels.cpu.conv.gathered import ConvKernel, ImageConvKernel, ImageRearrangedKernel
-from halfbyte.kernels.cpu.conv.winograd import (
-    SIDES,
-    Class,
-    Side,
-    Tiles,
-    WinogradKernel,
-    WinogradScalingKernel,
-    WinogradSpec,
-    few_pixels,
-    pixels,
-    transformed,
+from halfbyte.kernels.cpu.conv.winograd import transforms, winograd, winograd_call
+from halfbyte.kernels.cpu.conv.winograd.tiling import PositionClass, Tiles, WinogradSpec, group_size
+from halfbyte.kernels.cpu.conv.winograd.transforms import (
+    FULL_AXIS,
+    SHORT_AXIS,
+    Axis,
+    input_transform,
+    short_input_transform,
+    transformed_weights,
 )
+from halfbyte.kernels.cpu.conv.winograd.winograd_call import WinogradKernel, WinogradScalingKernel
 from halfbyte.kernels.cpu.plan_cache import PLANS
 from halfbyte.kernels.problem import Window
 from halfbyte.layouts.convolution import Filter
@@ -47,33 +46,34 @@ def _two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "threads", lambda: 2)
 
 
-def both(down, across, numbers: list[list[int]]) -> list[list[int]]:
-    """A transformation of each dimension."""
-    lines = [across(line) for line in numbers]
-    return [list(line) for line in zip(*(down(list(column)) for column in zip(*lines, strict=True)), strict=True)]
+def along_both(vertical, horizontal, numbers: list[list[int]]) -> list[list[int]]:
+    """A transform along each axis."""
+    lines = [horizontal(line) for line in numbers]
+    return [list(line) for line in zip(*(vertical(list(column)) for column in zip(*lines, strict=True)), strict=True)]
 
 
 def weights(w: list[int]) -> list[int]:
-    return [sum(a * b for a, b in zip(row, w, strict=True)) for row in winograd.WEIGHTS]
+    return [sum(a * b for a, b in zip(row, w, strict=True)) for row in transforms.WEIGHT_TRANSFORM]
 
 
-@pytest.mark.parametrize("down", SIDES, ids=lambda side: str(side.outputs))
-@pytest.mark.parametrize("across", SIDES, ids=lambda side: str(side.outputs))
-def test_a_tile_is_the_convolution_times_its_factor(down: Side, across: Side) -> None:
+@pytest.mark.parametrize("vertical", [FULL_AXIS, SHORT_AXIS], ids=lambda axis: str(axis.outputs))
+@pytest.mark.parametrize("horizontal", [FULL_AXIS, SHORT_AXIS], ids=lambda axis: str(axis.outputs))
+def test_a_tile_is_the_convolution_times_its_factor(vertical: Axis, horizontal: Axis) -> None:
     rng = random.Random(0)
     for _ in range(25):
-        x = [[rng.randint(-128, 127) for _ in range(across.pixels)] for _ in range(down.pixels)]
+        x = [[rng.randint(-128, 127) for _ in range(horizontal.pixels)] for _ in range(vertical.pixels)]
         w = [[rng.randint(-128, 127) for _ in range(3)] for _ in range(3)]
-        moved, filters = both(down.of_pixels, across.of_pixels, x), both(weights, weights, w)
+        image, filters = along_both(vertical.input_transform, horizontal.input_transform, x), along_both(weights, weights, w)
         products = [
-            [m * filters[i][j] for j, m in zip(across.positions, line, strict=True)] for i, line in zip(down.positions, moved, strict=True)
+            [code * filters[i][j] for j, code in zip(horizontal.positions, line, strict=True)]
+            for i, line in zip(vertical.positions, image, strict=True)
         ]
-        y = both(down.of_products, across.of_products, products)
-        for i, j in itertools.product(range(down.outputs), range(across.outputs)):
+        y = along_both(vertical.output_transform, horizontal.output_transform, products)
+        for i, j in itertools.product(range(vertical.outputs), range(horizontal.outputs)):
             wanted = sum(w[a][b] * x[i + a][j + b] for a in range(3) for b in range(3))
             assert y[i][j] == 576 * wanted
-            modulo = y[i][j] * winograd.INVERSE % 2**32  # as the kernel has it
-            assert (modulo - (modulo >> 31 << 32)) >> winograd.SHIFT == wanted
+            modulo = y[i][j] * transforms.INVERSE_OF_9 % 2**32  # as the kernel has it
+            assert (modulo - (modulo >> 31 << 32)) >> transforms.SHIFT == wanted
 
 
 def reach(of_one, size: int) -> int:
@@ -83,11 +83,13 @@ def reach(of_one, size: int) -> int:
 
 
 def test_factors_fit_int16() -> None:
-    assert reach(few_pixels, 4) < reach(pixels, 6)
-    assert reach(pixels, 6) ** 2 * 128 == 12800 < 2**15
+    assert reach(short_input_transform, 4) < reach(input_transform, 6)
+    assert reach(input_transform, 6) ** 2 * 128 == 12800 < 2**15
     assert reach(weights, 3) ** 2 * 128 == 6272 < 2**15
-    for step in (lambda x: [x[4] - (x[2] << 2), x[3] - (x[1] << 2), (x[3] - x[1]) << 1, (x[0] - x[2]) << 2],):  # on the way to pixels
-        assert reach(step, 6) * reach(pixels, 6) * 128 < 2**15
+    for step in (
+        lambda x: [x[4] - (x[2] << 2), x[3] - (x[1] << 2), (x[3] - x[1]) << 1, (x[0] - x[2]) << 2],
+    ):  # on the way to those of pixels
+        assert reach(step, 6) * reach(input_transform, 6) * 128 < 2**15
 
 
 def scales(k: int, in_zero: int, out_zero: int) -> dict[str, float]:
@@ -95,7 +97,7 @@ def scales(k: int, in_zero: int, out_zero: int) -> dict[str, float]:
 
 
 def run(codes: Codes, sizes: Filter, x: Tensor, window: Window, bias: Tensor | None, clamp: tuple[int, int], **more: float) -> Tensor:
-    built = transformed(codes, sizes)
+    built = transformed_weights(codes, sizes)
     assert built is not None
     table = ops.conv_requantization_table(ops.pack_conv(codes, 3), bias, **more)
     return WinogradKernel(sizes)(x, window, built, table, *map(float, clamp), outside=int(more["in_zero"]))
@@ -118,7 +120,7 @@ def test_images_of_all_sizes_are_those_of_the_reference(isa, monkeypatch) -> Non
         codes = random_codes(sizes.format, sizes.codes_shape, case)
         bias = torch.randn(out, generator=torchs) * 10 if rng.random() < 0.5 else None
         more = scales(sizes.k, rng.randint(-128, 127), rng.randint(-128, 127))
-        assert winograd.supports(sizes, window, current())
+        assert winograd_call.supports(sizes, window, current())
         y = run(codes, sizes, x, window, bias, (-100, 120), **more)
         assert y.is_contiguous(memory_format=torch.channels_last)
         wanted = conv_reference.qconv2d(x, codes, (3, 3), window, bias, clamp=(-100, 120), **more)  # type: ignore[arg-type]
@@ -126,7 +128,7 @@ def test_images_of_all_sizes_are_those_of_the_reference(isa, monkeypatch) -> Non
 
 
 @isas
-def test_runs_of_tiles(isa, monkeypatch) -> None:
+def test_chunks_of_tiles(isa, monkeypatch) -> None:
     """More tiles than stay in the cache at once, where any of them are short."""
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
     channels, torchs, more = 2 * isa.lanes, torch.Generator().manual_seed(2), scales(18 * isa.lanes, 3, -5)
@@ -203,7 +205,7 @@ def test_sums_that_may_be_too_large_go_another_way(isa, monkeypatch) -> None:
     monkeypatch.setenv("HALFBYTE_ISA", isa.name)
     channels = 256
     sizes, codes = Filter(INT8, 2, channels, (3, 3)), of_one_code(channels, 127)
-    assert transformed(codes, sizes) is None
+    assert transformed_weights(codes, sizes) is None
     x = image((1, channels, 16, 16), torch.Generator().manual_seed(0))
     more = scales(sizes.k, 3, -5)
     y = ops.qconv2d(x, ops.pack_conv(codes, 3), None, 1, AROUND, **more)  # type: ignore[arg-type]
@@ -233,7 +235,7 @@ def test_the_op_takes_it_where_it_pays(isa, monkeypatch) -> None:
 def test_products_are_made_in_registers(isa) -> None:
     """The innermost loop: for each pair of channels two vectors of weights times the tiles of a group."""
     groups = sorted({isa.tuning.conv_tile[0], isa.tuning.conv_tile[0] - 1})
-    spec = WinogradSpec(tuple(Class(at, 18, rows) for at, rows in zip((0, 18), groups, strict=True)))
+    spec = WinogradSpec(tuple(PositionClass(at, 18, group) for at, group in zip((0, 18), groups, strict=True)))
     loops = jit.compile_assembly(winograd.build(spec, isa), isa).split("\n.L")
     product = "vpdpwssd" if isa.sums_shorts else "vpmaddwd"
     found = [part.splitlines() for part in loops if product in part]
@@ -247,11 +249,11 @@ def test_products_are_made_in_registers(isa) -> None:
 def test_left_over_lines_are_short_tiles() -> None:
     assert [Tiles.of((2, side, 16)).short for side in (4, 5, 6, 7)] == [(short, False) for short in (False, True, True, False)]
     tiles = Tiles.of((1, 14, 14))
-    assert tiles.kinds == [3, 9, 3, 1]
-    assert sum(len(some) * (stop - start) for some, (start, stop) in zip(winograd.CLASSES, tiles.classes, strict=True)) == 484
+    assert tiles.counts == [3, 9, 3, 1]
+    assert sum(len(positions) * (stop - start) for positions, (start, stop) in zip(transforms.CLASSES, tiles.ranges, strict=True)) == 484
 
 
 def test_groups_of_tiles_are_nearly_full() -> None:
     isa = AVX512VNNI("intel")
-    groups = {side: winograd.group_of((side // 4) ** 2, isa) for side in (16, 28, 56)}
+    groups = {side: group_size((side // 4) ** 2, isa) for side in (16, 28, 56)}
     assert groups == {16: 8, 28: 10, 56: 11}
