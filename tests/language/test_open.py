@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -210,6 +211,9 @@ def test_eval_says_which_models_transformers_runs(folders: Path, tmp_path: Path,
         said = [line for line in capsys.readouterr().err.splitlines() if "own decoder" in line]
         assert [line.partition(",")[0] for line in said] == [f"transformers runs {name}" for name in names]
         assert all(": in layer " in line or "in float32 on a CPU, not in bfloat16" in line for line in said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # transformers has renamed the argument of the cache
+        assert main([*asked[:-2], "--cache", "int8"]) == 0
 
 
 def test_explain_loads_no_transformers(folders: Path) -> None:
