@@ -1,4 +1,4 @@
-"""The clocks, on a clock that the test turns by hand; and the lock that threads get in turn."""
+"""The clocks, on a clock that the test rounds by hand; and the lock that threads get in turn."""
 
 from __future__ import annotations
 
@@ -133,23 +133,23 @@ def test_the_lock_is_reentrant_and_free_at_the_end() -> None:
 
 
 def test_a_loop_does_not_keep_others_waiting() -> None:
-    lock, stop, turns = FairLock(), threading.Event(), [0]
+    lock, stop, rounds = FairLock(), threading.Event(), [0]
 
     def loop() -> None:
         while not stop.is_set():
             with lock:
-                turns[0] += 1
+                rounds[0] += 1
                 time.sleep(0.002)  # as native code does, without the interpreter's lock
 
     thread = threading.Thread(target=loop, daemon=True)
     thread.start()
-    while not turns[0]:
+    while not rounds[0]:
         time.sleep(0.001)
     waited = []
     for _ in range(10):
-        before = turns[0]
+        before = rounds[0]
         with lock:
-            waited.append(turns[0] - before)
+            waited.append(rounds[0] - before)
         time.sleep(0.003)
     stop.set()
     thread.join(10)
