@@ -1,4 +1,4 @@
-"""The clocks, on a clock that the test rounds by hand; and the lock that threads get in turn."""
+"""The clocks, on a clock that the test turns by hand; and the lock that threads get in turn."""
 
 from __future__ import annotations
 
