@@ -31,6 +31,7 @@ RANKS = {
     "memory": 0.4,
     "plot": 0.5,
     "bounded": 0.6,
+    "locks": 0.65,
     "versions": 0.7,
     "formats": 1,
     "quantizers": 2,

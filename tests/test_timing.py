@@ -1,8 +1,9 @@
-"""The clocks, on a clock that the test turns by hand."""
+"""The clocks, on a clock that the test turns by hand; and the lock that threads get in turn."""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import pytest
 
 from halfbyte import timing
 from halfbyte.errors import ArgumentError
+from halfbyte.locks import FairLock
 from halfbyte.timing import Timing, interleave, measure, time_text
 
 
@@ -116,3 +118,39 @@ def test_an_error_inside_comes_out() -> None:
 )
 def test_three_digits_of_a_time(seconds: float, text: str) -> None:
     assert time_text(seconds) == text
+
+
+def test_the_lock_is_reentrant_and_free_at_the_end() -> None:
+    lock, entered = FairLock(), threading.Event()
+    with lock, lock:
+        other = threading.Thread(target=lambda: [lock.__enter__(), entered.set(), lock.__exit__()], daemon=True)
+        other.start()
+        assert not entered.wait(0.05)
+    assert entered.wait(10)
+    other.join(10)
+    with lock:
+        pass
+
+
+def test_a_loop_does_not_keep_others_waiting() -> None:
+    lock, stop, rounds = FairLock(), threading.Event(), [0]
+
+    def loop() -> None:
+        while not stop.is_set():
+            with lock:
+                rounds[0] += 1
+                time.sleep(0.002)  # as native code does, without the interpreter's lock
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    while not rounds[0]:
+        time.sleep(0.001)
+    waited = []
+    for _ in range(10):
+        before = rounds[0]
+        with lock:
+            waited.append(rounds[0] - before)
+        time.sleep(0.003)
+    stop.set()
+    thread.join(10)
+    assert max(waited) <= 4  # the turn in progress, and one where this thread was not scheduled; a plain lock: hundreds

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -226,6 +228,40 @@ def test_two_streams_at_once_lose_no_text(models: dict[str, CpuModel], tokenizer
         text += "".join(piece for _, piece in one)
         assert text == first.text == alone(model, tokenizer, prompt(6, 1), sampling).text
         assert other == second.text == alone(model, tokenizer, prompt(6, 2), sampling).text
+
+
+class Slow:
+    """A model whose calls let other threads run."""
+
+    def __init__(self, model: CpuModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._model, name)
+        if name not in ("decode", "prefill"):
+            return found
+
+        def call(*arguments: Any, **settings: Any) -> Any:
+            time.sleep(0.0005)
+            return found(*arguments, **settings)
+
+        return call
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_threads_share_a_batch(slots: int, models: dict[str, CpuModel], tokenizer: Tokenizer) -> None:
+    model, sampling = models[KINDS[0]], Sampling(max_new_tokens=12, ignore_eos=True)
+    batch = Batch(cast(CpuModel, Slow(model)), tokenizer, slots=slots)
+
+    def generated(seed: int) -> tuple[str, str]:
+        generation = batch.submit(prompt(6, seed), sampling)
+        return "".join(piece for _, piece in run(batch, [generation])), generation.text
+
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(generated, range(12)))
+    for seed, (pieces, text) in enumerate(found):
+        assert pieces == text == alone(model, tokenizer, prompt(6, seed), sampling).text
+    assert not batch.running
 
 
 class Interrupting:

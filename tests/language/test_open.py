@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -147,6 +148,16 @@ def test_prompts_of_other_types(folders: Path) -> None:
             model.generate(empty)
     found = model.generate(["the quick", "brown fox"], max_new_tokens=3)
     assert [one.ids for one in found] == [model.generate(text, max_new_tokens=3).ids for text in ("the quick", "brown fox")]
+    mixed: list[Any] = [[5, 17], "brown fox"]
+    assert [one.ids for one in model.generate(mixed, max_new_tokens=3)] == [model.generate([5, 17], max_new_tokens=3).ids, found[1].ids]
+    with pytest.raises(ArgumentError, match="a text, token ids or messages"):
+        model.generate([*mixed, b"text"])
+
+
+def test_methods_that_need_a_calibration_text(folders: Path) -> None:
+    for method in ("gptq", "awq"):
+        with pytest.raises(ArgumentError, match=rf"^{method} needs a calibration text, .*halfbyte quantize --method {method} first$"):
+            LanguageModel.open(folders / "float", format=hb.Config("int4_g32", method=method))
 
 
 def edit(folder: Path, **values: Any) -> None:
@@ -200,6 +211,9 @@ def test_eval_says_which_models_transformers_runs(folders: Path, tmp_path: Path,
         said = [line for line in capsys.readouterr().err.splitlines() if "own decoder" in line]
         assert [line.partition(",")[0] for line in said] == [f"transformers runs {name}" for name in names]
         assert all(": in layer " in line or "in float32 on a CPU, not in bfloat16" in line for line in said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # transformers has renamed the argument of the cache
+        assert main([*asked[:-2], "--cache", "int8"]) == 0
 
 
 def test_explain_loads_no_transformers(folders: Path) -> None:
@@ -292,6 +306,11 @@ def test_generate_says_when_transformers_runs_a_model(folders: Path, tmp_path: P
         "transformers runs this model, as halfbyte's own decoder does not: its activation is 'gelu', not one of silu, swish, "
         "gelu_pytorch_tanh, gelu_new, relu2"
     ]
+
+
+def test_a_prompt_of_another_encoding(folders: Path) -> None:
+    done = command("generate", str(folders / "halfbyte"), "--prompt", os.fsdecode(b"caf\xe9"))
+    assert done.stderr.startswith("halfbyte: error: a prompt is text in this system's encoding, utf-8, got 'caf\\udce9': convert it"), done
 
 
 def test_what_is_not_supported(folders: Path, tmp_path: Path) -> None:

@@ -260,7 +260,9 @@ def _read_prompt(args: argparse.Namespace, processes: int) -> None:
             sys.stdin.reconfigure(errors="surrogateescape")
         args.prompt = sys.stdin.read().removesuffix("\n")
     if any("\ud800" <= character <= "\udfff" for character in args.prompt):  # how Python represents bytes that it cannot decode
-        raise ArgumentError(f"--prompt is text in this system's encoding, {sys.getfilesystemencoding()}, got {args.prompt!a}")
+        encoding = sys.getfilesystemencoding()
+        remedy = "convert it" if encoding == "utf-8" else "set PYTHONUTF8=1 for text in UTF-8"
+        raise ArgumentError(f"a prompt is text in this system's encoding, {encoding}, got {args.prompt!a}: {remedy}")
 
 
 def show(text: str) -> None:

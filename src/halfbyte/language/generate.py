@@ -34,6 +34,7 @@ from halfbyte.language.sampling.sampler import BatchSampler, Choice, LogitsProce
 from halfbyte.language.speculate import Draft, Guesser, PromptLookup, accepted_tokens
 from halfbyte.language.text_stream import TextStream
 from halfbyte.language.tokenizer import Tokenizer
+from halfbyte.locks import FairLock
 
 if TYPE_CHECKING:
     from halfbyte.decoder.lower_gpu import GpuModel
@@ -93,12 +94,11 @@ class Generation:
             self._undecoded.append(token)
         if self.sampling.stop:
             self._decode()
-        if ends or self.stream.finished:
-            self.finish_reason = "stop"
-        elif len(self.ids) >= self.max_new_tokens:
-            self.finish_reason = "length"
-        if self.finish_reason is not None:
+        is_last = len(self.ids) >= self.max_new_tokens
+        reason: FinishReason | None = "stop" if ends or self.stream.finished else "length" if is_last else None
+        if reason is not None:
             self._text = self.text + self.stream.flush()
+            self.finish_reason = reason  # at the end: other threads read the text once it is there
 
     @property
     def prompt_rate(self) -> float:
@@ -133,9 +133,10 @@ class _Running:
 
 
 class Batch:
-    """Runs sequences of one model.
+    """Runs sequences of one model. Threads may share it: one steps at a time.
 
     Attributes:
+        lock: Held while sequences change. A thread holds it to read the text of one that runs, where others call `step`.
         guessed, accepted: Tokens that were guessed, and how many of these were right.
         failed: The sequences whose prompts were being prefilled when `step` last raised an exception; none: a decode step failed.
 
@@ -196,6 +197,7 @@ class Batch:
         self._times = Times() if times is None else times
         self._read_until: Mark | None = None  # where a GPU may still be reading what the last step launched
         self.accepted = self.guessed = 0
+        self.lock = FairLock()
 
     @property
     def running(self) -> bool:
@@ -236,22 +238,24 @@ class Batch:
             raise ArgumentError(f"max_new_tokens is at most {left} after {len(ids)} tokens, as {longest}, got {asked}: use less{more}")
         stream = TextStream(self._tokenizer, sampling.stop)
         generation = Generation(ids, sampling, min(wanted, left), stream, processors=processors)
-        self._waiting.append(generation)
+        with self.lock:
+            self._waiting.append(generation)
         return generation
 
     def cancel(self, generation: Generation) -> None:
         """End a sequence, whether it runs or waits. Other sequences go on undisturbed."""
-        if generation in self._waiting:
-            self._waiting.remove(generation)
-            generation.finish_reason = "cancelled"
-        if self._prefill is not None and self._prefill[0] is generation:
-            self._end_prefill(*self._prefill)
-        for running in [one for one in self._preempted if one.generation is generation]:
-            self._preempted.remove(running)
-            generation.finish_reason = "cancelled"
-        for running in [one for one in self._active if one.generation is generation]:
-            generation.finish_reason = "cancelled"
-            self._leave(running)
+        with self.lock:
+            if generation in self._waiting:
+                self._waiting.remove(generation)
+                generation.finish_reason = "cancelled"
+            if self._prefill is not None and self._prefill[0] is generation:
+                self._end_prefill(*self._prefill)
+            for running in [one for one in self._preempted if one.generation is generation]:
+                self._preempted.remove(running)
+                generation.finish_reason = "cancelled"
+            for running in [one for one in self._active if one.generation is generation]:
+                generation.finish_reason = "cancelled"
+                self._leave(running)
 
     def step(self) -> list[Generation]:
         """Prefill a chunk of the next prompt that waits, or decode a token of each sequence that runs.
@@ -259,22 +263,24 @@ class Batch:
         Returns:
             The sequences that have new tokens.
         """
-        try:
-            return self._step()
-        except BaseException as e:
-            self.failed, self._prefilling = self._prefilling, ()
-            self._forget_caches()
-            if self._model.where is None or not is_out_of_memory(e):
-                raise
-        # Here a GPU is out of memory. The handler has ended, as the traceback holds memory that can be freed now.
-        model = cast("GpuModel", self._model)
-        model.close_steps_of(None)
-        count = len(self._preempted) + len(self.failed)
-        raise no_memory_to_run(model.device, f"{count} sequence{'s' * (count > 1)}", returned_memory(model.device))
+        with self.lock:
+            try:
+                return self._step()
+            except BaseException as e:
+                self.failed, self._prefilling = self._prefilling, ()
+                self._forget_caches()
+                if self._model.where is None or not is_out_of_memory(e):
+                    raise
+            # Here a GPU is out of memory. The handler has ended, as the traceback holds memory that can be freed now.
+            model = cast("GpuModel", self._model)
+            model.close_steps_of(None)
+            count = len(self._preempted) + len(self.failed)
+            raise no_memory_to_run(model.device, f"{count} sequence{'s' * (count > 1)}", returned_memory(model.device))
 
     def free(self) -> None:
         """Free the KV caches of earlier sequences."""
-        self._prefixes.clear()
+        with self.lock:
+            self._prefixes.clear()
 
     def release_slots(self) -> None:
         """Free the buffers of the slots, which the next sequences allocate again, while no sequence runs and not on a GPU: recorded steps
@@ -568,8 +574,10 @@ def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[tuple[int, 
     shown = [0] * len(generations)
     for _ in steps(batch, generations):
         for index, generation in enumerate(generations):  # others that run this batch may have generated some of its text
-            if piece := generation.text[shown[index] :]:
-                shown[index] = len(generation.text)
+            with batch.lock:
+                piece = generation.text[shown[index] :]
+            if piece:
+                shown[index] += len(piece)
                 yield index, piece
 
 

@@ -30,6 +30,7 @@ from halfbyte.language.report import LanguageReport, Times, in_words
 from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.language.tokenizer import Tokenizer
 from halfbyte.memory import size_text
+from halfbyte.quantizers import CALIBRATED, METHODS
 
 if TYPE_CHECKING:
     from halfbyte.decoder.explain import Explanation
@@ -196,26 +197,29 @@ class LanguageModel:
         return self._model.most_decode
 
     def generate(
-        self, prompts: str | Sequence[int] | Sequence[Message] | Sequence[str], sampling: Sampling | None = None, **settings: object
+        self,
+        prompts: str | Sequence[int] | Sequence[Message] | Sequence[str | Sequence[int] | Sequence[Message]],
+        sampling: Sampling | None = None,
+        **settings: object,
     ) -> Any:
         """Generate the continuation of a prompt, or of several at the same time.
 
         Args:
-            prompts: A text, token ids, the messages of a chat, or a list of texts.
+            prompts: A text, token ids, the messages of a chat, or a list of these.
             sampling: How tokens are chosen; or its fields as keywords: max_new_tokens, temperature, top_k, top_p, seed, stop, …
 
         Returns:
-            A `Generation`, or one for each of a list of texts.
+            A `Generation`, or one for each of a list of prompts.
 
         Raises:
             ArgumentError: A prompt is empty or too long, or a setting is out of its range.
         """
         chosen = _sampling(sampling, settings)
         if _is_several(prompts):
-            texts = [str(text) for text in prompts]
+            several = [self._ids(prompt) for prompt in prompts]
             self._batch.free()
-            batch = self.batch(min(max(1, len(texts)), self.most_sequences))
-            generations = [batch.submit(self._ids(text), chosen) for text in texts]
+            batch = self.batch(min(len(several), self.most_sequences))
+            generations = [batch.submit(ids, chosen) for ids in several]
             for _ in steps(batch, generations):
                 pass
             return generations
@@ -383,6 +387,11 @@ def open_spec(
         from halfbyte.nn.config import as_config
 
         quantize = as_config(format)
+        if quantize.method in CALIBRATED:
+            raise ArgumentError(
+                f"{quantize.method} needs a calibration text, and a model is opened without one: use {', '.join(METHODS)}, "
+                f"or halfbyte quantize --method {quantize.method} first"
+            )
     header = read_header(source) if is_file(source) and is_gguf(source) else None
     offloads, plan = request is not None, None
     config, tensors = open_checkpoint(source, quantize, header, sparse=sparse, device=device, dtype=dtype, offloads=offloads)
@@ -445,7 +454,9 @@ def _request(
 
 
 def _is_several(prompts: object) -> bool:
-    return isinstance(prompts, Sequence) and not isinstance(prompts, str) and bool(prompts) and all(isinstance(p, str) for p in prompts)
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        return False
+    return bool(prompts) and all(isinstance(prompt, Sequence) for prompt in prompts)
 
 
 def _sampling(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:

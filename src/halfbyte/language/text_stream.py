@@ -45,7 +45,7 @@ class TextStream:
             ArgumentError: A stop string is empty, which would end every text before it begins.
         """
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
-            raise ArgumentError(f"stop is a list of strings of one character or more, got {stop!r}: leave empty ones out")
+            raise ArgumentError(f"stop is a list of strings of one character or more, got {stop!r}: pass such a list")
         self.finished = False
         self._raw = _RawStream(tokenizer)
         self._clean_up = tokenizer.clean_up

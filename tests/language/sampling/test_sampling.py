@@ -264,7 +264,7 @@ def test_a_prompt_of_another_vocabulary() -> None:
         ({"seed": 1 << 64}, "seed has 64 bits, got 18446744073709551616: use a smaller number"),
         ({"max_new_tokens": 0}, "max_new_tokens is 1 or more, got 0: ask for at least one"),
         ({"logprobs": -1}, "logprobs is 0 or more, got -1: leave it out"),
-        ({"stop": "ab"}, "stop is a list of strings of one character or more, got 'ab': leave empty ones out"),
+        ({"stop": "ab"}, "stop is a list of strings of one character or more, got 'ab': pass such a list"),
         ({"stop": ["a", ""]}, "stop is a list of strings"),
         ({"top_k": 5}, "top_k, top_p and min_p have no effect without sampling: add a temperature, such as 0.7"),
         ({"top_p": 0.9}, "have no effect without sampling"),

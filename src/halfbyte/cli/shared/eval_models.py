@@ -117,5 +117,6 @@ class _Cached:
 
     def __call__(self, *, input_ids: Any, use_cache: bool) -> Any:
         from halfbyte.integrations.transformers.cache.int8_cache import Int8Cache
+        from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
 
-        return self._model(input_ids=input_ids, past_key_values=Int8Cache(self._model.config), use_cache=True)
+        return self._model(input_ids=input_ids, use_cache=True, **{KV_CACHE: Int8Cache(self._model.config)})

@@ -91,7 +91,7 @@ class Sampling:
             if not least <= value <= most and not (name == "temperature" and value == 0):  # NaN, too
                 raise ArgumentError(f"{name} {allowed}, got {value}: {remedy}")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ArgumentError(f"stop is a list of strings of one character or more, got {self.stop!r}: leave empty ones out")
+            raise ArgumentError(f"stop is a list of strings of one character or more, got {self.stop!r}: pass such a list")
         object.__setattr__(self, "stop", tuple(self.stop))
         if not self.temperature and (self.top_k or (self.top_p or 1) < 1 or self.min_p):
             raise ArgumentError("top_k, top_p and min_p have no effect without sampling: add a temperature, such as 0.7")

@@ -1,6 +1,6 @@
 """A cache of keys and values in 8 bits, for transformers: 1.06 bytes an element instead of 4 or 2.
 
-    model.generate(**inputs, past_key_values=halfbyte.Int8Cache(model.config))
+    model.generate(**inputs, cache=halfbyte.Int8Cache(model.config))    # before transformers 5.24: past_key_values=
 
 `layouts/records.py` has the bytes. A layer of the cache is transformers' own, whose tensors [B, Hkv, T, D] hold records in the place of D
 elements: so what moves whole tokens (cropping, beams, windows) is transformers' code. Decoder layers of optimized models read
@@ -40,7 +40,7 @@ class Int8SlidingLayer(_Records, DynamicSlidingWindowLayer):  # type: ignore[no-
 
 
 class Int8Cache(DynamicCache):
-    """A growing KV cache in 8 bits for a model of transformers: the `past_key_values` of `generate` or of a call.
+    """A growing KV cache in 8 bits for a model of transformers: the `cache` of `generate` or of a call, `past_key_values` before 5.24.
 
     32 elements share a scale; each is off by at most half a scale, 1/253 of the largest of them. Layers that keep anything else, such as
     states of linear attention, are as in transformers' DynamicCache.
