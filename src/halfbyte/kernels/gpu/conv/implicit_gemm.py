@@ -50,6 +50,7 @@ from halfbyte.layouts import convolution, gpu_tiles
 from halfbyte.machine import Gpu
 
 _MOST_ELEMENTS = 1 << 31  # of an image, whose offsets are int32
+_MOST_GROUPS = (1 << 16) - 1  # the third dimension of a grid
 
 
 def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
@@ -60,6 +61,8 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
     pixel = problem.overlap or convolution.gpu_image_channels(sizes)
     if problem.image[0] * problem.image[1] * pixel >= _MOST_ELEMENTS:
         return f"an image of {problem.image[0]} x {problem.image[1]} x {pixel} has 2^31 elements or more"
+    if sizes.groups > _MOST_GROUPS:
+        return f"{sizes.groups} groups are more than the {_MOST_GROUPS} of a grid's third dimension"
     if problem.dtype == torch.int8 and (sizes.format.zero != "none" or isinstance(sizes.format.block, int)):
         return f"integers take symmetric weights with one scale per channel or tensor, not {sizes.format}"
     if problem.dtype == torch.int8 and sizes.k > LONGEST_INTEGER_SUM:
