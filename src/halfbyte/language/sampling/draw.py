@@ -204,13 +204,13 @@ def _from_all_of_one(scores: Tensor, columns: Columns) -> Tensor:
     cumulative = sums.cumsum(0, dtype=torch.float64)
     total = cumulative[-1].item()
     if math.isnan(total):
-        return torch.tensor([NOT_FINITE])
+        return torch.tensor([NOT_FINITE], device="cpu")
     target = total * columns.uniform
     block = min(int(torch.searchsorted(cumulative, target, right=True)), len(sums) - 1)
     inside = blocks[block].cumsum(0, dtype=torch.float64)
     rest = target - (cumulative[block].item() - sums[block].item())
     at = int(torch.searchsorted(inside, min(max(rest, 0.0), inside[-1].item() * _BELOW_ONE), right=True))  # sums are rounded
-    return torch.tensor([block * _BLOCK + min(at, _BLOCK - 1)])
+    return torch.tensor([block * _BLOCK + min(at, _BLOCK - 1)], device="cpu")
 
 
 def of_all(scores: Tensor, columns: Columns) -> Tensor:
