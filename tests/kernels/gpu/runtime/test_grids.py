@@ -53,7 +53,7 @@ def quantize_columns() -> None:
 
 
 def quantize_activation_columns() -> None:
-    problem = Problem("linear", 1, 64, 128 * MOST + 1, as_format("int4_g128"), H, compute="int8")
+    problem = Problem("linear", 1, 64, 1 << 30, as_format("int4_g128"), H, compute="int8")
     plan = activations.plan(problem)
     activations.quantize_activation(meta(1, problem.k), plan, meta(plan.nbytes, dtype=torch.uint8))
 
