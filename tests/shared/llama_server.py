@@ -21,6 +21,9 @@ class LlamaCpp:
         parameters = xllamacpp.CommonParams()
         parameters.model.path, parameters.n_ctx, parameters.n_parallel, parameters.warmup = str(path), 256, 1, False
         parameters.cpuparams.n_threads = 1
+        # Attention in float32: flash attention sums values in float16, and keys and values would be rounded to it.
+        parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._server: Any = xllamacpp.Server(parameters)
 
     def next_token(self, prompt: str | Sequence[int], most: int) -> dict[int, float] | None:

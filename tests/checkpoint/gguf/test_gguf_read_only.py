@@ -83,18 +83,19 @@ OF_GRANITE = {"embedding_scale": 2.0, "residual_scale": 0.5, "attention.scale": 
 OF_GRANITE |= {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 1, "ssm.inner_size": 128, "ssm.time_step_rank": 8}
 OF_GRANITE |= {"attention.head_count_kv": [0, 2, 0], "expert_shared_feed_forward_length": 96, "rope.dimension_count": 16}
 # Name of the case: (class of transformers, settings of its config, metadata). llama.cpp takes a DeepSeek-V2 without q_lora_rank for one of
-# 27 layers; that all experts are used keeps routes from depending on its rounding.
+# 27 layers; that all experts are used keeps routes from depending on its rounding. Its interleaved M-RoPE rotates the pair i of text by
+# section i % 3 only below 3 * that section's size, and other pairs not at all, so Qwen3-VL's sections here have all pairs.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2vl": ("Qwen2ForCausalLM", {}, {"rope.dimension_sections": [2, 3, 3, 0]}),
     "qwen3vl": (
         "Qwen3ForCausalLM",
         {"head_dim": 16},
-        {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_sections": [2, 3, 3, 0], "n_deepstack_layers": 0},
+        {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 0},
     ),
     "qwen3vlmoe": (
         "Qwen3MoeForCausalLM",
         {"head_dim": 16, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
-        {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_sections": [2, 3, 3, 0], "n_deepstack_layers": 0}
+        {"attention.key_length": 16, "attention.value_length": 16, "rope.dimension_sections": [3, 3, 2, 0], "n_deepstack_layers": 0}
         | {"expert_count": 2, "expert_used_count": 2, "expert_feed_forward_length": 32},
     ),
     "glm4moe": (
@@ -372,14 +373,14 @@ def test_what_that_decoder_does_not_compute(case: str, reason: str, tmp_path: Pa
 
 @pytest.mark.parametrize("case", CASES)
 def test_llama_cpp_computes_the_same(case: str, tmp_path: Path) -> None:
-    """It keeps keys and values in float16: errors of 2^-11 that add up over the layers."""
+    """Its GELU is a table of float16: activations with errors of 2^-11, which add up over Gemma's layers. The rest is float32."""
     pytest.importorskip("xllamacpp")
     server = pytest.importorskip("llama_server").LlamaCpp
     model, ids = make(case, tmp_path)
     expected, reference = torch.log_softmax(logits(model, ids).double(), -1), server(tmp_path / "m.gguf")
     for count, found in reference.next_tokens(ids, 4, 10):
         for token, value in found.items():
-            assert abs(value - float(expected[count - 1, token])) < 0.04
+            assert abs(value - float(expected[count - 1, token])) < 0.01
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:

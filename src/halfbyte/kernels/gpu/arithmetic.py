@@ -13,6 +13,14 @@ GROUP = tl.constexpr(8)  # consecutive tiles along M: see `grouped_ordering`
 
 
 @triton.jit
+def row_and_column(columns):
+    """Return the row and the column of this program of a `launch.flat_grid` of so many columns."""
+    program = tl.program_id(0)
+    row = program // columns
+    return row, program - row * columns
+
+
+@triton.jit
 def round_product(x, y):
     """Return the integer nearest to the exact product of two float32, ties to even, as int32; exact if it is within 2^22."""
     if INTERPRETED:  # its fma rounds twice

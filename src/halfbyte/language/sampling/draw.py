@@ -95,10 +95,11 @@ def choose_rows(scores: Tensor, settings: Sequence[DrawSettings], most: int = MO
         Ids int64 [B] on the device of the scores: NOT_FINITE where the row is not finite, UNDECIDED where it may have more candidates.
     """
     from_the_largest = partial(_from_the_largest, most=most)
+    from_all = _from_all_of_one if scores.is_cpu and len(scores) == 1 else _from_all
     by_kind: dict[Draw, list[int]] = {}
     for row, of_row in enumerate(settings):
         is_ranked = of_row.top_k < scores.shape[1] or of_row.top_p < 1
-        draw: Draw = _greedy if not of_row.temperature else from_the_largest if is_ranked else _from_all
+        draw: Draw = _greedy if not of_row.temperature else from_the_largest if is_ranked else from_all
         by_kind.setdefault(draw, []).append(row)
     if len(by_kind) == 1:
         return draw(scores, Columns.of(settings, scores))
@@ -194,6 +195,22 @@ def _from_all(scores: Tensor, columns: Columns) -> Tensor:
     inside = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1).cumsum(1, dtype=torch.float64)
     at = _exceeding(inside, rest.clamp_(min=0).minimum(inside[:, -1:] * _BELOW_ONE))  # sums are rounded
     return at.add_(block, alpha=_BLOCK).masked_fill_(total.isnan(), NOT_FINITE)[:, 0]
+
+
+def _from_all_of_one(scores: Tensor, columns: Columns) -> Tensor:
+    """`_from_all` of a single row on a CPU: a few numbers, not tensors of one, which take most of its time."""
+    (blocks,) = _in_blocks(of_all(scores, columns), 0)
+    sums = blocks.sum(1)
+    cumulative = sums.cumsum(0, dtype=torch.float64)
+    total = cumulative[-1].item()
+    if math.isnan(total):
+        return torch.tensor([NOT_FINITE], device="cpu")
+    target = total * columns.uniform
+    block = min(int(torch.searchsorted(cumulative, target, right=True)), len(sums) - 1)
+    inside = blocks[block].cumsum(0, dtype=torch.float64)
+    rest = target - (cumulative[block].item() - sums[block].item())
+    at = int(torch.searchsorted(inside, min(max(rest, 0.0), inside[-1].item() * _BELOW_ONE), right=True))  # sums are rounded
+    return torch.tensor([block * _BLOCK + min(at, _BLOCK - 1)], device="cpu")
 
 
 def of_all(scores: Tensor, columns: Columns) -> Tensor:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halfbyte.kernels.gpu.arithmetic import MAGIC, scale_of
+from halfbyte.kernels.gpu.arithmetic import MAGIC, row_and_column, scale_of
 from halfbyte.kernels.gpu.conv import implicit_gemm as conv
 from halfbyte.kernels.gpu.conv.tile import Config
 from halfbyte.kernels.gpu.quantize.activations import aligned
@@ -63,36 +63,36 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
     q = memory[: x.numel()].view(torch.int8).view(x.shape)
     scales = memory[scales_at:][: 4 * batch].view(torch.float32)
     most = memory[most_at:][: 4 * batch * pieces].view(torch.int32)
-    launcher.run(_largest, (pieces, batch), x, most, size, BLOCK=_BLOCK, num_warps=4)
+    launcher.run(_largest, (batch, pieces), x, most, size, BLOCK=_BLOCK, num_warps=4)
     # Without fused multiply-adds: a product is rounded to float32 before it is rounded to an integer.
-    grid, piece_lanes = (-(-size // _BLOCK), batch), triton.next_power_of_2(pieces)
+    grid, piece_lanes = launcher.flat_grid(batch, -(-size // _BLOCK)), triton.next_power_of_2(pieces)
     launcher.run(_quantize, grid, x, most, q, scales, size, pieces, BLOCK=_BLOCK, PIECES=piece_lanes, num_warps=4, enable_fp_fusion=False)
     conv.launch(integers, config, q, weight, out, epilogue, (scales, memory[image_bytes:]))
 
 
 @triton.jit
 def _largest(x, most, size, BLOCK: tl.constexpr):
-    """Write most [B, pieces]: the greatest magnitude, as bits, of every pieces-th block of image program_id(1)."""
-    x += tl.program_id(1).to(tl.int64) * size
+    """Write most [B, pieces]: the greatest magnitude, as bits, of every pieces-th block of image program_id(0)."""
+    x += tl.program_id(0).to(tl.int64) * size
     largest = tl.zeros([BLOCK], tl.int32)
-    for start in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
+    for start in range(tl.program_id(1) * BLOCK, size, tl.num_programs(1) * BLOCK):
         i = start + tl.arange(0, BLOCK)
         values = tl.load(x + i, mask=i < size, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.store(most + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.max(largest, axis=0))
+    tl.store(most + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(largest, axis=0))
 
 
 @triton.jit
 def _quantize(x, most, q, scales, size, pieces, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """Quantize a block of image program_id(1)."""
-    b = tl.program_id(1)
+    """Quantize a block of an image (`row_and_column`)."""
+    b, column = row_and_column(tl.cdiv(size, BLOCK))
     piece = tl.arange(0, PIECES)
     largest = tl.max(tl.load(most + b * pieces + piece, mask=piece < pieces, other=0), axis=0, keep_dims=True)
     reach = largest.to(tl.float32, bitcast=True)
     scale, inverse, _ = scale_of(reach, tl.zeros_like(reach), largest < 0x7F800000)
-    if tl.program_id(0) == 0:
+    if column == 0:
         tl.store(scales + b + tl.arange(0, 1), scale)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = column * BLOCK + tl.arange(0, BLOCK)
     at = b.to(tl.int64) * size + i
     values = tl.load(x + at, mask=i < size, other=0.0).to(tl.float32)
     values = tl.where(tl.abs(values) < float("inf"), values, 0.0) * inverse

@@ -51,6 +51,7 @@ from halfbyte.machine import Gpu
 
 _MOST_ELEMENTS = 1 << 31  # of an image, whose offsets are int32
 _MOST_OUTPUTS = (1 << 31) - 128  # pixels of y, whose numbers are int32, those of the last tile, too, which may have 128
+_MOST_GROUPS = (1 << 16) - 1  # the third dimension of a grid
 
 
 def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
@@ -63,6 +64,8 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
         return f"an image of {problem.image[0]} x {problem.image[1]} x {pixel} has 2^31 elements or more"
     if problem.m > _MOST_OUTPUTS:
         return f"{problem.m} pixels of the output are more than the {_MOST_OUTPUTS} that are counted in int32"
+    if sizes.groups > _MOST_GROUPS:
+        return f"{sizes.groups} groups are more than the {_MOST_GROUPS} of a grid's third dimension"
     if problem.dtype == torch.int8 and (sizes.format.zero != "none" or isinstance(sizes.format.block, int)):
         return f"integers take symmetric weights with one scale per channel or tensor, not {sizes.format}"
     if problem.dtype == torch.int8 and sizes.k > LONGEST_INTEGER_SUM:

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu.arithmetic import MAGIC
-from halfbyte.kernels.gpu.runtime.launch import early_after, run
+from halfbyte.kernels.gpu.arithmetic import MAGIC, row_and_column
+from halfbyte.kernels.gpu.runtime.launch import early_after, flat_grid, run
 from halfbyte.kernels.problem import Window
 
 _CHANNELS = 64  # of a program
@@ -57,7 +57,7 @@ def pool(x: Tensor, kernel: tuple[int, int], window: Window, out_size: tuple[int
     outputs, early = batch * out_size[0] * out_size[1], early_after(x)
     run(
         _largest if zero is None else _mean,
-        (-(-outputs // _PLACES) if zero is None else outputs, -(-channels // _CHANNELS)),
+        flat_grid(-(-outputs // _PLACES) if zero is None else outputs, -(-channels // _CHANNELS)),
         x,
         out,
         outputs,
@@ -95,8 +95,9 @@ def _largest(
     if HOPPER:
         gdc_launch_dependents()
         gdc_wait()
-    m = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    row, column = row_and_column(tl.cdiv(channels, CHANNELS))
+    m = row * PLACES + tl.arange(0, PLACES)
+    c = column * CHANNELS + tl.arange(0, CHANNELS)
     b, y0, x0 = _window_origin(tl.minimum(m, outputs - 1), sizes, window)
     valid = (c < channels)[None, :]
     least: tl.constexpr = -128 if x.dtype.element_ty == tl.int8 else float("-inf")
@@ -153,8 +154,8 @@ def _mean(
     if HOPPER:
         gdc_launch_dependents()
         gdc_wait()
-    m = tl.program_id(0)
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    m, column = row_and_column(tl.cdiv(channels, CHANNELS))
+    c = column * CHANNELS + tl.arange(0, CHANNELS)
     b, y0, x0 = _window_origin(m, sizes, window)
     _stride_y, _stride_x, _top, _left, dilation_y, dilation_x, kernel_h, kernel_w = window
     count = kernel_h * kernel_w

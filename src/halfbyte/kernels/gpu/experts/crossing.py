@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels import crossing as words
-from halfbyte.kernels.gpu.arithmetic import INTERPRETED
+from halfbyte.kernels.gpu.arithmetic import INTERPRETED, row_and_column
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.machine import Gpu
 
@@ -51,7 +51,7 @@ def launch_receive(gpu: Gpu, x: Tensor, y: Tensor, shared: Tensor | None, out: T
     x and out are [M, K], y float32 [M, K] in pinned memory, shared float32 [M, K] or None.
     """
     (m, k), pdl = x.shape, launcher.starts_early(gpu)
-    grid = m, -(-k // _WIDE)
+    grid = launcher.flat_grid(m, -(-k // _WIDE))
     launcher.run(_receive, grid, x, y, shared, out, count, flags, k, _WIDE, _POLLS, pdl, num_warps=4, early=pdl)
 
 
@@ -75,8 +75,8 @@ def _send(z, ids, weights, to_z, to_ids, to_weights, count, flags, M, K, T, WIDE
 def _receive(x, y, shared, out, count, flags, K, WIDE: tl.constexpr, POLLS: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    row, column = row_and_column(tl.cdiv(K, WIDE))
+    row, i = row.to(tl.int64), column * WIDE + tl.arange(0, WIDE)
     inside, at = i < K, row * K + i
     if PDL:
         gdc_wait()

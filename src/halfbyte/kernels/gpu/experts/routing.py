@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu.arithmetic import dot
+from halfbyte.kernels.gpu.arithmetic import dot, row_and_column
 from halfbyte.kernels.gpu.epilogue import times_sigmoid
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.transformer import norm as norms
@@ -93,7 +93,7 @@ def launch_sum(
     """y [M * T, K], weights float32 [M, T], residual, out [M, K], contiguous; shared: logits float32 [M] of what all tokens share, or None,
     and what it gives [M, K]."""
     (m, k), pdl = out.shape, launcher.starts_early(gpu)
-    grid = m, -(-k // _WIDE)
+    grid = launcher.flat_grid(m, -(-k // _WIDE))
     launcher.run(_sum, grid, y, weights, residual, *(shared or (None, None)), out, k, weights.shape[1], _WIDE, pdl, num_warps=4, early=pdl)
 
 
@@ -212,8 +212,8 @@ def _choose(
 def _sum(y, weights, residual, gate, shared, out, K, CHOSEN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    row, column = row_and_column(tl.cdiv(K, WIDE))
+    row, i = row.to(tl.int64), column * WIDE + tl.arange(0, WIDE)
     inside = i < K
     if PDL:
         gdc_wait()

@@ -36,7 +36,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.errors import KernelError
-from halfbyte.kernels.gpu.arithmetic import fma, round_product, scale_of
+from halfbyte.kernels.gpu.arithmetic import fma, round_product, row_and_column, scale_of
 from halfbyte.kernels.gpu.runtime import launch
 from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.kernels.gpu.weight_kinds import zero_of
@@ -245,7 +245,7 @@ def _run(
     gaps = (None, None) if plan.block == plan.padded else (plan.block, plan.padded)
     launch.run(
         _quantize,
-        (plan.m, programs),
+        launch.flat_grid(plan.m, programs),
         x,
         order,
         q,
@@ -253,6 +253,7 @@ def _run(
         sums,
         offset,
         floats,
+        programs,
         plan.columns,
         share,
         plan.k,
@@ -379,15 +380,16 @@ def _write(out, at, exists, c, step, middle):
 
 @triton.jit
 def _quantize(
-    x, order, q, scale, sums, offset, floats, columns, share, k, granules, stride, block, padded, group,
+    x, order, q, scale, sums, offset, floats, programs, columns, share, k, granules, stride, block, padded, group,
     G: tl.constexpr, GRANULES: tl.constexpr, CHUNKS: tl.constexpr, SINGLE: tl.constexpr,
     WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
+    row, part = row_and_column(programs)
+    row, first = row.to(tl.int64), part * group
+    if PDL:
         gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * group
     end = tl.minimum(first + group, granules)
     source = row
     if order is not None:
@@ -436,7 +438,7 @@ def _quantize(
         if WITH_OFFSET:
             tl.store(offset + g * columns + row, middle, mask=g < end)
     elif scale is not None:
-        at = tl.program_id(1) * columns + row + tl.zeros_like(g)
+        at = part * columns + row + tl.zeros_like(g)
         tl.store(scale + at, step, mask=g == first)
         if WITH_OFFSET:
             tl.store(offset + at, middle, mask=g == first)

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu.arithmetic import INTERPRETED
+from halfbyte.kernels.gpu.arithmetic import INTERPRETED, row_and_column
 from halfbyte.kernels.gpu.decode import e2m1_codes
 from halfbyte.kernels.gpu.quantize import spread
-from halfbyte.kernels.gpu.runtime.launch import run
+from halfbyte.kernels.gpu.runtime.launch import flat_grid, run
 from halfbyte.kernels.gpu.weight_kinds import has_floats, zero_number
 from halfbyte.layouts import gpu_tiles
 from halfbyte.layouts.gpu_tiles import RECORD
@@ -43,7 +43,7 @@ def write(sections: gpu_tiles.Views, geo: gpu_tiles.Geometry, out: Tensor, exper
     expert_strides = tuple(0 if section is None else geo.nbytes // section.element_size() for section in sections)
     run(
         _whole,
-        (geo.records, geo.panels, experts),
+        (*flat_grid(geo.panels, geo.records), experts),
         *sections,
         out,
         *_sizes(geo),
@@ -74,7 +74,8 @@ def write_sums(weight: gpu_tiles.Views, geo: gpu_tiles.Geometry, granule: int, b
     """
     sizes = geo.k, geo.n_padded, geo.records, max(1, geo.padded // granule), *block
     codes, number = weight.codes.view(torch.int8), zero_number(geo.format)
-    run(_sums, (geo.panels, geo.records), codes, weight.scale, weight.zero, sums, *sizes, BITS=geo.format.bits, ZERO=number, G=granule)
+    grid = flat_grid(geo.panels, geo.records)
+    run(_sums, grid, codes, weight.scale, weight.zero, sums, *sizes, BITS=geo.format.bits, ZERO=number, G=granule)
 
 
 def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.dtype) -> Tensor:
@@ -85,7 +86,7 @@ def embedding(ids: Tensor, data: Tensor, geo: gpu_tiles.Geometry, dtype: torch.d
         slabs = min(8, triton.next_power_of_2(geo.records))
         run(
             _rows,
-            (len(ids), -(-geo.records // slabs)),
+            flat_grid(len(ids), -(-geo.records // slabs)),
             ids,
             codes,
             scale,
@@ -140,7 +141,7 @@ def _whole(
     BITS: tl.constexpr, ZERO: tl.constexpr, FLOAT_CODES: tl.constexpr, PAIRED: tl.constexpr, G: tl.constexpr, CONTIGUOUS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize K slab program_id(0) of panel program_id(1) of expert program_id(2).
+    """Dequantize a K slab of a panel, `row_and_column`, of expert program_id(1).
 
     NP, R          rows with padding, and K slabs
     G              elements of a K slab that have one scale
@@ -148,9 +149,9 @@ def _whole(
     """
     if EARLY:
         gdc_launch_dependents()
-    r = tl.program_id(0)
-    panel = tl.program_id(1).to(tl.int64)
-    expert = tl.program_id(2).to(tl.int64)
+    panel, r = row_and_column(R)
+    panel = panel.to(tl.int64)
+    expert = tl.program_id(1).to(tl.int64)
     codes += expert * expert_strides[0]
     scale += expert * expert_strides[1]
     if ZERO != 0:
@@ -171,7 +172,7 @@ def _whole(
             u = tl.reshape(tl.permute(tl.reshape(u, (64, 8, 4, 2, 2)), (0, 1, 3, 2, 4)), (64, 128))
     piece = r * PIECES + tl.arange(0, PIECES)
     rn = panel * 64 + tl.arange(0, 64)
-    at = (piece * G // padded)[None, :] * NP + rn[:, None]
+    at = (piece * G // padded).to(tl.int64)[None, :] * NP + rn[:, None]
     s = tl.load(scale + at)[:, :, None]
     z = tl.load(zero + at)[:, :, None] if ZERO != 0 else s
     v = _value(tl.reshape(u, (64, PIECES, G)), s, z, BITS, ZERO, FLOAT_CODES)
@@ -193,12 +194,13 @@ def _rows(
     ids, codes, scale, zero, out, k, NP, R, block, padded, N,
     BITS: tl.constexpr, ZERO: tl.constexpr, FLOAT_CODES: tl.constexpr, PAIRED: tl.constexpr, G: tl.constexpr, SLABS: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize SLABS K slabs, from program_id(1) * SLABS on, of row ids[program_id(0)]. NP, R, G: as in `_whole`."""
-    number = tl.program_id(0).to(tl.int64)
+    """Dequantize SLABS K slabs, from column * SLABS on, of row ids[row] (`row_and_column`). NP, R, G: as in `_whole`."""
+    number, column = row_and_column(tl.cdiv(R, SLABS))
+    number = number.to(tl.int64)
     n = tl.load(ids + number).to(tl.int64)
     valid = (n >= 0) & (n < N)
     n = tl.where(valid, n, 0)
-    r = (tl.program_id(1) * SLABS + tl.arange(0, SLABS))[:, None, None]
+    r = (column * SLABS + tl.arange(0, SLABS))[:, None, None]
     PIECE: tl.constexpr = 16 if G == 16 else 32
     piece = tl.arange(0, 128 // PIECE)[None, :, None]
     kq = tl.arange(0, PIECE)[None, None, :]
@@ -214,7 +216,7 @@ def _rows(
         at = kq // 16 * 16 + kq // 2 % 4 * 4 + kq // 8 % 2 * 2 + kq % 2 if PAIRED else kq
         u = tl.load(codes + n * (R * 128) + r * 128 + plane * 32 + at, mask=r < R, other=0).to(tl.int32)
     start = r * 128 + piece * PIECE // G * G
-    at = start // padded * NP + n
+    at = (start // padded).to(tl.int64) * NP + n
     s = tl.load(scale + at, mask=r < R, other=0)
     z = tl.load(zero + at, mask=r < R, other=0) if ZERO != 0 else s
     v = _value(u, s, z, BITS, ZERO, FLOAT_CODES)
@@ -227,9 +229,8 @@ def _rows(
 def _sums(
     codes, scale, zero, sums, K, NP, R, per_weight_block, block, padded, BITS: tl.constexpr, ZERO: tl.constexpr, G: tl.constexpr
 ):  # fmt: skip
-    """Write the sums of K slab program_id(1) of panel program_id(0); BITS, ZERO, NP, R as in `_whole`."""
-    panel = tl.program_id(0)
-    r = tl.program_id(1)
+    """Write the sums of a K slab of a panel (`row_and_column`); BITS, ZERO, NP, R as in `_whole`."""
+    panel, r = row_and_column(R)
     rn = panel * 64 + tl.arange(0, 64)
     for j in tl.static_range(128 // G):
         i = r * (128 // G) + j
@@ -237,7 +238,7 @@ def _sums(
         within = start % padded
         count = tl.minimum(block - within, K - start // padded * block - within)
         count = tl.minimum(tl.maximum(count, 0), G).to(tl.float32)
-        at = i // per_weight_block * NP + rn
+        at = (i // per_weight_block).to(tl.int64) * NP + rn
         s = tl.load(scale + at).to(tl.float32)
         if BITS == 4:
             # kt, nt, row, k4, khalf, rowhalf, k; padding is u = 8 or, with a zero, u = 0
@@ -262,4 +263,4 @@ def _sums(
             value = total.to(tl.float32) * s + tl.load(zero + at).to(tl.float32) * count
         else:
             value = total.to(tl.float32) * s
-        tl.store(sums + i * NP + rn, value)
+        tl.store(sums + i.to(tl.int64) * NP + rn, value)

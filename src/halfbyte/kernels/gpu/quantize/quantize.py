@@ -16,12 +16,13 @@ from torch import Tensor
 
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format
-from halfbyte.kernels.gpu.arithmetic import INTERPRETED, MAGIC
-from halfbyte.kernels.gpu.runtime.launch import run
+from halfbyte.kernels.gpu.arithmetic import INTERPRETED, MAGIC, row_and_column
+from halfbyte.kernels.gpu.runtime.launch import flat_grid, run
 from halfbyte.kernels.gpu.weight_kinds import zero_number
 
 _TILE = 4096  # elements of a program
 _PER_WARP = 1024  # elements; with fewer, work per block takes longer than work per element
+_LONGEST_ROW = (1 << 31) - (1 << 15)  # elements, whose offsets in a row are int32 up to the end of the last program's tile
 _LONGEST = 32768  # elements of a block, which one program holds in registers
 _FAMILIES = {"int": 0, "ggml": 1, "inferllm": 2}  # rules of `Format.family` as the kernel numbers them
 
@@ -34,6 +35,8 @@ def supports(weight: Tensor, fmt: Format) -> str | None:
         return f"it has no code for formats of {fmt.family}"
     if fmt.block == "tensor":
         return "one scale for a whole tensor takes two passes over it"
+    if weight.dim() and weight.shape[-1] >= _LONGEST_ROW:
+        return f"a row of {weight.shape[-1]} elements has 2^31 or more, but for a block"
     block = fmt.block_size(weight.shape[-1]) if weight.dim() else 1
     if block > _LONGEST:
         return f"a block of {block} elements is longer than the {_LONGEST} that a program holds"
@@ -62,7 +65,7 @@ def quantize(weight: Tensor, fmt: Format) -> Codes | None:
         blocks_per_program = min(max(1, _TILE // width), triton.next_power_of_2(blocks))
         run(
             _quantize,
-            (len(flat), -(-blocks // blocks_per_program)),
+            flat_grid(len(flat), -(-blocks // blocks_per_program)),
             flat,
             data,
             scale,
@@ -136,7 +139,7 @@ def _quantize(
     BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, FAMILY: tl.constexpr,
     FULL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Quantize BLOCKS blocks of row program_id(0), from block program_id(1) * BLOCKS on, in a tile of WIDTH elements a block.
+    """Quantize BLOCKS blocks of a row, from block column * BLOCKS on (`row_and_column`), in a tile of WIDTH elements a block.
 
     data, scale, zero   codes, scales and zeros in the order of `Codes`; zero is None with ZERO = 0
     failed              int32 [1], set to 1 where a value or a scale is not finite
@@ -148,8 +151,9 @@ def _quantize(
     Q_MAX: tl.constexpr = (1 << BITS) - 1 if ZERO != 0 else (1 << BITS - 1) - 1
     Q_MIN: tl.constexpr = 0 if ZERO != 0 else -(1 << BITS - 1)
     SHIFT: tl.constexpr = -Q_MIN if BITS == 4 else 0  # nibbles are stored without a sign
-    row = tl.program_id(0).to(tl.int64)
-    block_in_row = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    row, column = row_and_column(tl.cdiv(blocks, BLOCKS))
+    row = row.to(tl.int64)
+    block_in_row = column * BLOCKS + tl.arange(0, BLOCKS)
     inside = block_in_row < blocks
     number = row * blocks + block_in_row
     first = block_in_row * block

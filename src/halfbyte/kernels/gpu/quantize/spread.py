@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halfbyte.kernels.gpu.arithmetic import row_and_column
 from halfbyte.kernels.gpu.runtime import launch
 from halfbyte.kernels.gpu.runtime.scratch import codes_workspace
 from halfbyte.layouts import gpu_tiles
@@ -31,7 +32,7 @@ def spread(sparse: Views, geo: Geometry) -> Views:
     # It lets no kernel start early, as those that follow ask for codes at once.
     launch.run(
         _spread,
-        (geo.records, geo.panels),
+        launch.flat_grid(geo.panels, geo.records),
         codes,
         positions.view(torch.int16),
         sparse.zero,
@@ -48,7 +49,8 @@ def spread(sparse: Views, geo: Geometry) -> Views:
 @triton.jit
 def _spread(codes, positions, zero, out, NP, R, padded, BITS: tl.constexpr):
     """Write a panel's K slab. A lane has the codes of two of four neighbours: with 4 bits of four such groups, with 8 bits of two."""
-    r, panel = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    panel, r = row_and_column(R)
+    panel = panel.to(tl.int64)
     slab = panel * R + r
     CODE_WORDS: tl.constexpr = 128 * BITS
     STEPS: tl.constexpr = 16 // BITS
@@ -66,7 +68,7 @@ def _spread(codes, positions, zero, out, NP, R, padded, BITS: tl.constexpr):
         for j in tl.static_range(STEPS):
             which |= (tl.load(places + (j % 2 * 2 + khalf) * 4 + j // 2 * 2) >> 4 * k4 & 15).to(tl.int32) << 4 * j
             if zero is not None:
-                zero_codes |= tl.load(points + (r * 128 + 32 * j) // padded * NP).to(tl.int32) << 4 * j
+                zero_codes |= tl.load(points + ((r * 128 + 32 * j) // padded).to(tl.int64) * NP).to(tl.int32) << 4 * j
         # Bits of the positions, spread over the nibbles of codes.
         low, high = (which & 0x1111) * 15, (which >> 1 & 0x1111) * 15
         low2, high2 = (which >> 2 & 0x1111) * 15, (which >> 3 & 0x1111) * 15
@@ -87,7 +89,7 @@ def _spread(codes, positions, zero, out, NP, R, padded, BITS: tl.constexpr):
             which = (tl.load(places + (b * 2 + khalf) * 4 + half * 2) >> 4 * k4 & 15).to(tl.int32)
             zero_codes = tl.zeros_like(e)
             if zero is not None:
-                zero_codes = tl.load(points + (r * 128 + 64 * half + 32 * b) // padded * NP).to(tl.int32) ^ 128
+                zero_codes = tl.load(points + ((r * 128 + 64 * half + 32 * b) // padded).to(tl.int64) * NP).to(tl.int32) ^ 128
             one, other = (first >> 8 * b & 255) ^ zero_codes, (second >> 8 * b & 255) ^ zero_codes
             words += ((zero_codes * 0x01010101 ^ one << 8 * (which & 3) ^ other << 8 * (which >> 2)),)
         #                                               half nt row k4 khalf rowhalf b

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import gt
 from subprocess import CalledProcessError
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from halfbyte.kernels.gpu.values import Value
 from halfbyte.machine import Gpu, gpu, machine
 
 _MOST_THREADS = 16  # that compile
+_LONGEST_GRID = (1 << 31) - 1, (1 << 16) - 1, (1 << 16) - 1  # programs along each dimension (CUDA C++ Programming Guide)
 
 
 class Launch(NamedTuple):
@@ -71,6 +73,11 @@ def early_after(x: Tensor) -> bool:
     return x.is_cuda and starts_early(gpu(x.get_device()))
 
 
+def flat_grid(rows: int, columns: int) -> tuple[int]:
+    """Return the grid of rows * columns programs that `arithmetic.row_and_column` tells apart, for columns that may exceed 65 535."""
+    return (rows * columns,)
+
+
 def run(kernel: Any, grid: tuple[int, ...], *args: object, early: bool = False, **options: object) -> None:
     """Launch `kernel[grid](*args, **options)`.
 
@@ -82,11 +89,13 @@ def run(kernel: Any, grid: tuple[int, ...], *args: object, early: bool = False, 
         options: constexprs, num_warps and the like.
 
     Raises:
-        KernelError: Triton cannot compile the kernel for this GPU, or the GPU has not the shared memory for it.
+        KernelError: Triton cannot compile the kernel for this GPU, the GPU has not the shared memory for it, or the grid is too long.
         UnsupportedError: There is no C compiler, which Triton compiles its launcher by.
     """
     if hasattr(kernel, "fn"):  # Triton's, not torch's own
         options.setdefault("enable_fp_fusion", True)  # Triton 3.9 warns where it is not said, and will change its default
+    if any(map(gt, grid, _LONGEST_GRID)):
+        raise KernelError(f"{kernel.__name__} would run as {grid} programs, of at most {_LONGEST_GRID}: split the tensors")
     if early:
         options["launch_pdl"] = True  # unknown to other backends than NVIDIA's
     if _compiles.get():

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu.arithmetic import LOG2E, dot
+from halfbyte.kernels.gpu.arithmetic import LOG2E, dot, row_and_column
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
 from halfbyte.kernels.gpu.runtime.scratch import workspace
@@ -97,12 +97,12 @@ def launch(
         stride = mask.stride(0) if mask.shape[0] > 1 else 0
         flags = workspace(out.device, mask.shape[0] * tiles * pieces)
         visible, beyond = mask.view(torch.uint8), (tiles * pieces if mask.shape[0] > 1 else 0)
-        grid = (tiles, pieces, mask.shape[0])
+        grid = launcher.flat_grid(mask.shape[0] * tiles, pieces)
         launcher.run(_find, grid, visible, stride, mask.stride(1), flags, tokens, size, s.rows, _PIECE, s.pdl, num_warps=4, early=s.pdl)
         mask_info = visible, stride, mask.stride(1), flags, beyond, pieces
     launcher.run(
         _attend,
-        (batch * heads, tiles),
+        launcher.flat_grid(tiles, batch * heads),
         queries,
         keys,
         values,
@@ -127,11 +127,12 @@ def _find(mask, of_batch, of_row, flags, tokens, size, ROWS: tl.constexpr, PIECE
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tile, piece, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pieces, tiles = tl.cdiv(size, PIECE), tl.cdiv(tokens, ROWS)
+    place = tl.program_id(0)
+    tile, piece, batch = place // pieces % tiles, place % pieces, place // pieces // tiles
     t, k = tile * ROWS + tl.arange(0, ROWS), piece * PIECE + tl.arange(0, PIECE)
     row = mask + batch.to(tl.int64) * of_batch + t.to(tl.int64) * of_row
     visible = tl.load(row[:, None] + k[None, :], mask=(t < tokens)[:, None] & (k < size)[None, :], other=0)
-    place = (batch * tl.num_programs(0) + tile) * tl.num_programs(1) + piece
     tl.store(flags + place, tl.max(tl.max(visible, axis=1), axis=0))
 
 
@@ -144,7 +145,9 @@ def _attend(queries, keys, values, strides, length, mask_info, sinks, out, sizes
         gdc_launch_dependents()
         gdc_wait()
     tokens, heads, group, size = sizes[0], sizes[1], sizes[2], sizes[3]
-    tile, batch, head = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0) // heads, tl.program_id(0) % heads
+    tiles = tl.cdiv(tokens, ROWS)
+    tile, sequence = row_and_column(tl.num_programs(0) // tiles)  # a sequence's head
+    tile, batch, head = tiles - 1 - tile, sequence // heads, sequence % heads
     t, d = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     at = ((batch.to(tl.int64) * tokens + t) * heads + head) * S.dim
     inside = (t < tokens)[:, None] & (d < S.dim)[None, :]
@@ -182,7 +185,7 @@ def _attend(queries, keys, values, strides, length, mask_info, sinks, out, sizes
         for start in tl.range(begin, end, COLUMNS):
             k = start + tl.arange(0, COLUMNS)
             in_mask = (t < tokens)[:, None] & (k < size)[None, :]
-            visible = tl.load(row + (tl.arange(0, ROWS) * mask_info[2])[:, None] + k[None, :], mask=in_mask, other=0) != 0
+            visible = tl.load(row + (tl.arange(0, ROWS).to(tl.int64) * mask_info[2])[:, None] + k[None, :], mask=in_mask, other=0) != 0
             most, total, sums = _add(q, key, value, strides, k, size, visible, factors[0], most, total, sums, S)
     y = sums * (factors[1] / tl.where(total == 0.0, 1.0, total))[:, None]
     tl.store(out + at[:, None] + d[None, :], y.to(out.dtype.element_ty), mask=inside)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from halfbyte.kernels.gpu.arithmetic import clamped
+from halfbyte.kernels.gpu.arithmetic import clamped, row_and_column
 from halfbyte.kernels.gpu.epilogue import activated, times_sigmoid
 from halfbyte.kernels.gpu.epilogue import gated as with_gates
 from halfbyte.kernels.gpu.runtime import launch as launcher
@@ -40,22 +40,24 @@ def launch(
     m, n = out.shape
     pdl = launcher.starts_early(gpu)
     other = None if multiplier is None else (multiplier, multiplier.stride(0))
-    launcher.run(_gates, (m, -(-n // _WIDE)), x, out, other, n, factor, _WIDE, gates, gated, pdl, num_warps=4, early=pdl)
+    grid = launcher.flat_grid(m, -(-n // _WIDE))
+    launcher.run(_gates, grid, x, out, other, n, factor, _WIDE, gates, gated, pdl, num_warps=4, early=pdl)
 
 
 def launch_clamped(gpu: Gpu, x: Tensor, out: Tensor, alpha: float, limit: float) -> None:
     """Launch the clamped activation of x [M, 2 N] to out [M, N], contiguous. Gates are clamped to at most `limit`, up to -limit … limit."""
     m, n = out.shape
     pdl = launcher.starts_early(gpu)
-    launcher.run(_clamped, (m, -(-n // _WIDE)), x, out, n, alpha, limit, _WIDE, pdl, num_warps=4, early=pdl)
+    grid = launcher.flat_grid(m, -(-n // _WIDE))
+    launcher.run(_clamped, grid, x, out, n, alpha, limit, _WIDE, pdl, num_warps=4, early=pdl)
 
 
 @triton.jit
 def _gates(x, out, other, N, factor, WIDE: tl.constexpr, GATES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
-    i = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    row = tl.program_id(0).to(tl.int64)
+    row, column = row_and_column(tl.cdiv(N, WIDE))
+    row, i = row.to(tl.int64), column * WIDE + tl.arange(0, WIDE)
     if PDL:
         gdc_wait()
     if GATED:
@@ -73,7 +75,8 @@ def _gates(x, out, other, N, factor, WIDE: tl.constexpr, GATES: tl.constexpr, GA
 def _clamped(x, out, N, alpha, limit, WIDE: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
-    begin, row = tl.program_id(1) * WIDE, tl.program_id(0).to(tl.int64)
+    row, column = row_and_column(tl.cdiv(N, WIDE))
+    row, begin = row.to(tl.int64), column * WIDE
     i, pairs = begin + tl.arange(0, WIDE), 2 * begin + tl.arange(0, 2 * WIDE)
     if PDL:
         gdc_wait()
