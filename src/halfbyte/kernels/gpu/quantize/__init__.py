@@ -1,6 +1,7 @@
-"""Numbers to codes and back on GPUs.
+"""Conversion between floats and codes on GPUs.
 
-quantize.py      float weights to codes; dequantize.py: and back
-activations.py   activations, quantized on the fly
-spread.py        the codes of 2:4 sparse weights with their zeros put back, for kernels that read no sparse ones
+quantize.py      float weights to codes
+dequantize.py    codes of weights to floats, all or some rows, and sums of weights
+activations.py   dynamic quantization of activations, for integer kernels
+spread.py        the codes of 2:4 sparse weights with their zeros put back, for kernels that read all codes
 """
