@@ -413,6 +413,28 @@ def test_compiles_in_one_graph() -> None:
     assert together[0].q_proj._group.cached_outputs is None
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_siblings_without_biases_are_exported_as_one_product(writes: bool) -> None:
+    """Also where x is written to between them, which makes it another x."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, 32, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.q_proj(x)
+            if writes:
+                x.add_(1)
+            return y + self.k_proj(x) * self.v_proj(x)  # type: ignore[no-any-return]
+
+    model, x = fuse_(quantize_(Attention(), "q8_0")).eval(), torch.randn(2, 64)
+    exported = torch.export.export(model, (x.clone(),), strict=False)
+    products = [node for node in exported.graph.nodes if str(node.target).startswith("halfbyte.linear")]
+    assert len(products) == 1 + writes
+    assert torch.equal(exported.module()(x.clone()), model(x.clone()))
+
+
 def test_each_fused_layer_gets_its_own_weight_back() -> None:
     """Layers of one shape, whose bytes are at the same address."""
 

@@ -1,6 +1,6 @@
 """Models on disk. docs/checkpoint.md specifies halfbyte's own files.
 
-stored_model.py     any model on disk; other_model.py: all but halfbyte's own, by a plan
+stored_model.py     any model on disk; planned_model.py: all but halfbyte's own, by a plan
 loading.py          `load`; sharded_loading.py: for one of several processes
 quantize_checkpoint.py  `convert`, float models to checkpoints, tensor by tensor; materialize.py: of modules in memory for the moment
 export_checkpoint.py  `export`, from any kind of files to another; export_items.py: one weight

@@ -1,7 +1,7 @@
 """The tensors of a model's files, plain and quantized in the formats of various projects, behind one interface.
 
 Each reader of foreign files (foreign/, gguf/, language/checkpoint_tensors.py) returns `Entries`: what is known of each tensor before any
-is read, and a function that reads it. mapping/plan.py maps them to a model's tensors, and other_model.py reads them.
+is read, and a function that reads it. mapping/plan.py maps them to a model's tensors, and planned_model.py reads them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from halfbyte.checkpoint.mapping.plan import Misfits
 from halfbyte.checkpoint.native.checkpoint_model import Checkpoint
 from halfbyte.checkpoint.native.manifest import Weight
 from halfbyte.checkpoint.native.quantization_config import branches, dtype_of
-from halfbyte.checkpoint.other_model import OtherModel, without_calibration
+from halfbyte.checkpoint.planned_model import PlannedModel, without_calibration
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of, shard
 from halfbyte.checkpoint.sources import open_floats, open_source
 from halfbyte.checkpoint.stored_model import StoredModel, order_name
@@ -55,7 +55,7 @@ def open_model(
     """
     source = model_path(path)
     found = open_source(source, floats=floats) if quantize is None else open_floats(source)
-    return Checkpoint(source) if found is None else OtherModel(source, *found, quantize, kept)
+    return Checkpoint(source) if found is None else PlannedModel(source, *found, quantize, kept)
 
 
 def load_tensors(dir: str | PathLike[str]) -> dict[str, Codes | Tensor]:

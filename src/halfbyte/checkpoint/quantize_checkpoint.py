@@ -1,6 +1,6 @@
 """`convert`: quantizes a float model on disk to a checkpoint, one tensor at a time.
 
-The model is an `OtherModel` whose weights are quantized as they are read; `write` (export_items.py) writes one after the other. With a
+The model is an `PlannedModel` whose weights are quantized as they are read; `write` (export_items.py) writes one after the other. With a
 calibration, decoder layers run one after the other (nn/calibration), and their weights are written first.
 """
 
@@ -21,7 +21,7 @@ from halfbyte.checkpoint.mapping.plan import NOT_A_WEIGHT, Misfits
 from halfbyte.checkpoint.materialize import Materializer
 from halfbyte.checkpoint.native.folder import replacing
 from halfbyte.checkpoint.native.saving import codes_in_files, publish, stored_specs
-from halfbyte.checkpoint.other_model import OtherModel
+from halfbyte.checkpoint.planned_model import PlannedModel
 from halfbyte.checkpoint.sources import open_floats
 from halfbyte.errors import ArgumentError, FormatError, model_path
 from halfbyte.formats.codes import Codes
@@ -97,12 +97,12 @@ def convert(
             return replace(found, notes=(*found.notes, *notes))
 
 
-def _open(source: Path, config: Config, kept: Mapping[str, str]) -> OtherModel:
+def _open(source: Path, config: Config, kept: Mapping[str, str]) -> PlannedModel:
     """Open a float model whose weights are quantized as they are read, but for the modules `kept`, with the reasons."""
     described, entries = open_floats(source)
     if known_architecture(described) is None:
         check_read_by_transformers(source)
-    model = OtherModel(source, described, entries, config, kept)
+    model = PlannedModel(source, described, entries, config, kept)
     if not model.weights:
         in_floats = sorted(model.plan.about.items(), key=lambda item: item[1].reason in (NOT_A_KIND, NOT_A_WEIGHT))
         why = ", which has no tensors"
@@ -113,7 +113,9 @@ def _open(source: Path, config: Config, kept: Mapping[str, str]) -> OtherModel:
     return model
 
 
-def _write_calibrated(model: OtherModel, config: Config, writer: Writer, calibration: Calibration, progress: Progress | None) -> list[str]:
+def _write_calibrated(
+    model: PlannedModel, config: Config, writer: Writer, calibration: Calibration, progress: Progress | None
+) -> list[str]:
     """Quantize and write what calibration reaches, and the parameters that change with it; return notes for the report."""
     plan = model.plan
     if plan.model is None:

@@ -176,7 +176,7 @@ class _Scope:
                 return Lowered(op, TORCH, reason=reason)
             is_silu = op.setting("limit") is None
             assert isinstance(source.part, Weight)
-            inside = is_silu and source.part.bias is None and gated_experts(self._problem(source), self._here) is not None
+            inside = is_silu and source.part.bias is None and gated_experts(choose(self._problem(source), self._here)) is not None
         else:
             choice = self._choice(source)
             if choice is not None and choice.taken is None:

@@ -179,15 +179,15 @@ def _why_not_routing(problem: ExpertsProblem, gpu: Gpu) -> str | None:
 
 
 def _gated_config(problem: ExpertsProblem, gpu: Gpu) -> object:
-    return None if problem.clamped or problem.biased else gated_experts(problem.first, gpu)
+    return None if problem.clamped or problem.biased else gated_experts(_choose_product(problem.first, gpu))
 
 
-def gated_experts(product: Problem, gpu: Gpu) -> grouped.Config | None:
-    """Return the config in which a product of experts computes silu(gate) * up, too; None where these have a kernel of their own."""
+def gated_experts(choice: Choice[Problem, GpuCandidate]) -> grouped.Config | None:
+    """Return the config with which the kernel chosen for gate_up of experts computes silu(gate) * up, too; None: a separate kernel does."""
     from halfbyte.kernels.gpu.experts import grouped
 
-    taken = _choose_product(product, gpu).taken
-    return None if taken is None or taken.candidate.home != "experts.grouped" else grouped.gated(product, taken.config)
+    taken = choice.taken
+    return None if taken is None or taken.candidate.home != "experts.grouped" else grouped.gated(choice.problem, taken.config)
 
 
 def _why_not_one_call(problem: ExpertsProblem, isa: ISA) -> str | None:

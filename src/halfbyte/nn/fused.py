@@ -1,11 +1,16 @@
-"""Fused linear layers: those with the same input (queries, keys and values; gate and up) in one product, and GELU or GEGLU within the
-product before it.
+"""`fuse_`: quantized layers of a model computed together, in place.
 
-Their weights are concatenated along the rows, and their outputs are slices of one product; no number changes. A token then takes fewer
-and larger products, which matters where each is short: activations are quantized once, and threads or thread blocks synchronize less often.
+    siblings       linear layers with one input (queries, keys and values; gate and up) in one product: their weights are concatenated along
+                   the rows, and their outputs are slices of its result; no number changes
+    activations    GELU and GEGLU within the product before them, applied before its result is rounded: no number changes by more than
+                   2^-20 of the activation's argument
+    blocks, convolutions   fused_blocks.py, fused_convolutions.py
 
-A GELU is applied to the product before that is written: no number changes by more than 2^-20 of GELU's argument. Convolutions:
-`fused_convolutions.py`.
+A token then takes fewer and larger products, which matters where each is short: activations are quantized once, and threads or thread
+blocks synchronize less often.
+
+Modules stay where they were: each sibling becomes a `FusedLinear`, and all of them share a `_Group`, which has the concatenated weight and
+keeps the outputs for an input until each sibling was called with it.
 """
 
 from __future__ import annotations
@@ -38,10 +43,10 @@ from halfbyte.ops.tensors import geglu
 
 _Approximate = Literal["none", "tanh"]
 
-# Children of one module that transformers and diffusers call in this order with the same tensor.
+# Names of children that their parent in transformers or diffusers calls in this order with the same tensor
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
-    ("q_proj", "k_proj"),  # where values are what keys are made of (Gemma 4)
+    ("q_proj", "k_proj"),  # where values are computed from the keys (Gemma 4)
     ("query", "key", "value"),
     ("q_lin", "k_lin", "v_lin"),
     ("q", "k", "v"),
@@ -52,11 +57,11 @@ SIBLINGS = (
     ("add_k_proj", "add_v_proj"),
 )
 
-# Modules of cross-attention in transformers, torch and diffusers: their queries come from another tensor than keys and values.
-_CROSS = {"crossattention", "encoder_attn", "EncDecAttention", "cross_attn", "multihead_attn"}
-_OF_CONTEXT = {("to_k", "to_v"), ("add_k_proj", "add_v_proj")}  # siblings in cross-attention, too
+# Cross-attention in transformers, torch and diffusers, by its module's name: queries come from another tensor than keys and values.
+_CROSS_ATTENTION = {"crossattention", "encoder_attn", "EncDecAttention", "cross_attn", "multihead_attn"}
+_CROSS_ATTENTION_SIBLINGS = {("to_k", "to_v"), ("add_k_proj", "add_v_proj")}
 
-# A linear layer and the activation to which its parent passes its output, which nothing else uses.
+# Names of a linear layer and of the activation to which its parent passes its output, which nothing else uses
 ACTIVATED = (
     ("dense", "intermediate_act_fn"),
     ("dense", "transform_act_fn"),
@@ -100,61 +105,97 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
         if type(module) is QuantLinear and module.compute == "int8" and module.packed_for is None:
             module._set_packed(ops.in_order(module.packed))
     for path, parent in list(model.named_modules()):
-        parts_of_name = path.split(".")
-        is_cross = not _CROSS.isdisjoint(parts_of_name) or vars(parent).get("is_cross_attention", "attn2" in parts_of_name)  # in diffusers
         for names in siblings:
-            if is_cross and tuple(names) not in _OF_CONTEXT:
-                continue
-            places = [_place(parent, name) for name in names]
-            linears = [p for home, key in places if type(p := home._modules.get(key)) is QuantLinear and not _watched(p)]
-            groups = groupby(zip(names, places, linears, strict=True), lambda one: _kind(one[2])) if len(linears) == len(names) else ()
-            for some in [list(run) for _, run in groups]:
-                if len(some) > 1 and len({linear.bias.dtype for _, _, linear in some if linear.bias is not None}) < 2:
-                    group = _Group.of([linear for _, _, linear in some])
-                    homes = [home for _, (home, _), _ in some if isinstance(home, LowRankLinear)]
-                    if len(homes) == len(some) and len({home.low_rank_out.shape for home in homes}) == 1:
-                        group.branches = homes
-                    for i, (_, (home, key), linear) in enumerate(some):
-                        setattr(home, key, FusedLinear(group, i, linear))
-                    _remark(parent, [name for name, _, _ in some])
-        proj = parent._modules.get("proj")
-        if path and _is_of_diffusers(parent, "GEGLU") and type(proj) is QuantLinear and not _watched(parent) and not _watched(proj):
-            model.set_submodule(path, fused := Geglu(proj).train(parent.training))
-            _remark(fused, ("proj", "geglu"))
-        if _is_of_diffusers(parent, "GELU") and type(proj) is QuantLinear and not _watched(proj):
-            parent.proj = GeluLinear(proj, parent.approximate)
-            vars(parent)["gelu"] = _unchanged  # comes before the method
-            _remark(parent, ("proj", "gelu"))
+            if tuple(names) in _CROSS_ATTENTION_SIBLINGS or not _is_cross_attention(path, parent):
+                _fuse_siblings(parent, names)
+        _fuse_diffusers_activation(model, path, parent)
         for name, function in activated:
-            dense, after = parent._modules.get(name), parent._modules.get(function)
-            if type(dense) is QuantLinear and not _watched(dense) and (approximate := _gelu(after)) is not None:
-                setattr(parent, name, GeluLinear(dense, approximate))
-                setattr(parent, function, nn.Identity())
-                _remark(parent, (name, function))
+            _fuse_gelu(parent, name, function)
     fuse_blocks_(model)
     fuse_convolutions_(model)
     return model
 
 
-def _place(parent: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module and the name in it of the linear layer that gets the input of the child `name`: that itself, or its residual."""
+def _is_cross_attention(path: str, module: nn.Module) -> bool:
+    """Return whether a module, or one that it is in, is cross-attention; in diffusers an attribute says so, or the name "attn2"."""
+    names = path.split(".")
+    return not _CROSS_ATTENTION.isdisjoint(names) or bool(vars(module).get("is_cross_attention", "attn2" in names))
+
+
+def _fuse_siblings(parent: nn.Module, names: Sequence[str]) -> None:
+    """Fuse the children `names` of a module, if all are quantized linear layers: neighbours that have the same `_fusion_key`."""
+    places = [_place(parent, name) for name in names]
+    layers = [layer for place in places if type(layer := place.layer) is QuantLinear and not _is_watched(layer)]
+    if len(layers) < len(names):
+        return
+    for _, neighbours in groupby(zip(names, places, layers, strict=True), lambda each: _fusion_key(each[2])):
+        fused_names, fused_places, linears = zip(*neighbours, strict=True)
+        if len(linears) < 2 or len({linear.bias.dtype for linear in linears if linear.bias is not None}) > 1:
+            continue
+        group = _Group.of(linears)
+        branches = [place.home for place in fused_places if isinstance(place.home, LowRankLinear)]
+        if len(branches) == len(linears) and len({branch.low_rank_out.shape for branch in branches}) == 1:
+            group.branches = branches
+        for i, (place, linear) in enumerate(zip(fused_places, linears, strict=True)):
+            setattr(place.home, place.name, FusedLinear(group, i, linear))
+        _remark(parent, fused_names)
+
+
+def _fuse_diffusers_activation(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Fuse the product and the activation of one of diffusers' GEGLU or GELU modules, if it is one."""
+    proj = module._modules.get("proj")
+    if type(proj) is not QuantLinear or _is_watched(proj):
+        return
+    if path and _is_of_diffusers(module, "GEGLU") and not _is_watched(module):
+        model.set_submodule(path, fused := Geglu(proj).train(module.training))
+        _remark(fused, ("proj", "geglu"))
+    if _is_of_diffusers(module, "GELU"):
+        module.proj = GeluLinear(proj, cast("_Approximate", module.approximate))
+        vars(module)["gelu"] = _identity  # comes before the method
+        _remark(module, ("proj", "gelu"))
+
+
+def _fuse_gelu(parent: nn.Module, name: str, function: str) -> None:
+    """Fuse the child `name` with the child `function` after it, if these are a quantized linear layer and a GELU."""
+    linear, approximate = parent._modules.get(name), _gelu(parent._modules.get(function))
+    if type(linear) is QuantLinear and not _is_watched(linear) and approximate is not None:
+        setattr(parent, name, GeluLinear(linear, approximate))
+        setattr(parent, function, nn.Identity())
+        _remark(parent, (name, function))
+
+
+class _Place(NamedTuple):
+    """Where a linear layer is: the child `name` of `home`."""
+
+    home: nn.Module
+    name: str
+
+    @property
+    def layer(self) -> nn.Module | None:
+        return self.home._modules.get(self.name)
+
+
+def _place(parent: nn.Module, name: str) -> _Place:
+    """Return where the linear layer is that gets the input of the child `name`: that child, or the residual of a `LowRankLinear`."""
     child = parent._modules.get(name)
-    return (child, RESIDUAL) if isinstance(child, LowRankLinear) and child.input_scale is None else (parent, name)
+    return _Place(child, RESIDUAL) if isinstance(child, LowRankLinear) and child.input_scale is None else _Place(parent, name)
 
 
 def _remark(parent: nn.Module, names: Sequence[str]) -> None:
+    """Note for the report that children of a module are computed together."""
     before = getattr(parent, REMARK, None)
     setattr(parent, REMARK, f"{'computed together: ' if before is None else f'{before}, '}{'+'.join(names)}")
 
 
-def _watched(module: nn.Module) -> bool:
-    trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))  # a bias, which fused layers would not train
+def _is_watched(module: nn.Module) -> bool:
+    """Return whether other code relies on calls of this module: it has hooks, a forward of its own or a bias to train."""
+    trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     return trained or why_not_hooks(module) is not None or "forward" in vars(module)
 
 
 def _gelu(module: object) -> _Approximate | None:
-    """How a module computes GELU, in torch's words; None for any other module."""
-    if not isinstance(module, nn.Module) or _watched(module):
+    """Return how a module computes GELU, in torch's words; None for any other module."""
+    if not isinstance(module, nn.Module) or _is_watched(module):
         return None
     # transformers has its own class, which calls torch's function.
     if type(module).__name__ == "GELUActivation" and getattr(module, "act", None) is functional.gelu:
@@ -163,17 +204,17 @@ def _gelu(module: object) -> _Approximate | None:
 
 
 def _is_of_diffusers(module: nn.Module, name: str) -> bool:
-    """Whether it is one of diffusers' activations, which compute proj(x) and have a method `gelu`."""
+    """Return whether it is one of diffusers' activations, which compute proj(x) and have a method `gelu`."""
     is_class = type(module).__name__ == name and type(module).__module__ == "diffusers.models.activations"
     return is_class and "gelu" not in vars(module) and "forward" not in vars(module)
 
 
-def _unchanged(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _kind(linear: QuantLinear) -> tuple[object, ...]:
-    """The properties that siblings must have in common."""
+def _fusion_key(linear: QuantLinear) -> tuple[object, ...]:
+    """Return the properties that fused siblings have in common."""
     fmt, k, device = linear.packed.codes_format, linear.packed.shape[1], linear.packed.device
     layer_id = id(linear) if fmt.block == "tensor" else 0  # layers with one scale per tensor cannot share it
     return fmt, k, device, layer_id, linear.dtype, linear.compute, linear.activation
@@ -182,8 +223,10 @@ def _kind(linear: QuantLinear) -> tuple[object, ...]:
 class _Outputs(NamedTuple):
     """The outputs of fused layers for one input.
 
-    state      what they depend on besides the input's identity: `_state_of` it, and whether branches of low rank were added
-    by_layer   those that are left, by the index of their layer: each is returned once, as its reader may write to it
+    Attributes:
+        x: The input.
+        state: What they depend on besides the input's identity: `_state_of` it, and whether low-rank branches were added.
+        by_layer: Those that no layer has returned, by the index of their layer: each is returned once, as its reader may write to it.
     """
 
     x: Tensor
@@ -192,9 +235,9 @@ class _Outputs(NamedTuple):
 
 
 def _state_of(x: Tensor, others: Iterable[Tensor]) -> tuple[object, ...]:
-    """The versions of x and other tensors, and torch's modes. Writes to inference tensors, and those that torch.compile traces, are not
-    counted."""
-    if torch.compiler.is_compiling():
+    """Return the versions of x and of other tensors, and torch's modes. Writes to inference tensors, and those that torch.compile traces,
+    are not counted."""
+    if torch.compiler.is_dynamo_compiling():
         return (torch.is_grad_enabled(),)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -205,12 +248,14 @@ def _state_of(x: Tensor, others: Iterable[Tensor]) -> tuple[object, ...]:
 class _Group:
     """The concatenated weight of several linear layers, and its outputs for the last input until all of them have been called.
 
-    sizes   rows of each
-    biases  the layers' own
-    integers  whether compute is "int8", for which bytes are in the order that `ops.in_order` gives
-    cached_outputs  of the last input, those that no layer has returned yet
-    check   the packed_check of all layers, each of which has a view of it
-    branches  the branches of low rank of all layers, if each has one of the same shape
+    Attributes:
+        packed: The concatenated weight.
+        sizes: Rows of each layer.
+        biases: The biases of the layers, views of `_bias` if all have one dtype and device.
+        integers: Whether compute is "int8", for which bytes are in the order that `ops.in_order` gives.
+        cached_outputs: The outputs for the last input that no layer has returned yet.
+        branches: The low-rank branches of all layers, if each has one of the same shape.
+        check: The `packed_check` of all layers, each of which has a view of it.
     """
 
     packed: Packed
@@ -235,6 +280,7 @@ class _Group:
 
     @classmethod
     def of(cls, linears: Sequence[QuantLinear]) -> _Group:
+        """Concatenate the weights and biases of layers."""
         weights = [linear.packed for linear in linears]
         sizes = [weight.shape[0] for weight in weights]
         biases: list[Tensor | None] = [linear.bias for linear in linears]
@@ -243,8 +289,8 @@ class _Group:
         return group
 
     def join(self) -> None:
-        """Concatenate the biases, each of which is a view of the result from then on: no write to one is missed, also by way of `.data`,
-        which torch does not count. None while layers move from device to device, one by one."""
+        """Concatenate the biases, each of which is a view of the result from then on, so that no write to one is missed, not even by way
+        of `.data`, which torch does not count. There is no result while layers move from device to device, one by one."""
         self.cached_outputs = None
         device, given = self.packed.device, [bias for bias in self.biases if bias is not None]
         if not given or any(bias.device != device for bias in given):
@@ -257,7 +303,7 @@ class _Group:
                     bias.data = part
 
     def _joined(self, device: torch.device) -> Tensor:
-        """The biases of all layers, 0 where others alone have one; in float32 where dtypes differ."""
+        """Return the biases of all layers, 0 for those without one; in float32 where dtypes differ."""
         dtypes = {bias.dtype for bias in self.biases if bias is not None}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         none = (torch.zeros(size, dtype=dtype, device=device) for size in self.sizes)
@@ -265,7 +311,7 @@ class _Group:
         return torch.cat([zeros if bias is None else bias.detach().to(dtype) for bias, zeros in biases_and_zeros])
 
     def _are_views(self, joined: Tensor) -> bool:
-        """Whether the biases are those views: not after `bias.data` was assigned, and where dtypes differ."""
+        """Return whether the biases are views of `joined`: not after `bias.data` was assigned, or where dtypes differ."""
         address, size = joined.data_ptr(), joined.element_size()
         for bias, rows in zip(self.biases, self.sizes, strict=True):
             if bias is not None and bias.data_ptr() != address:
@@ -275,7 +321,7 @@ class _Group:
 
     @property
     def bias(self) -> Tensor | None:
-        """The concatenated biases, as they are now: in torch.compile's graph, which knows no addresses, concatenated at each call."""
+        """The concatenated biases, as they are now. In torch.compile, where tensors have no addresses, each call concatenates."""
         if self._bias is not None and torch.compiler.is_compiling():
             return self._joined(self._bias.device)
         if self._bias is not None and not self._are_views(self._bias):
@@ -283,17 +329,18 @@ class _Group:
         return self._bias
 
     def _parameters(self, low_rank: bool) -> Iterator[Tensor]:
-        """The tensors besides the weight that outputs depend on."""
+        """Yield the tensors besides the weight that outputs depend on."""
         yield from (bias for bias in self.biases if bias is not None)
         for branch in self.branches if low_rank else ():
             yield from (branch.low_rank_in, branch.low_rank_out)
 
     def rows(self, index: int) -> slice:
+        """Return the rows of one of the layers."""
         start = sum(self.sizes[:index])
         return slice(start, start + self.sizes[index])
 
-    def part(self, x: Tensor, of: FusedLinear, *, low_rank: bool = False) -> Tensor:
-        """The outputs for x of one of the layers; the first one that is asked says how all are computed."""
+    def part(self, x: Tensor, of: FusedLinear, whole: Packed, *, low_rank: bool = False) -> Tensor:
+        """Return the outputs for x of one of the layers. The first one that is called computes those of all, with the weight `whole`."""
         cached, state = self.cached_outputs, (*_state_of(x, self._parameters(low_rank)), low_rank)
         is_current = cached is not None and cached.x is x and cached.state == state
         output = cached.by_layer.pop(of.index, None) if cached is not None and is_current else None
@@ -301,9 +348,9 @@ class _Group:
             if low_rank:
                 inner = functional.linear(x, torch.cat([branch.low_rank_in.to(x.dtype) for branch in self.branches]))
                 outer = torch.cat([branch.low_rank_out.to(x.dtype) for branch in self.branches])
-                y = ops.linear_low_rank(x, inner, outer, self.packed, self.bias, of.compute, of.activation)
+                y = ops.linear_low_rank(x, inner, outer, whole, self.bias, of.compute, of.activation)
             else:
-                y = ops.linear(x, self.packed, self.bias, compute=of.compute, activation=of.activation)
+                y = ops.linear(x, whole, self.bias, compute=of.compute, activation=of.activation)
             starts = accumulate(self.sizes, initial=0)  # slices, as outputs of split() must not be written to where gradients are wanted
             outputs = (y.narrow(-1, start, size) for start, size in zip(starts, self.sizes, strict=False))
             cached = _Outputs(x, state, dict(enumerate(outputs)))
@@ -313,6 +360,7 @@ class _Group:
         return output
 
     def move(self, device: torch.device) -> None:
+        """Pack the weight for another device."""
         if self.packed.device != device:
             self.packed = self._as_packed(ops.pack(ops.unpack(self.packed), device, sparse=self.packed.sparse))
             self.check = digest(self.packed.data)
@@ -321,8 +369,11 @@ class _Group:
         return ops.in_order(packed) if self.integers else packed
 
     def put(self, index: int, codes: Codes) -> None:
-        """Give one of the layers other codes, of the same format and shape. They are written over the old ones, of which each layer has a
-        view."""
+        """Overwrite the codes of one of the layers, of which all have a view, by others of the same format and shape.
+
+        Raises:
+            UnsupportedError: The layers are sparse, and these codes are not.
+        """
         self.cached_outputs = None
         joined = ops.unpack(self.packed)
         parts = [joined.select(self.rows(i)) for i in range(len(self.sizes))]
@@ -342,7 +393,11 @@ class _Group:
 
 
 class FusedLinear(DerivedLinear):
-    """One of several fused linear layers. It is read, saved and reported as if it had its own weight."""
+    """One of several fused linear layers. It is read, saved and reported as if it had its own weight.
+
+    torch.export with strict=False, which replaces parameters while it traces, exports one product for siblings without biases. For those
+    with biases it exports the product of the whole group once for each: export such a model without `fuse_`.
+    """
 
     _has_part = True  # of the group's weight, when the weight was last set
 
@@ -409,18 +464,22 @@ class FusedLinear(DerivedLinear):
             return super().forward(x)
         whole, bias = self._whole, self._parameters["bias"]
         if whole is self._group.packed and bias is self._group.biases[self._index]:
-            return self._group.part(x, self)
-        # Other code has put tensors in the places of this layer's, for this call perhaps.
+            return self._group.part(x, self, whole)
+        if self._has_part and _exports() and not any(bias is not None for bias in self.biases):
+            return self._group.part(x, self, whole)
+        # Other code has put tensors in the places of this layer's, for this call perhaps. So does torch.export, and the biases of the other
+        # layers are then unknown.
         rows, biases = self._group.rows(self._index), None
         if bias is not None:
             biases = functional.pad(bias.float(), (rows.start, whole.shape[0] - rows.stop))
         return ops.linear(x, whole, biases, compute=self.compute, activation=self.activation)[..., rows]
 
     def with_low_rank(self, x: Tensor, into: Tensor, out: Tensor) -> Tensor:
+        """Return forward(x) + x intoᵀ outᵀ, for all siblings together if each has a branch."""
         group = self._group
         whole = self.packed_for is None and self._whole is group.packed and self._parameters["bias"] is group.biases[self._index]
         if whole and group.branches:
-            return group.part(x, self, low_rank=True)
+            return group.part(x, self, group.packed, low_rank=True)
         return super().with_low_rank(x, into, out)
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -461,7 +520,7 @@ class FusedLinear(DerivedLinear):
 
 
 class GeluLinear(DerivedLinear):
-    """gelu(x W^T + bias); approximate: as of torch's gelu"""
+    """y = gelu(x Wᵀ + bias): x [..., K] -> y [..., N]; `approximate` as of torch's gelu."""
 
     def __init__(self, linear: QuantLinear, approximate: _Approximate = "none") -> None:
         super().__init__(linear)
@@ -475,8 +534,8 @@ class GeluLinear(DerivedLinear):
 class Geglu(nn.Module):
     """y = (x W₁ᵀ + b₁) * gelu(x W₂ᵀ + b₂) with [W₁; W₂] the weight of `proj`: x [..., K] -> y [..., N / 2].
 
-    In the place of diffusers' GEGLU, and saved as that. A `proj` that is replaced later, by one with an adapter for example, or has hooks,
-    is called, and torch gates.
+    It replaces diffusers' GEGLU, and is saved as that. A `proj` with hooks, or one that has been replaced, for example by one with an
+    adapter, is called, and torch computes the gate.
     """
 
     def __init__(self, proj: QuantLinear) -> None:
@@ -490,6 +549,12 @@ class Geglu(nn.Module):
         return ops.linear_geglu(hidden_states, proj.packed, proj.bias, compute=proj.compute, activation=proj.activation)
 
 
+def _exports() -> bool:
+    """Whether torch.export traces the Python code itself (strict=False): parameters and buffers are replaced by others meanwhile."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
 def _part(group: _Group, index: int) -> Packed:
-    """The format and shape of one layer; with the bytes of the whole group, as no layout keeps those of one layer together."""
+    """Return the weight of one layer as its module holds it: its own shape, but the bytes of the whole group, as no layout has those of one
+    layer together."""
     return replace(group.packed, shape=(group.sizes[index], group.packed.shape[1]), data=group.packed.data.view(-1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from halfbyte.checkpoint import describe, export, load
 from halfbyte.checkpoint.gguf import vocabulary as gguf_vocabulary
 from halfbyte.checkpoint.gguf.config import to_config, to_metadata
-from halfbyte.checkpoint.gguf.names import ARCHITECTURES, architecture_of_config
+from halfbyte.checkpoint.gguf.names import ARCHITECTURES, Architecture, architecture_of_config
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import ggml
 from halfbyte.io import gguf
@@ -327,3 +328,14 @@ def test_numbers_without_a_meaning(damaged: dict[str, Any]) -> None:
     metadata = {"general.architecture": "llama", **{f"llama.{key}": value for key, value in numbers.items()}}
     with pytest.raises(CheckpointError, match="damaged"):
         to_config(metadata, [], lambda name: torch.ones(1))
+
+
+def test_names_of_layers_elsewhere() -> None:
+    """All names of tensors in layers begin with the family's name of the list of layers."""
+    qwen = next(a for a in ARCHITECTURES if a.model_type == "qwen3_moe")
+    moved = Architecture("moved", qwen.family, replace(qwen.gguf, layers="decoder.blocks"))
+    stack = moved.stack_of("blk.2.ffn_up_exps.weight")
+    assert stack is not None
+    assert stack.target == "decoder.blocks.2.mlp.experts.gate_up_proj"
+    assert moved.to_gguf(stack.target) == stack.parts == ("blk.2.ffn_gate_exps.weight", "blk.2.ffn_up_exps.weight")
+    assert moved.to_transformers("blk.2.attn_q.weight") == "decoder.blocks.2.self_attn.q_proj.weight"

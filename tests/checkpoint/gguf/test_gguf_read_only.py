@@ -201,7 +201,7 @@ def make(case: str, folder: Path, *, quantized: bool = False) -> tuple[Any, list
     it with."""
     (kind, settings, numbers), name = CASES[case], case.partition(",")[0]
     sparse = bool(numbers.get("expert_count"))
-    architecture = next(a for a in ARCHITECTURES if (a.name, a.model, a.experts is not None) == (name, kind, sparse))
+    architecture = next(a for a in ARCHITECTURES if (a.name, a.model, a.expert_keys is not None) == (name, kind, sparse))
     tokenizer = make_tokenizer()
     cls: Any = getattr(transformers, kind)
     settings = settings | ({"vocab_size_per_layer_input": len(tokenizer)} if name in ("gemma3n", "gemma4") else {})
@@ -271,7 +271,7 @@ def _parts(architecture: Architecture, name: str, tensor: Tensor, *, older: bool
     if architecture.name == "granitehybrid":  # llama.cpp's conversion/mamba.py and granite.py
         end = name.rpartition(".layers.")[2].partition(".")[2]
         if end == "shared_mlp.input_linear.weight":
-            shared = "_shexp" * (architecture.experts is not None)
+            shared = "_shexp" * (architecture.expert_keys is not None)
             places = tuple(f"blk.{name.split('.')[2]}.ffn_{part}{shared}.weight" for part in ("gate", "up"))
             return list(zip(places, tensor.chunk(2), strict=True))
         if end in ("mamba.A_log", "mamba.D"):

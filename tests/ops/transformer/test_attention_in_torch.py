@@ -8,7 +8,7 @@ from torch import Tensor
 
 import halfbyte as hb
 from halfbyte.errors import ArgumentError
-from halfbyte.ops.transformer.attend import attend
+from halfbyte.ops.transformer.attend import attend, why_not_normed_on_gpu
 from halfbyte.ops.transformer.normed_linear import activated, normed_linear
 from halfbyte.ops.transformer.prefill_ops import apply_rope, attend_many
 from halfbyte.ops.transformer.sublayers import Heads, Norm
@@ -50,6 +50,22 @@ def test_tokens_one_by_one_are_as_all_at_once(heads: Heads) -> None:
     torch.testing.assert_close(torch.stack(steps, 1), wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(caches[1], caches[0], rtol=1e-5, atol=1e-6, equal_nan=True)
     assert caches[1][:, :, :, T:].isnan().all()
+
+
+@pytest.mark.parametrize("changed", [{"eps": 1e-3}, {"unit_offset": True}], ids=lambda changed: next(iter(changed)))
+def test_norms_of_one_token_have_one_eps_and_one_unit_offset(changed: dict[str, float]) -> None:
+    heads = HEADS._replace(qk_norm=(NORMS[0], NORMS[1]._replace(**changed)), rotary_dim=0)  # type: ignore[arg-type]
+    cache = torch.zeros(2, 1, KV, T, D)
+    with pytest.raises(ArgumentError, match="one eps and one unit_offset"):
+        attend(torch.zeros(1, heads.outputs), None, cache[0], cache[1], torch.zeros(1, dtype=torch.int64), None, heads)
+
+
+def test_which_norms_of_heads_gpu_kernels_apply() -> None:
+    q_norm, k_norm = NORMS
+    assert why_not_normed_on_gpu(None) is why_not_normed_on_gpu(NORMS) is None
+    for other in (k_norm._replace(eps=1e-3), k_norm._replace(weight=torch.ones(D, 2)[:, 0]), k_norm._replace(weight=torch.ones(D).half())):
+        assert "must be" in (why_not_normed_on_gpu((q_norm, other)) or "")
+    assert why_not_normed_on_gpu((q_norm, k_norm._replace(layer_norm=True))) == "they apply RMSNorms, not LayerNorms"
 
 
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, H)], ids=["", "sinks"])

@@ -84,8 +84,8 @@ def to_config(values: Mapping[str, Value], names: Sequence[str], read: Callable[
     config |= {**gguf.settings, **gguf.implied(config)}
     if not gguf.sliding_window:
         config["sliding_window"] = None
-    if architecture.experts is not None:
-        config |= _read_experts(architecture, architecture.experts, metadata, config.get("intermediate_size", 0))
+    if architecture.expert_keys is not None:
+        config |= _read_experts(architecture, architecture.expert_keys, metadata, config.get("intermediate_size", 0))
         config |= dict.fromkeys(("attention_bias", "qkv_bias"), "blk.0.attn_q.bias" in names)
     config["num_hidden_layers"] -= mtp_layers(values)
     if "position_embd" not in architecture.outer_modules:
@@ -95,10 +95,10 @@ def to_config(values: Mapping[str, Value], names: Sequence[str], read: Callable[
 
 def _keys(architecture: Architecture) -> dict[str, _Key]:
     """Return `_KEYS` and the keys that an architecture has besides, or with another config_key."""
-    epsilon, config_key = architecture.epsilon
+    epsilon, config_key = architecture.eps_keys
     keys = {**_KEYS, epsilon: _Key(config_key, float, required=True)}
-    keys |= {name: _Key(config_key, float, required=True) for name, config_key in architecture.numbers.items()}
-    if "expert_feed_forward_length" in (architecture.experts or {}):  # files have no other width where all layers have experts
+    keys |= {name: _Key(config_key, float, required=True) for name, config_key in architecture.multiplier_keys.items()}
+    if "expert_feed_forward_length" in (architecture.expert_keys or {}):  # files have no other width where all layers have experts
         keys["feed_forward_length"] = _Key("intermediate_size", int, required=False)
     return keys | {name: _Key(config_key, int, required=True) for name, config_key in architecture.gguf.sizes.items()}
 
@@ -149,7 +149,7 @@ def _read_experts(architecture: Architecture, experts: Mapping[str, str], metada
         raise CheckpointError(f"the GGUF file multiplies the weights of experts by {scale}, which {architecture.model} does not")
     if "moe_intermediate_size" in config:  # each layer has experts
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    return config | {"norm_topk_prob": architecture.normalized}
+    return config | {"norm_topk_prob": architecture.norm_topk}
 
 
 def _read_grouped_experts(experts: Mapping[str, str], metadata: Metadata) -> dict[str, object]:
@@ -183,7 +183,7 @@ def to_metadata(config: Config) -> tuple[dict[str, Value], dict[str, Tensor]]:
     architecture = architecture_of_config(config)
     gguf = architecture.gguf
     numbers: dict[str, Value] = {}  # by keys without the architecture's name
-    experts = {name: _Key(config_key, int, required=True) for name, config_key in (architecture.experts or {}).items()}
+    experts = {name: _Key(config_key, int, required=True) for name, config_key in (architecture.expert_keys or {}).items()}
     for name, key in (_keys(architecture) | experts).items():
         value = config.get(key.config_key, config.get(_OTHER_CONFIG_KEYS.get(key.config_key, key.config_key)))
         if value is None and key.required:
@@ -222,9 +222,9 @@ def _why_not_written(architecture: Architecture, config: Config) -> str | None:
             return f"whose sliding-window layers have rope_parameters {short(local)}, llama.cpp computes rope_theta {base:g}"
     if "mscale" in gguf.yarn and (rope.get("rope_type"), rope.get("mscale")) != ("yarn", gguf.yarn["mscale"]):
         return f"whose rope is not scaled by yarn with mscale {gguf.yarn['mscale']}"
-    if architecture.experts is None:
+    if architecture.expert_keys is None:
         return None
-    other_norm_topk = "norm_topk_prob" in config and bool(config["norm_topk_prob"]) != architecture.normalized
+    other_norm_topk = "norm_topk_prob" in config and bool(config["norm_topk_prob"]) != architecture.norm_topk
     reasons = {
         f"with norm_topk_prob {config.get('norm_topk_prob')}": other_norm_topk,
         "some of whose layers have no experts": bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) != 1,

@@ -171,7 +171,7 @@ def _place(architecture: Architecture, name: str, shape: tuple[int, ...], config
     names = architecture.to_gguf(name)
     if not names:
         raise CheckpointError(f"GGUF has no name for {name} in a {architecture.model}: this model cannot be written as GGUF")
-    rows = architecture.rows(names[0], config, shape[0] if shape else 0)
+    rows = architecture.row_order(names[0], config, shape[0] if shape else 0)
     if len(names) > 1:
         shape = (shape[0], shape[1] // len(names), *shape[2:])
     elif is_router(names[0]) and shape[0] == 1:  # the gate of the shared expert has one dimension

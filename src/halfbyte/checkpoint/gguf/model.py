@@ -140,7 +140,7 @@ class _FileReader:
         """Return the value of a tensor, by llama.cpp's name, with its rows in transformers' order; of ssm_out the columns, whose inputs are
         what other tensors have as rows."""
         columns, shape = name.endswith("ssm_out.weight"), tuple(value.shape)
-        rows = self._architecture.rows(name, self._config, shape[-1 if columns else 0] if shape else 0)
+        rows = self._architecture.row_order(name, self._config, shape[-1 if columns else 0] if shape else 0)
         if rows is None:
             return value
         order = rows.argsort()  # the place in the file of each row of transformers' tensor
@@ -161,7 +161,7 @@ class _FileReader:
         entry, shape = tensor.entry, _shape_in_model(architecture, name, target, tensor.entry.shape)
         if architecture.gguf.inputs_first and len(shape) == 2 and entry.blocks is None and layer_of(name) >= 0:
             return Entry(TensorSpec(entry.spec.dtype, shape[::-1]), tensor.nbytes, lambda dtype: _cast(_read_numbers(entry).T, dtype))
-        tensor, change = self._tensor(name), architecture.change(name)
+        tensor, change = self._tensor(name), architecture.value_conversion(name)
 
         def read(dtype: torch.dtype | None) -> Codes | Tensor:
             value = self._in_order(name, tensor.read().reshape(shape))
@@ -179,7 +179,7 @@ class _FileReader:
         entries: dict[str, Entry] = {}
         mixed: list[str] = []
         for name, first in self._file.entries.items():
-            if (stack := self._architecture.stack(name)) is None or stack.parts[0] != name:
+            if (stack := self._architecture.stack_of(name)) is None or stack.parts[0] != name:
                 continue
             tensors = [self._tensor(part) for part in stack.parts if part in self._file.entries]
             parts = [tensor.entry for tensor in tensors]
@@ -309,7 +309,7 @@ def _factor_name(name: str) -> str:
 
 def _shape_in_model(architecture: Architecture, name: str, target: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of transformers' tensor for a tensor of the file with this shape; the elements are the same."""
-    if architecture.experts and name.endswith("shexp.weight") and len(shape) == 1:  # the gate of the shared expert: a matrix of one row
+    if architecture.expert_keys and name.endswith("shexp.weight") and len(shape) == 1:  # the gate of the shared expert: a matrix of one row
         return (1, *shape)
     if name.endswith((".ssm_a", ".ssm_d", ".ssm_norm.weight")):  # in some files of two dimensions
         return (math.prod(shape),)

@@ -2,7 +2,7 @@
 
 Each function takes llama.cpp's name of a tensor within its layer (such as "attn_q"), the model's config.json and the number of rows. It
 returns int64 [rows], the row of transformers' tensor for each row of the file's, or None where the orders are the same. For ssm_out, whose
-inputs have the order that other tensors' rows have, rows stand for columns. Called by `Architecture.rows` (names.py).
+inputs have the order that other tensors' rows have, rows stand for columns. Called by `Architecture.row_order` (names.py).
 
 Source: llama.cpp, convert_hf_to_gguf.py
 """

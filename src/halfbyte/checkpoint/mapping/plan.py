@@ -8,7 +8,7 @@ Three kinds of names occur, which are equal for most tensors:
                               experts that is quantized, a parameter "….up_proj" of the float model, is stored as "….up_proj.weight"
 
 `plan_model` plans for an architecture of transformers, `plan_by_rule` for tensors alone. `convert` (quantize_checkpoint.py) writes the
-tensors of a plan, `OtherModel` (other_model.py) and `Materializer` (materialize.py) read them.
+tensors of a plan, `PlannedModel` (planned_model.py) and `Materializer` (materialize.py) read them.
 """
 
 from __future__ import annotations

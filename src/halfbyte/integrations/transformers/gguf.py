@@ -11,7 +11,7 @@ from torch import nn
 from halfbyte.checkpoint.gguf import tokenizer as gguf_tokenizer
 from halfbyte.checkpoint.gguf.model import read_file
 from halfbyte.checkpoint.loading import fill
-from halfbyte.checkpoint.other_model import OtherModel, without_calibration
+from halfbyte.checkpoint.planned_model import PlannedModel, without_calibration
 from halfbyte.checkpoint.sharded_loading import Sharding, device_of
 from halfbyte.checkpoint.sources import open_floats
 from halfbyte.errors import ArgumentError, CheckpointError, model_path, not_there
@@ -68,8 +68,8 @@ def load_gguf(
         raise CheckpointError(f"{source} is a folder, load_gguf opens a .gguf file: name the file, or open the folder by load")
     sharding = None if mesh is None else Sharding(mesh)
     if format is None:
-        stored = OtherModel(source, *read_file(read_header(source), dtype, half_scales=half_scales))
+        stored = PlannedModel(source, *read_file(read_header(source), dtype, half_scales=half_scales))
     else:
-        stored = OtherModel(source, *open_floats(source, dtype), without_calibration(as_config(format)))
+        stored = PlannedModel(source, *open_floats(source, dtype), without_calibration(as_config(format)))
     model = fill(stored, device_of(mesh, device), sharding=sharding)
     return model, gguf_tokenizer.load(source)

@@ -76,8 +76,9 @@ def attend(
         ArgumentError: Shapes, dtypes or settings do not fit.
     """
     cos, sin = (None, None) if rotary is None else rotary
-    norms = heads.qk_norm
-    (q_norm, eps, unit_offset), k_norm = rms_parts(norms and norms[0]), None if norms is None else norms[1].weight
+    (q_norm, eps, unit_offset), (k_norm, *k_settings) = (rms_parts(norm) for norm in heads.qk_norm or (None, None))
+    if k_settings != [eps, unit_offset]:
+        raise ArgumentError(f"the norms of queries and keys have one eps and one unit_offset, got {[eps, unit_offset]} and {k_settings}")
     attention_settings = heads.scale, heads.rotary_width, heads.rope_interleaved, heads.norm_after_rope, heads.projections, heads.v_norm
     settings = eps, unit_offset, heads.sinks, *attention_settings, factor, advance, heads.softcap
     key_scales, value_scales = (None, None) if scales is None else scales
@@ -282,7 +283,7 @@ def _attend_on_gpu(*args: *_Arguments) -> Tensor:
         norm_width=width if a.qk_norm_whole else None,
         softcap=a.softcap is not None,
     )
-    if not is_contiguous or choose(problem, here).taken is None:
+    if not is_contiguous or choose(problem, here).taken is None or why_not_normed_on_gpu(heads.qk_norm) is not None:
         return _attend_in_torch(*args)
     from halfbyte.kernels.gpu.transformer import attend as kernel
 
@@ -307,6 +308,17 @@ def _attend_on_gpu(*args: *_Arguments) -> Tensor:
     tensors, settings = [t for t in args if t is None or isinstance(t, Tensor)], [t for t in args if not isinstance(t, Tensor)]
     with on(qkv):
         return replayed(launch, tensors, "attend", *settings)
+
+
+def why_not_normed_on_gpu(qk_norm: tuple[Norm, Norm] | None) -> str | None:
+    """Return why GPU kernels do not apply these norms of queries and keys, or None."""
+    from halfbyte.kernels.gpu.transformer import norm
+
+    if qk_norm is None:
+        return None
+    if any(each.layer_norm for each in qk_norm):
+        return "they apply RMSNorms, not LayerNorms"
+    return norm.why_not_pair((qk_norm[0][:3], qk_norm[1][:3]))
 
 
 def norm_whole_on_gpu(qkv: Tensor, heads: Heads) -> tuple[Tensor, tuple[_NormParts, _NormParts] | None]:

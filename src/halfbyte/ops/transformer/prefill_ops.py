@@ -17,7 +17,7 @@ from halfbyte.kernels.problem import AttentionProblem
 from halfbyte.machine import Gpu, gpu
 from halfbyte.ops.cuda import on
 from halfbyte.ops.replay import replayed
-from halfbyte.ops.transformer.attend import attention_in_torch, norm_whole_on_gpu, projected_in_torch
+from halfbyte.ops.transformer.attend import attention_in_torch, norm_whole_on_gpu, projected_in_torch, why_not_normed_on_gpu
 from halfbyte.ops.transformer.sublayers import Heads
 
 
@@ -50,7 +50,7 @@ def apply_rope(
     _check_rope(qkv, rotary, keys, values, length, heads)
     is_contiguous = keys.stride() == values.stride() and all(t.stride(-1) == 1 for t in (keys, *(rotary or ())))
     here = gpu(qkv.get_device()) if qkv.is_cuda and qkv.numel() and is_contiguous else None
-    if here is None or why_not_many(heads, qkv.dtype, here) is not None:
+    if here is None or why_not_many(heads, qkv.dtype, here) is not None or why_not_normed_on_gpu(heads.qk_norm) is not None:
         return _apply_rope_in_torch(qkv, rotary, keys, values, length, heads)
     from halfbyte.kernels.gpu.transformer import rope as kernel
 

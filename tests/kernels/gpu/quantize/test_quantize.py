@@ -8,6 +8,7 @@ import torch
 from samples import random_codes
 from torch import Tensor
 
+from halfbyte.errors import KernelError
 from halfbyte.formats import Codes, as_format
 from halfbyte.kernels.gpu.quantize import dequantize, quantize
 from halfbyte.layouts import gpu_tiles
@@ -115,3 +116,10 @@ def test_a_row_that_is_not_there_is_nan(device: torch.device) -> None:
     y = dequantize.embedding(torch.tensor([3, 10, -1]).to(device), data, geo, torch.float32)
     assert torch.isnan(y).all(dim=1).tolist() == [False, True, True]
     assert dequantize.embedding(torch.empty(0, dtype=torch.int64, device=device), data, geo, torch.float32).shape == (0, 64)
+
+
+def test_sums_of_4_bit_floats_are_refused(device: torch.device) -> None:
+    geo = gpu_tiles.geometry(as_format("nvfp4"), (64, 128))
+    views = gpu_tiles.views(torch.zeros(geo.nbytes, dtype=torch.uint8, device=device), geo)
+    with pytest.raises(KernelError, match="integer codes, got nvfp4"):
+        dequantize.write_sums(views, geo, 16, (16, 16), torch.empty(8, 64, device=device))

@@ -9,7 +9,8 @@ import torch
 from float_support import UNIT
 from torch import Tensor
 
-from halfbyte.kernels.gpu.transformer import norm
+from halfbyte.errors import KernelError
+from halfbyte.kernels.gpu.transformer import attend, norm, rope
 from halfbyte.machine import Gpu
 
 F, H, B = torch.float32, torch.float16, torch.bfloat16
@@ -102,3 +103,28 @@ def test_a_norm_that_is_added(m: int, k: int, dtype: torch.dtype, unit_offset: b
             assert bool(((z.cpu().double() - expected).abs() <= bound(expected, dtype, interpreted)).all())
         else:
             assert bool(z.isnan().all())
+
+
+UNLIKE = {
+    "strides": ((torch.ones(16, 2)[:, 0], EPS, False), "weights must be contiguous and of one dtype"),
+    "dtype": ((torch.ones(16, dtype=H), EPS, False), "weights must be contiguous and of one dtype"),
+    "eps": ((torch.ones(16), 1e-6, False), "eps and unit_offset must be equal"),
+    "unit_offset": ((torch.ones(16), EPS, True), "eps and unit_offset must be equal"),
+}
+
+
+@pytest.mark.parametrize("kernel", ["rope", "attend", "sections"])
+@pytest.mark.parametrize(("of_keys", "reason"), UNLIKE.values(), ids=[*UNLIKE])
+def test_two_norms_that_one_kernel_cannot_apply(of_keys: norm.Norm, reason: str, kernel: str, where: Any) -> None:
+    """Two query heads and a key head of 16 elements; the kernels read both weights alike, and have one eps."""
+    gpu, device, _ = where
+    norms = (torch.ones(16, device=device), EPS, False), (of_keys[0].to(device), *of_keys[1:])
+    qkv, cache = torch.ones(1, 64, device=device), (torch.zeros(1, 1, 4, 16, device=device), torch.zeros(1, 1, 4, 16, device=device))
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    launches = {
+        "rope": lambda: rope.launch(gpu, qkv, None, torch.empty(1, 1, 2, 16, device=device), cache, length, norms),
+        "attend": lambda: attend.launch(gpu, qkv, None, cache, length, None, torch.empty(1, 32, device=device), 1.0, 1, norms),
+        "sections": lambda: norm.launch_sections(gpu, qkv, norms, torch.empty_like(qkv)),
+    }
+    with pytest.raises(KernelError, match=reason):
+        launches[kernel]()

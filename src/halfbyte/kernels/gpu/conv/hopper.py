@@ -16,7 +16,7 @@ warpgroups multiply both from shared memory. Four variants, which `Static` names
                residual is long: two programs share a multiprocessor then, each with half of its registers (`Config.paired`)
 
 Outside of the image x is in_zero, not 0, for integers: the table holds in_zero * sum(q) of each tap, which is added to the sums of pixels
-whose tap is outside (`Static.bounded`). All of it is exact.
+whose tap is outside (`Static.padding_terms`). All of it is exact.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
     window, step = problem.window, _step(problem)
     roomy = _roomy(problem, config.rows, config.pixels)
     static = Static(
-        rows=config.rows,
+        outputs=config.rows,
         images=config.box[0],
         height=config.box[1],
         width=config.box[2],
@@ -238,20 +238,20 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
         dilation=window.dilation[1],
         taps=problem.sizes.taps,
         steps_per_tap=_steps_per_tap(problem),
-        step=step,
+        channels=step,
         resident=config.resident,
         sweep=config.sweep,
         direct=_direct(problem, config.pixels),
-        bounded=table is not None and table.shape[1] > 4 and any(window.padding),
+        padding_terms=table is not None and table.shape[1] > 4 and any(window.padding),
         clamp=epilogue.clamps,
         codes_first=epilogue.codes_first,
-        unit=16 if problem.n % 16 == 0 else 8,
+        outputs_divisor=16 if problem.n % 16 == 0 else 8,
         stride=window.stride[0],
         slots=config.slots,
         registers=(104, 32) if config.paired else (208, 40) if roomy else (232, 40),
     )
     if config.sweep:
-        images, box = x.permute(1, 2, 0, 3), [1, static.piece, config.box[0], step]
+        images, box = x.permute(1, 2, 0, 3), [1, static.columns_per_load, config.box[0], step]
     elif static.stride == 2:
         b, h, w, c = x.shape
         images, box = x.view(b, h // 2, 2, w // 2, 2 * c), [*config.box[:2], 1, config.box[2], step]
@@ -280,7 +280,7 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
         halves(residual),
         out,
         (epilogue.bias, residual),
-        problem.n // static.unit,
+        problem.n // static.outputs_divisor,
         (-(-problem.n // config.rows), *boxes),
         (problem.batch, *problem.image, *problem.out),
         (window.padding[0], window.padding[2], *window.dilation),

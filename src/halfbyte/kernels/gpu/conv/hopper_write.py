@@ -1,8 +1,11 @@
-"""The epilogue of `hopper.py`: codes or floats, written where their pixels are.
+"""The epilogues of `hopper_tile.py`: a warpgroup's sums [outputs, pixels] become y, codes or floats, by stores or by TMA.
 
-`S` is a `hopper_tile.Static`. `at`: the first output; the first of these pixels in their box; the box's first image, row and column.
-`image`: batch, height and width of x, and of y. `requant`: the outputs; constant, multiplier and start of each, and the term of each tap
-outside of the image.
+`write_codes` and `write` store from registers, to pixels of y in memory. `send_codes` and `send` take the residual from a slot in shared
+memory, overwrite it with y, and store that by TMA. Arguments are those of `hopper_tile.py`, and
+
+    at         where sums belong: the first output; the first pixel within the tile's box; the box's first image, row and column
+    requant    of codes: the outputs [64]; their constants, multipliers and integers to add; then for each tap the integers to add where it
+               is outside of the image. y = round(clamp((sum + integer) * multiplier + constant))
 """
 
 from __future__ import annotations
@@ -66,9 +69,9 @@ def load_residual(added, N, at, image, WIDTH: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def write_codes(acc, table, requant, out, residual, N, at, image, window, bounds, row, S: gl.constexpr):
+def write_codes(acc, table, requant, out, residual, N, at, image, window, bounds, table_stride, S: gl.constexpr):
     """Requantize sums, and write codes with threads."""
-    codes = _codes(acc, table, requant, at, image, window, bounds, row, S)
+    codes = _codes(acc, table, requant, at, image, window, bounds, table_stride, S)
     rn, m, mask = _positions(at, N, image, codes.shape[1], S, CODES)
     if residual is not None:
         codes = _added(codes, residual, bounds, S)
@@ -77,29 +80,43 @@ def write_codes(acc, table, requant, out, residual, N, at, image, window, bounds
 
 @gluon.jit
 def send_codes(
-    acc, table, requant, yd, ys, added_ready, added_read, step, at, image, window, bounds, row, W: gl.constexpr, S: gl.constexpr
+    acc,
+    table,
+    requant,
+    y_desc,
+    slot_smem,
+    slot_full,
+    slot_free,
+    step,
+    at,
+    image,
+    window,
+    bounds,
+    table_stride,
+    W: gl.constexpr,
+    S: gl.constexpr,
 ):
     """Requantize sums, add the residual from slot `step`, and write 64 outputs of 64 pixels from there by TMA. Returns the next step."""
-    BOX: gl.constexpr = yd.block_shape
+    BOX: gl.constexpr = y_desc.block_shape
     tma.store_wait(0)  # the previous slot was read during the products
-    mbarrier.arrive(added_read.index((step + S.slots - 1) % S.slots), count=1, pred=step > 0)
-    codes = _codes(acc, table, requant, at, image, window, bounds, row, S)
+    mbarrier.arrive(slot_free.index((step + S.slots - 1) % S.slots), count=1, pred=step > 0)
+    codes = _codes(acc, table, requant, at, image, window, bounds, table_stride, S)
     slot = step % S.slots
-    mbarrier.wait(added_ready.index(slot), (step // S.slots) & 1)
-    to = ys.index(2 * slot + W)
+    mbarrier.wait(slot_full.index(slot), (step // S.slots) & 1)
+    to = slot_smem.index(2 * slot + W)
     transposed_slot = to.permute([1, 0])
     transposed_slot.store(_added(codes, transposed_slot.load(CODES), bounds, S))
     fence_async_shared()
-    async_store(yd, half_of((at[0], at[2], at[3], at[4]), W, S), reinterpret(to, yd.dtype, BOX, yd.layout))
+    async_store(y_desc, half_of((at[0], at[2], at[3], at[4]), W, S), reinterpret(to, y_desc.dtype, BOX, y_desc.layout))
     return step + 1
 
 
 @gluon.jit
-def _codes(acc, table, requant, at, image, window, bounds, row, S: gl.constexpr):
+def _codes(acc, table, requant, at, image, window, bounds, table_stride, S: gl.constexpr):
     """Return sums as codes."""
     acc += gl.expand_dims(requant[3], 1)
-    if S.bounded:
-        acc = _add_padding_terms(acc, table, requant, at, image, window, row, S)
+    if S.padding_terms:
+        acc = _add_padding_terms(acc, table, requant, at, image, window, table_stride, S)
     multiplier = gl.expand_dims(requant[2], 1)
     constant = gl.expand_dims(requant[1], 1)
     total = gl.fma(acc.to(gl.float32), multiplier.broadcast_to(acc.shape), constant.broadcast_to(acc.shape))
@@ -122,7 +139,7 @@ def _added(codes, residual, bounds, S: gl.constexpr):
 
 
 @gluon.jit
-def _add_padding_terms(acc, table, requant, at, image, window, row, S: gl.constexpr):
+def _add_padding_terms(acc, table, requant, at, image, window, table_stride, S: gl.constexpr):
     """Add the terms of taps outside of the image: those above or below, and those left or right, less those counted twice."""
     KERNEL_H: gl.constexpr = S.taps // S.kernel_w
     KERNEL_W: gl.constexpr = S.kernel_w
@@ -154,7 +171,7 @@ def _add_padding_terms(acc, table, requant, at, image, window, row, S: gl.conste
             x = tap % KERNEL_W * window[3]
             tall = (top + y < 0) | (bottom + y >= image[1])
             if tall & ((left + x < 0) | (right + x >= image[2])):
-                term = gl.load(table + (4 + tap) * row + requant[0]).to(gl.int32, bitcast=True)
+                term = gl.load(table + (4 + tap) * table_stride + requant[0]).to(gl.int32, bitcast=True)
                 iy = oy + y - window[0]
                 ix = ox + x - window[1]
                 both = ((iy < 0) | (iy >= image[1])) & ((ix < 0) | (ix >= image[2]))
@@ -199,26 +216,26 @@ def transposed_sums(sums):
 
 
 @gluon.jit
-def send(pieces, yd, ys, bias, added_ready, added_read, step, N, at, bounds, W: gl.constexpr, S: gl.constexpr):
+def send(pieces, y_desc, slot_smem, bias, slot_full, slot_free, step, N, at, bounds, W: gl.constexpr, S: gl.constexpr):
     """Add residuals from slots in shared memory, and write a warpgroup's sums from there by TMA, 64 outputs at a time. Returns the next
     step."""
-    BOX: gl.constexpr = yd.block_shape
+    BOX: gl.constexpr = y_desc.block_shape
     SLOTS: gl.constexpr = S.slots
     for g in gl.static_range(S.columns // 64):
         slot = step % SLOTS
-        to = ys.index(2 * slot + W)
-        mbarrier.wait(added_ready.index(slot), (step // SLOTS) & 1)
+        to = slot_smem.index(2 * slot + W)
+        mbarrier.wait(slot_full.index(slot), (step // SLOTS) & 1)
         left = to.slice(0, GROUP, dim=1).permute([1, 0])
         right = to.slice(GROUP, GROUP, dim=1).permute([1, 0])
         residual = (left.load(SUMS), right.load(SUMS))
-        y = _finish_sums(transposed_sums(pieces[2 * g]), bias, residual[0], at[0] + 2 * g * GROUP, N, bounds, yd.dtype, S)
+        y = _finish_sums(transposed_sums(pieces[2 * g]), bias, residual[0], at[0] + 2 * g * GROUP, N, bounds, y_desc.dtype, S)
         left.store(gl.convert_layout(y, SUMS))
-        y = _finish_sums(transposed_sums(pieces[2 * g + 1]), bias, residual[1], at[0] + (2 * g + 1) * GROUP, N, bounds, yd.dtype, S)
+        y = _finish_sums(transposed_sums(pieces[2 * g + 1]), bias, residual[1], at[0] + (2 * g + 1) * GROUP, N, bounds, y_desc.dtype, S)
         right.store(gl.convert_layout(y, SUMS))
         fence_async_shared()
-        async_store(yd, half_of((at[0] + 64 * g, at[2], at[3], at[4]), W, S), reinterpret(to, yd.dtype, BOX, yd.layout))
+        async_store(y_desc, half_of((at[0] + 64 * g, at[2], at[3], at[4]), W, S), reinterpret(to, y_desc.dtype, BOX, y_desc.layout))
         tma.store_wait(1)  # the previous slot has been read
-        mbarrier.arrive(added_read.index((step + SLOTS - 1) % SLOTS), count=1, pred=step > 0)
+        mbarrier.arrive(slot_free.index((step + SLOTS - 1) % SLOTS), count=1, pred=step > 0)
         step += 1
     return step
 

@@ -1,17 +1,21 @@
-"""Router, top-k choice and weighted sum of a mixture of experts. With h [M, K], in float32:
+"""The router of a mixture of experts, the choice of experts and their weighted sum, for h [M, K], E experts and T chosen ones (`top_k`).
 
-    z = norm(h), rounded to its type           norm(h) = h / sqrt(mean(h²) + eps) * weight, or * (1 + weight)
-    logits = z · routerᵀ + bias                [M, E]
-    ids, weights                               the T largest logits of a row, the first of equal ones, and their softmax: among them, or
-                                               their share of that of all; or the T largest of scores + correction, and scores of them, or
-                                               their share of these, where scores are the sigmoid or the softmax of logits; times a factor
-    y = h + sum over t of weights[t] * of_experts[t] + sigmoid(z · shared_gate) * of_shared, rounded once
-                                               the last part where all tokens share an expert, which the same kernels make room for; it may
-                                               have no gate, which is a factor of 1
+    launch_logits   z = norm(h), rounded to its type       norm(h) = h / sqrt(mean(h²) + eps) * weight, or * (1 + weight)
+                    logits = z · routerᵀ + bias            float32 [M, E]
+                    shared_logits = z · shared_gate        float32 [M], the gate of an expert that all tokens share, where there is one
+    launch_choice   ids, weights [M, T] of the logits l, by `RouterScores` (kernels/layer_kinds.py):
+                    ""                     the T largest l; their softmax among all experts, or among themselves if normalized
+                    "softmax", "sigmoid"   the T largest of s + correction with s = softmax(l) or sigmoid(l); s, or s / sum of the T if
+                                           normalized
+                    all weights times a factor; of equal ones the first is chosen
+    launch_sum      y = h + sum over t of weights[t] * expert_outputs[t] + sigmoid(shared_logits) * shared_output, rounded once;
+                    the last term if there is a shared expert, and without the sigmoid if it has no gate
 
-What takes time with the few rows of a decoding step is that one kernel waits for another: a block has the logit of one expert, whose row
-of the router it reads while the kernel before is still running, and finds the norm of the whole row by itself. Of many rows, as in prompts,
-the norm has a kernel, and a block has the logits of some rows and experts, by tensor cores.
+Arithmetic: float32. Called by `ops.transformer.routing`; between the launches are the products of the experts.
+
+For the few rows of a decode step the time is that for which kernels wait for each other. So a thread block of `_logits` has one logit: it
+loads its row of the router while the preceding kernel still runs, and computes the norm of the whole row by itself. For many rows, as in
+prompts, the norm has a kernel of its own (transformer/norm.py), and a block of `_logits_of_many` multiplies rows on tensor cores.
 """
 
 from __future__ import annotations
@@ -31,38 +35,33 @@ from halfbyte.kernels.layer_kinds import RouterScores
 from halfbyte.machine import Gpu
 
 MOST_EXPERTS = 1024  # logits of a row in the registers of a warp
-_WIDE = 512
-_MANY, _FEWER = 64, 1024  # rows: from these on blocks have several, and below these fewer
-_STEP = 64  # columns of a row that are multiplied at once
+_SUM_COLUMNS = 512  # of a thread block of `_sum`
+_MANY_ROWS = 64  # from these on `_logits_of_many`
+_LARGE_TILE_ROWS = 1024  # from these on its tiles have 64 rows, not 16
+_STEP = 64  # columns of a row that it multiplies at once
 
 
 class Router(NamedTuple):
-    """weight [E, K], bias [E] or None, contiguous. shared_gate: [K], contiguous, of the gate of an expert that all tokens share, and where
-    its logits go, float32 [M]; or None."""
+    """The weights of a router, contiguous.
+
+    Attributes:
+        weight: [E, K].
+        bias: [E], or None.
+        shared_gate: The weight [K] of a shared expert's gate, and where its logits are written, float32 [M]; None: there is no gate.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     shared_gate: tuple[Tensor, Tensor] | None = None
 
 
-def launch_logits(gpu: Gpu, x: Tensor, norm: tuple[Tensor, float, bool], router: Router, z: Tensor, logits: Tensor) -> None:
-    """x, z [M, K], logits float32 [M, E], contiguous; norm: its weight [K], eps, whether 1 + weight is multiplied by."""
-    weight, eps, unit_offset = norm
-    m, k = x.shape
-    if m >= _MANY:
-        norms.launch(gpu, x, norm, z)
-        _launch_many(gpu, z, router.weight, router.bias, logits)
-        if router.shared_gate is not None:
-            _launch_many(gpu, z, router.shared_gate[0].view(1, k), None, router.shared_gate[1].view(m, 1))
-        return
-    pdl, wide = launcher.starts_early(gpu), triton.next_power_of_2(k)
-    warps = 4 if wide <= 4096 else 8 if wide <= 8192 else 16
-    grid = m, len(router.weight) + (router.shared_gate is not None)
-    launcher.run(_logits, grid, x, weight, eps, tuple(router), z, logits, k, wide, unit_offset, pdl, num_warps=warps, early=pdl)
-
-
 class Choice(NamedTuple):
-    """normalized: weights add up to 1, before their factor; the rest as in `ops.transformer.experts.Experts`, contiguous."""
+    """How experts are chosen.
+
+    Attributes:
+        normalized: The weights add up to 1, before they are multiplied by the factor.
+        scores, correction, factor: `scores`, `correction_bias` [E], contiguous, and `scaling_factor` of `ops.transformer.experts.Experts`.
+    """
 
     normalized: bool
     scores: RouterScores = ""
@@ -70,35 +69,75 @@ class Choice(NamedTuple):
     factor: float = 1.0
 
 
-def _launch_many(gpu: Gpu, z: Tensor, router: Tensor, bias: Tensor | None, logits: Tensor) -> None:
-    """z [M, K], router [E, K], bias [E] or None, logits [M, E]."""
-    (m, k), experts = z.shape, len(router)
-    rows, columns, pdl = 16 if m < _FEWER else 64, min(64, max(16, triton.next_power_of_2(experts))), launcher.starts_early(gpu)
+def launch_logits(gpu: Gpu, x: Tensor, norm: norms.Norm, router: Router, z: Tensor, logits: Tensor) -> None:
+    """Launch z = norm(x), and the logits of the router and of the shared expert's gate.
+
+    Args:
+        gpu: The GPU.
+        x: [M, K], contiguous.
+        norm: An RMSNorm.
+        router: The router's weights.
+        z: [M, K], contiguous: written.
+        logits: float32 [M, E], contiguous: written.
+    """
+    weight, eps, unit_offset = norm
+    m, k = x.shape
+    if m >= _MANY_ROWS:
+        norms.launch(gpu, x, norm, z)
+        _launch_many(gpu, z, router.weight, router.bias, logits)
+        if router.shared_gate is not None:
+            gate, shared_logits = router.shared_gate
+            _launch_many(gpu, z, gate.view(1, k), None, shared_logits.view(m, 1))
+        return
+    pdl, wide = launcher.starts_early(gpu), triton.next_power_of_2(k)
+    warps = 4 if wide <= 4096 else 8 if wide <= 8192 else 16
+    grid = m, len(router.weight) + (router.shared_gate is not None)
+    launcher.run(_logits, grid, x, weight, eps, tuple(router), z, logits, k, wide, unit_offset, pdl, num_warps=warps, early=pdl)
+
+
+def _launch_many(gpu: Gpu, z: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
+    """Launch logits [M, E] = z [M, K] · weightᵀ [E, K] + bias [E], or without a bias."""
+    (m, k), experts = z.shape, len(weight)
+    rows, columns, pdl = 16 if m < _LARGE_TILE_ROWS else 64, min(64, max(16, triton.next_power_of_2(experts))), launcher.starts_early(gpu)
     grid, tile = (-(-m // rows), -(-experts // columns)), (rows, columns, _STEP)
-    launcher.run(_logits_of_many, grid, z, router, bias, logits, m, experts, k, *tile, pdl, num_warps=4, num_stages=4, early=pdl)
+    launcher.run(_logits_of_many, grid, z, weight, bias, logits, m, experts, k, *tile, pdl, num_warps=4, num_stages=4, early=pdl)
 
 
 def launch_choice(gpu: Gpu, logits: Tensor, ids: Tensor, weights: Tensor, choice: Choice) -> None:
-    """logits [M, E], E at most MOST_EXPERTS -> ids int32 and weights float32 [M, T], contiguous."""
-    (m, experts), chosen = logits.shape, ids.shape[1]
-    normalized, scores, *given = choice
-    sizes, pdl = (triton.next_power_of_2(experts), triton.next_power_of_2(chosen)), launcher.starts_early(gpu)
-    how = *sizes, normalized, scores, pdl
-    launcher.run(_choose, (m,), logits, *given, ids, weights, experts, chosen, *how, num_warps=1, early=pdl)
+    """Launch the choice of experts by logits float32 [M, E], E at most MOST_EXPERTS -> ids int32 and weights float32 [M, T], contiguous."""
+    (m, experts), top_k = logits.shape, ids.shape[1]
+    wide, top_k_wide, pdl = triton.next_power_of_2(experts), triton.next_power_of_2(top_k), launcher.starts_early(gpu)
+    compiled_for = top_k, wide, top_k_wide, choice.normalized, choice.scores, pdl
+    arguments = logits, choice.correction, choice.factor, ids, weights, experts
+    launcher.run(_choose, (m,), *arguments, *compiled_for, num_warps=1, early=pdl)
 
 
 def launch_sum(
     gpu: Gpu, y: Tensor, weights: Tensor, residual: Tensor, out: Tensor, shared: tuple[Tensor | None, Tensor] | None = None
 ) -> None:
-    """y [M * T, K], weights float32 [M, T], residual, out [M, K], contiguous; shared: logits float32 [M] of what all tokens share, or None,
-    and what it gives [M, K]."""
-    (m, k), pdl = out.shape, launcher.starts_early(gpu)
-    grid = launcher.flat_grid(m, -(-k // _WIDE))
-    launcher.run(_sum, grid, y, weights, residual, *(shared or (None, None)), out, k, weights.shape[1], _WIDE, pdl, num_warps=4, early=pdl)
+    """Launch the weighted sum of experts with the residual connection.
+
+    Args:
+        gpu: The GPU.
+        y: [M * T, K], contiguous: the outputs of the experts of each row.
+        weights: float32 [M, T], contiguous.
+        residual, out: [M, K], contiguous.
+        shared: The logits float32 [M] of the shared expert's gate, or None, and its output [M, K]; None: there is no shared expert.
+    """
+    (m, k), top_k, pdl = out.shape, weights.shape[1], launcher.starts_early(gpu)
+    gate, shared_output = shared or (None, None)
+    grid = launcher.flat_grid(m, -(-k // _SUM_COLUMNS))
+    launcher.run(_sum, grid, y, weights, residual, gate, shared_output, out, k, top_k, _SUM_COLUMNS, pdl, num_warps=4, early=pdl)
+
+
+# The kernels. WIDE: a row's elements up to a power of two; PDL: they start before the preceding kernel has ended
 
 
 @triton.jit
-def _logits(x, weight, eps, router, z, logits, K, WIDE: tl.constexpr, PLUS_ONE: tl.constexpr, PDL: tl.constexpr):
+def _logits(x, norm_weight, eps, router, z, logits, K, WIDE: tl.constexpr, UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr):
+    """Compute the logit of row program_id(0) for expert program_id(1), the last of which is the shared expert's gate if there is one. The
+    block of expert 0 writes z. `router`: a `Router`, as a tuple."""
+    weight, bias, shared_gate = router
     if PDL:
         gdc_launch_dependents()
     row, expert = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -106,46 +145,47 @@ def _logits(x, weight, eps, router, z, logits, K, WIDE: tl.constexpr, PLUS_ONE: 
     inside = i < K
     experts = tl.num_programs(1)
     of_router = inside
-    if router[2] is not None:
+    if shared_gate is not None:
         experts -= 1
         of_router = inside & (expert < experts)
-    router_row = tl.load(router[0] + expert.to(tl.int64) * K + i, mask=of_router, other=0.0)
-    factor = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    if PLUS_ONE:
+    router_row = tl.load(weight + expert.to(tl.int64) * K + i, mask=of_router, other=0.0)
+    factor = tl.load(norm_weight + i, mask=inside, other=0.0).to(tl.float32)
+    if UNIT_OFFSET:
         factor += 1
     if PDL:
         gdc_wait()
-    if router[2] is not None:  # not before: it may have been dequantized
-        shared_gate = tl.load(router[2][0] + i, mask=inside & (expert == experts), other=0.0)
-        router_row = router_row.to(tl.float32) + shared_gate.to(tl.float32)
+    if shared_gate is not None:  # not before: it may have been dequantized
+        gate_row = tl.load(shared_gate[0] + i, mask=inside & (expert == experts), other=0.0)
+        router_row = router_row.to(tl.float32) + gate_row.to(tl.float32)
     v = tl.load(x + row * K + i, mask=inside, other=0.0).to(tl.float32)
     y = (v * tl.rsqrt(tl.sum(v * v) / K + eps) * factor).to(z.dtype.element_ty)
     if expert == 0:
         tl.store(z + row * K + i, y, mask=inside)
     logit = tl.sum(y.to(tl.float32) * router_row.to(tl.float32))
-    if router[1] is not None:
-        logit += tl.load(router[1] + expert, mask=expert < experts, other=0.0).to(tl.float32)
-    if router[2] is None:
+    if bias is not None:
+        logit += tl.load(bias + expert, mask=expert < experts, other=0.0).to(tl.float32)
+    if shared_gate is None:
         tl.store(logits + row * experts + expert, logit)
     else:
         tl.store(logits + row * experts + expert, logit, mask=expert < experts)
-        tl.store(router[2][1] + row, logit, mask=expert == experts)
+        tl.store(shared_gate[1] + row, logit, mask=expert == experts)
 
 
 @triton.jit(do_not_specialize=["M", "E"])
-def _logits_of_many(z, router, bias, logits, M, E, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
+def _logits_of_many(z, weight, bias, logits, M, E, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
+    """Compute the logits of ROWS rows for COLUMNS experts."""
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert, i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, STEP)
-    of_rows, of_experts = z + row.to(tl.int64)[:, None] * K, router + expert.to(tl.int64)[None, :] * K
+    z_rows, weight_rows = z + row.to(tl.int64)[:, None] * K, weight + expert.to(tl.int64)[None, :] * K
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     if PDL:
         gdc_wait()
     for start in range(0, K, STEP):
         inside = start + i < K
-        a = tl.load(of_rows + (start + i)[None, :], mask=(row < M)[:, None] & inside[None, :], other=0.0)
-        b = tl.load(of_experts + (start + i)[:, None], mask=(expert < E)[None, :] & inside[:, None], other=0.0)
+        a = tl.load(z_rows + (start + i)[None, :], mask=(row < M)[:, None] & inside[None, :], other=0.0)
+        b = tl.load(weight_rows + (start + i)[:, None], mask=(expert < E)[None, :] & inside[:, None], other=0.0)
         if a.dtype != b.dtype:
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = dot(a, b, total)
@@ -156,72 +196,68 @@ def _logits_of_many(z, router, bias, logits, M, E, K, ROWS: tl.constexpr, COLUMN
 
 @triton.jit
 def _choose(
-    logits,
-    correction,
-    factor,
-    ids,
-    weights,
-    experts,
-    CHOSEN: tl.constexpr,
-    WIDE: tl.constexpr,
-    SOME: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    SCORES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, correction, factor, ids, weights, experts,
+    TOP_K: tl.constexpr, WIDE: tl.constexpr, TOP_K_WIDE: tl.constexpr, NORMALIZED: tl.constexpr, SCORES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of row program_id(0): TOP_K times the largest of `left`, which is then taken out.
+
+    Without SCORES `left` are logits, and a weight is exp(logit - largest logit) / total. With SCORES `left` are the corrected scores, and a
+    weight is a score, which is divided only if NORMALIZED.
+    """
     if PDL:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    i, t = tl.arange(0, WIDE), tl.arange(0, SOME)
+    i, t = tl.arange(0, WIDE), tl.arange(0, TOP_K_WIDE)
     if PDL:
         gdc_wait()
     left = tl.load(logits + row * experts + i, mask=i < experts, other=float("-inf"))
     largest = tl.max(left, axis=0)
-    shares = tl.exp(left - largest)
-    total = tl.sum(shares, axis=0)
+    exponentials = tl.exp(left - largest)
+    total = tl.sum(exponentials, axis=0)  # NaN where a logit is
     if SCORES != "":
         tl.static_assert(SCORES == "softmax" or SCORES == "sigmoid", "scores that have no code for GPUs")  # noqa: PLR1714
-        scores = shares / total if SCORES == "softmax" else times_sigmoid(1.0, left)
+        scores = exponentials / total if SCORES == "softmax" else times_sigmoid(1.0, left)
         total = tl.where(total == total, 1.0, total)  # noqa: PLR0124
         left = scores
         if correction is not None:
             left += tl.load(correction + i, mask=i < experts, other=0.0).to(tl.float32)
         left = tl.where(i < experts, left, float("-inf"))
-    best = tl.full((SOME,), float("-inf"), tl.float32)
-    at = tl.zeros((SOME,), tl.int32)
-    for step in tl.static_range(CHOSEN):
-        value, place = tl.max(left, axis=0, return_indices=True)
+    chosen = tl.full((TOP_K_WIDE,), float("-inf"), tl.float32)  # logits, or scores without the correction
+    chosen_ids = tl.zeros((TOP_K_WIDE,), tl.int32)
+    for step in tl.static_range(TOP_K):
+        value, expert = tl.max(left, axis=0, return_indices=True)
         if SCORES != "":
-            value = tl.sum(tl.where(i == place, scores, 0.0), axis=0)
-        best = tl.where(t == step, value, best)
-        at = tl.where(t == step, place, at)
-        left = tl.where(i == place, float("-inf"), left)
+            value = tl.sum(tl.where(i == expert, scores, 0.0), axis=0)
+        chosen = tl.where(t == step, value, chosen)
+        chosen_ids = tl.where(t == step, expert, chosen_ids)
+        left = tl.where(i == expert, float("-inf"), left)
     if SCORES != "":
-        share = tl.where(t < CHOSEN, best, 0.0)
+        share = tl.where(t < TOP_K, chosen, 0.0)
         least = 1e-20  # the sum may be 0
     else:
-        share = tl.exp(best - largest)
+        share = tl.exp(chosen - largest)
         least = 0.0
     if NORMALIZED:  # but where a logit is NaN all weights are, as torch's are
         total = tl.where(total == total, tl.sum(share, axis=0) + least, total)  # noqa: PLR0124
-    tl.store(ids + row * CHOSEN + t, at, mask=t < CHOSEN)
-    tl.store(weights + row * CHOSEN + t, share / total * factor, mask=t < CHOSEN)
+    tl.store(ids + row * TOP_K + t, chosen_ids, mask=t < TOP_K)
+    tl.store(weights + row * TOP_K + t, share / total * factor, mask=t < TOP_K)
 
 
 @triton.jit
-def _sum(y, weights, residual, gate, shared, out, K, CHOSEN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
+def _sum(y, weights, residual, gate, shared, out, K, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
+    """Compute COLUMNS columns of a row of the sum (`row_and_column`); `gate` are the shared expert's logits and `shared` its output, or None."""
     if PDL:
         gdc_launch_dependents()
-    row, column = row_and_column(tl.cdiv(K, WIDE))
-    row, i = row.to(tl.int64), column * WIDE + tl.arange(0, WIDE)
+    row, column = row_and_column(tl.cdiv(K, COLUMNS))
+    row, i = row.to(tl.int64), column * COLUMNS + tl.arange(0, COLUMNS)
     inside = i < K
     if PDL:
         gdc_wait()
-    total = tl.zeros((WIDE,), tl.float32)
-    for t in tl.static_range(CHOSEN):
-        weight = tl.load(weights + row * CHOSEN + t)
-        expert_output = tl.load(y + (row * CHOSEN + t) * K + i, mask=inside, other=0.0).to(tl.float32)
-        total += weight * tl.where(weight == 0, 0.0, expert_output)  # an output that is left out may be infinite
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for t in tl.static_range(TOP_K):
+        weight = tl.load(weights + row * TOP_K + t)
+        expert_output = tl.load(y + (row * TOP_K + t) * K + i, mask=inside, other=0.0).to(tl.float32)
+        total += weight * tl.where(weight == 0, 0.0, expert_output)  # the output of an expert without weight may be infinite
     if shared is not None:
         shared_output = tl.load(shared + row * K + i, mask=inside, other=0.0).to(tl.float32)
         if gate is not None:

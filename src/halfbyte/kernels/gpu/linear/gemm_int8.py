@@ -261,7 +261,7 @@ def multiply(
         (epilogue.low, epilogue.high),
         scratch,
         plan.m,
-        Shape(plan.columns, problem.n, geo.n_padded, geo.records, per_weight_block, per_x_scale),
+        Shape(plan.m_padded, problem.n, geo.n_padded, geo.records, per_weight_block, per_x_scale),
         0 if table is None else table.shape[1],
         static,
         num_warps=config.warps,

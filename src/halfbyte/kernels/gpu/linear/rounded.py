@@ -65,9 +65,9 @@ def registers(problem: Problem, config: Config) -> int | None:
 def round_first(problem: Problem, x: Tensor, extra_bytes: int) -> tuple[Tensor, Tensor]:
     """Return x^ [M with padding, K], and `extra_bytes` of memory. The product's first weights are loaded meanwhile."""
     plan = activations.plan(problem)
-    nbytes = plan.columns * problem.k * x.element_size()
+    nbytes = plan.m_padded * problem.k * x.element_size()
     x_bytes = activations.aligned(nbytes)
     memory = workspace(x.device, x_bytes + extra_bytes)
-    rounded_x = memory[:nbytes].view(x.dtype).view(plan.columns, problem.k)
+    rounded_x = memory[:nbytes].view(x.dtype).view(plan.m_padded, problem.k)
     activations.round_activation(x, plan, rounded_x[: problem.m], early=not triton.knobs.runtime.interpret)
     return rounded_x, memory[x_bytes:]

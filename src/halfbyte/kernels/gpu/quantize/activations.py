@@ -1,25 +1,28 @@
-"""Dynamic quantization of activations: x [M, K] -> int8 codes, scales, offsets and sums, bit for bit those of
-`reference.quantize_activation`, in one pass. Integer kernels call `quantize_activation`, or have a `launch` from `quantizing_launch`.
+"""Dynamic quantization of activations for integer products: x [M, K] -> int8 codes, scales, offsets and sums, by one kernel.
 
-    q               int8 [M with padding, K padded]: the codes, padded as the weight's blocks are (layouts/gpu_tiles.py), 0 in the padding
-                    along K
-    scale, offset   float32 [groups, M with padding]: a group is a block of the weight, or the whole row
-    sums            float32 [granules or 1, M with padding]: sums of codes (exact integers), only for a weight that has zeros
+    code = clamp(round((x - offset) / scale), -127, 127),   x ~ scale * code + offset
 
-A granule is the smallest piece of the padded K that belongs to one block: 16, 32, 64 or 128 elements. There is a sum for each granule if x
-or the weight has several blocks, otherwise one for the row.
+bit for bit as `reference.quantize_activation` computes them. Integer kernels have a `launch` from `quantizing_launch`, or call
+`quantize_activation`; kernels in floating point that round activations as integer ones do call `round_activation`.
 
-Order of the codes along K (`Plan.order`): that in which kernels multiply the codes of the weight, so that the operands of an integer mma
-agree. Except "plain" it follows from how nibbles are unpacked from 32-bit registers, with (khalf, rowhalf, k) of `gpu_tiles.py`:
+    q               int8 [M padded, K padded]: codes. K is padded as the weight's blocks are (layouts/gpu_tiles.py), with codes of 0
+    scale, offset   float32 [groups, M padded]: a group, which has one scale, is a block of the weight or the whole row
+    sums            float32 [granules or 1, M padded]: sums of codes, exact integers, for weights with zeros only
 
-    "plain"    bytes: K's own
+A granule is the unit in which the kernel reads a row: 16, 32, 64 or 128 elements of the padded K, all of one block. There is a sum for each
+granule, or one for the row if x and the weight have one block each.
+
+`Plan.order` is the order of codes along K. It is the one in which kernels unpack the weight's codes from 32-bit registers, so that the
+operands of an integer mma agree; (khalf, k4, k) as in `gpu_tiles.py`, kt counts 16 elements:
+
+    "plain"    bytes: as K
     "planes"   4 bits, granules of 128: the low nibbles of a register (khalf) are k = 0, 64, 1, 65 (+ 2*k4 + 8*khalf + 16*kt), the high ones
                32 more: position 64*high + 32*kt + 16*khalf + 4*k4 + 2*k + upper  holds  64*upper + 32*high + 16*kt + 8*khalf + 2*k4 + k
     "pairs"    4 bits, granules of 16 to 64, and paired bytes: bytes of both khalves are collected first (PRMT), so that a plane of 32
                stays together: position 32*plane + 16*kt + 4*k4 + 2*khalf + k  holds  32*plane + 16*kt + 8*khalf + 2*k4 + k
 
-Arithmetic: fma(x, inverse, 1.5 * 2^23) rounds the exact product to an integer, ties to even. Magnitudes are compared as bits, so that NaN
-and infinities are the greatest ones.
+Arithmetic: fma(x, 1 / scale, 1.5 * 2^23) rounds the exact product to an integer, ties to even. Magnitudes are compared as bits, so that NaN
+and infinities are the greatest ones: a row or block that has one gets a scale of NaN.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -46,12 +49,12 @@ from halfbyte.layouts.base import round_up
 from halfbyte.layouts.cpu_tiles import piece
 
 Order = Literal["planes", "pairs", "plain"]  # of codes along K, as in the text above
-_TILE = 4096  # elements that a program loads at a time
-_SMALL_TILE = 1024  # the same if there are fewer than _FEW_ROWS and groups of one granule: more programs
+_CHUNK = 4096  # elements that a program loads at a time
+_SMALL_CHUNK = 1024  # the same for fewer than _FEW_ROWS rows with groups of one granule: more programs
 _FEW_ROWS = 64
-_MOST_CHUNKS = 8  # such loads of a program, all of which stay in registers
-_LONGEST_SUM = 131072  # 127 * 128 * 131072 < 2^31
-_LARGEST_TILE = 256  # rows of x that a kernel reads at a time
+_MOST_CHUNKS = 8  # chunks of a program, all of which stay in registers
+_LONGEST_SUM = 131072  # elements whose products fit in an int32 sum: 127 * 128 * 131072 < 2^31
+_LARGEST_TILE = 256  # rows of x that an integer kernel reads at a time
 _ALIGNMENT = 256  # bytes
 _INFINITY_BITS = tl.constexpr(0x7F800000)  # of float32
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
@@ -62,16 +65,16 @@ class Plan:
     """Sizes and byte offsets of m quantized rows in one piece of memory.
 
     Attributes:
-        m, k: Of x.
+        m, k: Shape of x.
         k_padded: K with all padding of the weight's layout.
         granule: Elements of a granule, with padding.
-        block: Elements of a block of the weight, or of a piece of it whose products are summed in int32.
-        padded: The same with padding.
+        block: Elements of a block of the weight, or of a piece of it that is short enough to sum its products in int32.
+        padded: `block` with padding.
         whole_row: The row has one scale.
-        whole: x and the weight have one block each: a product is one sum of integers.
-        summed: The weight has zeros, for which sums of codes are needed.
+        whole: x and the weight have one block each: an output is one sum of integer products.
+        with_sums: The weight has zeros, so that kernels need the sums of codes.
         with_offset: x has offsets.
-        order: Of codes along K, as in the text of this file.
+        order: Order of codes along K, as the docstring of this file defines it.
     """
 
     m: int
@@ -82,14 +85,13 @@ class Plan:
     padded: int
     whole_row: bool
     whole: bool
-    summed: bool
+    with_sums: bool
     with_offset: bool
     order: Order
 
     @cached_property
-    def columns(self) -> int:
-        """M with padding, whose contents are undefined: a kernel's tile may read beyond the last row. (TMA takes longer to zero-fill rows
-        out of bounds than to read them.)"""
+    def m_padded(self) -> int:
+        """M up to a multiple of the largest tile. Kernels read the padding, which is undefined: TMA would take longer to zero-fill it."""
         return round_up(self.m, _LARGEST_TILE)
 
     @cached_property
@@ -102,15 +104,15 @@ class Plan:
 
     @cached_property
     def sum_groups(self) -> int:
-        return 0 if not self.summed else 1 if self.whole else self.granules
+        return 0 if not self.with_sums else 1 if self.whole else self.granules
 
     @cached_property
     def offsets(self) -> tuple[int, int, int, int]:
         """Byte offsets of scales, sums and offsets, which follow the codes, and the end of all."""
-        at, offsets = aligned(self.columns * self.k_padded), []
+        at, offsets = aligned(self.m_padded * self.k_padded), []
         for count in (self.groups, self.sum_groups, self.groups if self.with_offset else 0):
             offsets.append(at)
-            at += aligned(4 * count * self.columns)
+            at += aligned(4 * count * self.m_padded)
         return offsets[0], offsets[1], offsets[2], at
 
     @cached_property
@@ -120,7 +122,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Quantized rows: q int8 [M with padding, K padded], scale float32 [groups, M with padding], sums and offset float32 or None."""
+    """Quantized rows, as the docstring of this file specifies them; sums and offset are None where the plan has none."""
 
     plan: Plan
     q: Tensor
@@ -152,16 +154,16 @@ def plan(problem: Problem) -> Plan:
         padded=geo.k_padded if whole else padded,
         whole_row=whole_row or whole,
         whole=whole,
-        summed=zero_of(problem.format) != "none",
+        with_sums=zero_of(problem.format) != "none",
         with_offset=with_offset,
-        order=_order(problem, whole or padded >= gpu_tiles.RECORD),
+        order=_order(problem, whole_slabs=whole or padded >= gpu_tiles.RECORD),
     )
 
 
-def _order(problem: Problem, records: bool) -> Order:
-    """Return the order of codes, in granules of whole K slabs or shorter ones."""
+def _order(problem: Problem, *, whole_slabs: bool) -> Order:
+    """Return the order of codes; whole_slabs: granules are whole K slabs of 128 elements."""
     if problem.format.bits == 4:
-        return "planes" if records else "pairs"
+        return "planes" if whole_slabs else "pairs"
     return "pairs" if problem.paired else "plain"
 
 
@@ -169,7 +171,7 @@ def supports(problem: Problem) -> str | None:
     """Return the reason why `problem`'s activations cannot be quantized for a weight in gpu_tiles, or None."""
     block = problem.format.block_size(problem.k)
     if piece(block, problem.k) < block and piece(block, problem.k) % gpu_tiles.RECORD:
-        return f"blocks of {block} would be summed in pieces of {piece(block, problem.k)}, not whole records of {gpu_tiles.RECORD}"
+        return f"blocks of {block} would be summed in pieces of {piece(block, problem.k)}, not whole K slabs of {gpu_tiles.RECORD}"
     return None
 
 
@@ -178,20 +180,21 @@ def views(plan: Plan, memory: Tensor) -> Quantized:
     at_scale, at_sums, at_offset, _ = plan.offsets
 
     def section(start: int, groups: int) -> Tensor:
-        return memory[start:][: 4 * groups * plan.columns].view(torch.float32).view(groups, plan.columns)
+        return memory[start:][: 4 * groups * plan.m_padded].view(torch.float32).view(groups, plan.m_padded)
 
-    q = memory[: plan.columns * plan.k_padded].view(torch.int8).view(plan.columns, plan.k_padded)
-    sums = section(at_sums, plan.sum_groups) if plan.summed else None
+    q = memory[: plan.m_padded * plan.k_padded].view(torch.int8).view(plan.m_padded, plan.k_padded)
+    sums = section(at_sums, plan.sum_groups) if plan.with_sums else None
     offset = section(at_offset, plan.groups) if plan.with_offset else None
     return Quantized(plan, q, section(at_scale, plan.groups), sums, offset)
 
 
 def quantized(plan: Plan, q: Tensor, scale: Tensor) -> Quantized:
-    """Rows that something else has quantized, as `launch` of the products takes them in place of x: q int8 [m, k], scale float32 [m].
+    """Return rows that something else has quantized, q int8 [m, k] with scale float32 [m], as `launch` of integer kernels takes them for x.
 
-    Raises KernelError where kernels would read beyond them, or another order than that of K.
+    Raises:
+        KernelError: The plan has padding, another order than that of K, more scales, sums or offsets.
     """
-    if not plan.whole or plan.summed or plan.with_offset or plan.order != "plain" or (plan.columns, plan.k_padded) != q.shape:
+    if not plan.whole or plan.with_sums or plan.with_offset or plan.order != "plain" or (plan.m_padded, plan.k_padded) != q.shape:
         raise KernelError(f"rows of codes are whole tiles with one scale each, in the order of K, got {list(q.shape)} for {plan}")
     return Quantized(plan, q, scale.reshape(1, -1), None, None)
 
@@ -203,80 +206,43 @@ def quantize_activation(
 
     Args:
         x: [m, k] float32, float16 or bfloat16, unit stride along k; with `order` the rows that it names.
-        plan: Of the problem.
+        plan: The plan of the problem.
         memory: uint8 [at least plan.nbytes].
         order: int32 [m]; row i of the result is row order[i] // share of x, or undefined if order[i] is -1. None: row i is that of x.
         share: Entries of `order` that share a row of x.
         early: Start before the preceding kernel has ended, and let the next one do so: from Hopper on.
     """
     out = views(plan, memory)
-    _run(x, plan, out.q, out.scale, out.sums, out.offset, order=order, share=share, early=early)
+    _launch(x, plan, q=out.q, scale=out.scale, sums=out.sums, offset=out.offset, order=order, share=share, early=early)
     return out
 
 
 def round_activation(x: Tensor, plan: Plan, out: Tensor, *, early: bool = False) -> None:
     """Quantize x [m, k] as `quantize_activation`, dequantize it, and write out [m, k], contiguous."""
-    _run(x, plan, floats=out, early=early)
+    _launch(x, plan, floats=out, early=early)
 
 
-def _run(
-    x: Tensor,
-    plan: Plan,
-    q: Tensor | None = None,
-    scale: Tensor | None = None,
-    sums: Tensor | None = None,
-    offset: Tensor | None = None,
-    *,
-    floats: Tensor | None = None,
-    order: Tensor | None = None,
-    share: int = 1,
-    early: bool = False,
-) -> None:
-    """Launch `_quantize`, which writes sections that are not None, or `floats` instead of them."""
-    # A program has several groups of one granule each (`single`), or all granules of one group.
-    single = not plan.whole_row and plan.padded == plan.granule
-    group = plan.granules if single or plan.whole_row else plan.padded // plan.granule
-    if single and plan.m < _FEW_ROWS:
-        tile = _SMALL_TILE
-    else:
-        tile = max(_TILE, triton.next_power_of_2(group * plan.granule) // _MOST_CHUNKS)
-    granules_per_step = min(tile // plan.granule, triton.next_power_of_2(group))
-    programs = -(-plan.granules // granules_per_step) if single else plan.groups
-    gaps = (None, None) if plan.block == plan.padded else (plan.block, plan.padded)
-    launch.run(
-        _quantize,
-        launch.flat_grid(plan.m, programs),
-        x,
-        order,
-        q,
-        scale,
-        sums,
-        offset,
-        floats,
-        programs,
-        plan.columns,
-        share,
-        plan.k,
-        plan.granules,
-        x.stride(0),
-        *gaps,
-        granules_per_step if single else group,
-        G=plan.granule,
-        GRANULES=granules_per_step,
-        CHUNKS=1 if single else -(-group // granules_per_step),
-        SINGLE=single,
-        WITH_OFFSET=plan.with_offset,
-        WHOLE=plan.whole,
-        ORDER=plan.order,
-        PDL=early,
-        num_warps=max(1, min(16, granules_per_step * plan.granule // (512 if plan.m < 1024 or floats is not None else 1024))),
-        early=early,
-    )
+def arrange(q: Tensor, plan: Plan, memory: Tensor) -> Quantized:
+    """Write int8 codes [m, k] to `memory` in the order of the plan; all other sections stay undefined.
+
+    Raises:
+        KernelError: The plan has offsets or a scale for each block, which such codes do not have.
+    """
+    if not plan.whole_row or plan.with_offset:
+        raise KernelError(f"codes that are arranged have one scale per row and no offset, got {plan}")
+    out = views(plan, memory)
+    _launch(q, plan, q=out.q)
+    return out
 
 
 def quantizing_launch(multiply: Callable[..., None], workspace_bytes: Callable[..., int], *, early: bool = False) -> Callable[..., None]:
-    """Return the `launch` of a kernel's file, which quantizes x and calls multiply(problem, config, Quantized, weight, out, epilogue,
-    memory) with `workspace_bytes(problem, config)` bytes of memory; `early` as in `quantize_activation`."""
+    """Return the `launch` of an integer kernel's file: it quantizes x, or takes it quantized, and multiplies.
+
+    Args:
+        multiply: multiply(problem, config, Quantized, weight, out, epilogue, memory) launches the product.
+        workspace_bytes: workspace_bytes(problem, config) is how much `memory` the product needs.
+        early: As in `quantize_activation`.
+    """
 
     def launch_both(problem: Problem, config: Any, x: Tensor | Quantized, weight: gpu_tiles.Views, out: Tensor, epilogue: Epilogue) -> None:
         """x [M, K] or its codes, the weight's sections, out [M, N]."""
@@ -291,24 +257,200 @@ def quantizing_launch(multiply: Callable[..., None], workspace_bytes: Callable[.
     return launch_both
 
 
-def arrange(q: Tensor, plan: Plan, memory: Tensor) -> Quantized:
-    """Write int8 codes [m, k] in the order of the plan; its other sections stay undefined.
+# The kernel and its launch
 
-    Raises KernelError for a plan of activations that have offsets or a scale for each block, which codes have not.
+
+class _Tiling(NamedTuple):
+    """How the groups of a row are dealt out to programs.
+
+    Attributes:
+        per_granule: Each granule has a scale, and a program quantizes several; otherwise a program quantizes one group.
+        programs: Programs of a row.
+        granules: Granules of a program.
+        chunk: Granules that it loads at a time, a power of two.
+        chunks: Loads of a program.
     """
-    if not plan.whole_row or plan.with_offset:
-        raise KernelError(f"codes that are arranged have one scale per row and no offset, got {plan}")
-    out = views(plan, memory)
-    _run(q, plan, out.q)
-    return out
+
+    per_granule: bool
+    programs: int
+    granules: int
+    chunk: int
+    chunks: int
 
 
-# Kernels
+def _tiling(plan: Plan) -> _Tiling:
+    """Return the tiling for rows of a plan."""
+    per_granule = not plan.whole_row and plan.padded == plan.granule
+    granules = plan.granules if per_granule or plan.whole_row else plan.padded // plan.granule
+    elements = max(_CHUNK, triton.next_power_of_2(granules * plan.granule) // _MOST_CHUNKS)
+    if per_granule and plan.m < _FEW_ROWS:
+        elements = _SMALL_CHUNK
+    chunk = min(elements // plan.granule, triton.next_power_of_2(granules))
+    if per_granule:
+        return _Tiling(True, -(-granules // chunk), chunk, chunk, 1)
+    return _Tiling(False, plan.groups, granules, chunk, -(-granules // chunk))
+
+
+def _launch(
+    x: Tensor,
+    plan: Plan,
+    *,
+    q: Tensor | None = None,
+    scale: Tensor | None = None,
+    sums: Tensor | None = None,
+    offset: Tensor | None = None,
+    floats: Tensor | None = None,
+    order: Tensor | None = None,
+    share: int = 1,
+    early: bool = False,
+) -> None:
+    """Launch `_quantize`. It writes the sections that are not None; or `floats` alone, the dequantized codes [m, k]."""
+    tiling = _tiling(plan)
+    block, padded = (None, None) if plan.block == plan.padded else (plan.block, plan.padded)
+    elements_per_warp = 512 if plan.m < 1024 or floats is not None else 1024
+    launch.run(
+        _quantize,
+        launch.flat_grid(plan.m, tiling.programs),
+        x,
+        order,
+        q,
+        scale,
+        sums,
+        offset,
+        floats,
+        tiling.programs,
+        plan.m_padded,
+        share,
+        plan.k,
+        plan.granules,
+        x.stride(0),
+        block,
+        padded,
+        tiling.granules,
+        G=plan.granule,
+        CHUNK=tiling.chunk,
+        CHUNKS=tiling.chunks,
+        PER_GRANULE=tiling.per_granule,
+        WITH_OFFSET=plan.with_offset,
+        WHOLE=plan.whole,
+        ORDER=plan.order,
+        PDL=early,
+        num_warps=max(1, min(16, tiling.chunk * plan.granule // elements_per_warp)),
+        early=early,
+    )
 
 
 @triton.jit
-def _columns(HALF: tl.constexpr, G: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return the elements [G / 2] of one of the two halves in which a granule is read: contiguous ones, or every other 8 for "pairs"."""
+def _quantize(
+    x, order, q, scale, sums, offset, floats, programs, m_padded, share, k, row_granules, stride, block, padded, program_granules,
+    G: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PER_GRANULE: tl.constexpr,
+    WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Quantize granules part * program_granules and on of a row (`row_and_column`): one group, or with PER_GRANULE as many.
+
+    x, order, share              rows of `stride` elements, and which of them, as in `quantize_activation`
+    q, scale, sums, offset       sections of the result, None where they are not written
+    floats                       [m, k], written instead of them; None: they are
+    block, padded                elements of a block without and with padding; None if blocks have no padding
+    G, CHUNK, CHUNKS             elements of a granule, granules of a chunk, chunks of a program
+    WITH_OFFSET, WHOLE, ORDER    as in `Plan`
+    """
+    if PDL:
+        gdc_launch_dependents()
+    row, part = row_and_column(programs)
+    row, first = row.to(tl.int64), part * program_granules
+    if PDL:
+        gdc_wait()
+    end = tl.minimum(first + program_granules, row_granules)
+    source = row
+    if order is not None:
+        entry = tl.load(order + row)
+        if entry < 0:
+            return
+        source = (entry // share).to(tl.int64)
+    x += source * stride
+    g = first + tl.arange(0, CHUNK)  # granules of the first chunk
+    # Granules are read as two halves, of which codes are packed to words.
+    INTERLEAVED: tl.constexpr = ORDER == "pairs" and floats is None
+    column0 = _half_columns(0, G, INTERLEAVED)
+    column1 = _half_columns(1, G, INTERLEAVED)
+
+    # Load all chunks, and find the extremes of each granule, then of the group.
+    chunks = ()  # type: Any
+    magnitude = tl.zeros([CHUNK], tl.int32)
+    low = tl.full([CHUNK], float("inf"), tl.float32)
+    high = -low
+    for chunk in tl.static_range(CHUNKS):
+        v0, exists0, at0 = _load(x, g + chunk * CHUNK, end, k, block, padded, column0, G)
+        v1, exists1, at1 = _load(x, g + chunk * CHUNK, end, k, block, padded, column1, G)
+        chunk_magnitude, chunk_low, chunk_high = _extremes(v0, v1, exists0, exists1, WITH_OFFSET)
+        magnitude = tl.maximum(magnitude, chunk_magnitude)
+        low = tl.minimum(low, chunk_low)
+        high = tl.maximum(high, chunk_high)
+        chunks += ((v0, exists0, at0, v1, exists1, at1),)
+    if not PER_GRANULE:
+        magnitude = tl.zeros_like(magnitude) + tl.max(magnitude, axis=0)
+        if WITH_OFFSET:
+            low = tl.zeros_like(low) + tl.min(low, axis=0)
+            high = tl.zeros_like(high) + tl.max(high, axis=0)
+
+    # Scales and offsets, equal in all granules of a group.
+    if WITH_OFFSET:
+        empty = low > high
+        low = tl.where(empty, 0.0, low)
+        high = tl.where(empty, 0.0, high)
+        middle = (low + high) * 0.5
+        reach = (high - low) * 0.5
+    else:
+        middle = tl.zeros_like(magnitude).to(tl.float32)
+        reach = magnitude.to(tl.float32, bitcast=True)
+    step, inverse, middle = scale_of(reach, middle, magnitude < _INFINITY_BITS)
+    if x.dtype.element_ty == tl.int8:  # x is codes, which `arrange` only reorders
+        inverse = tl.full(inverse.shape, 1.0, tl.float32)
+    if floats is not None:
+        floats += row * k
+    elif PER_GRANULE:
+        tl.store(scale + g * m_padded + row, step, mask=g < end)
+        if WITH_OFFSET:
+            tl.store(offset + g * m_padded + row, middle, mask=g < end)
+    elif scale is not None:
+        at = part * m_padded + row + tl.zeros_like(g)
+        tl.store(scale + at, step, mask=g == first)
+        if WITH_OFFSET:
+            tl.store(offset + at, middle, mask=g == first)
+
+    # Codes of all chunks and their sums.
+    row_sum = tl.zeros([CHUNK], tl.int32)
+    for chunk in tl.static_range(CHUNKS):
+        chunk_granules = g + chunk * CHUNK
+        v0, exists0, at0, v1, exists1, at1 = chunks[chunk]
+        c0 = _codes(v0, exists0, step, middle, inverse, WITH_OFFSET)
+        c1 = _codes(v1, exists1, step, middle, inverse, WITH_OFFSET)
+        if floats is not None:
+            _store_dequantized(floats, at0, exists0, c0, step, middle)
+            _store_dequantized(floats, at1, exists1, c1, step, middle)
+        else:
+            if sums is not None:
+                granule_sums = tl.sum(c0 + c1, axis=1)
+                row_sum += granule_sums
+                if not WHOLE:
+                    tl.store(sums + chunk_granules * m_padded + row, granule_sums.to(tl.float32), mask=chunk_granules < end)
+            inside = (chunk_granules < end)[:, None]
+            granule = row * row_granules + chunk_granules[:, None]  # counted over all rows
+            if ORDER == "plain":
+                tl.store(q + granule * G + column0[None, :], c0.to(tl.int8), mask=inside)
+                tl.store(q + granule * G + column1[None, :], c1.to(tl.int8), mask=inside)
+            else:
+                words = _words(c0, c1, CHUNK, G, ORDER)
+                word_pointers = q.to(tl.pointer_type(tl.int32), bitcast=True) + granule * (G // 4) + tl.arange(0, G // 4)[None, :]
+                tl.store(word_pointers, words, mask=inside)
+    if WHOLE and sums is not None:
+        tl.store(sums + row, tl.sum(row_sum, axis=0).to(tl.float32))
+
+
+@triton.jit
+def _half_columns(HALF: tl.constexpr, G: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the elements [G / 2] of half HALF of a granule: contiguous ones, or every other 8 for "pairs"."""
     e = tl.arange(0, G // 2)
     if INTERLEAVED:
         return e // 8 * 16 + 8 * HALF + e % 8
@@ -317,23 +459,7 @@ def _columns(HALF: tl.constexpr, G: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _words(c0, c1, GRANULES: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr):
-    """Return the codes of both halves, int32 [GRANULES, G / 2] each, in the order ORDER, as int32 words [GRANULES, G / 4] of four codes:
-    two consecutive ones of each half.
-
-    They are packed to words because Triton 3.6 permutes bytes twice where it converts the layout of an int8 tensor within a warp.
-    """
-    a0, b0 = tl.split(tl.reshape(c0 & 255, (GRANULES, G // 4, 2)))
-    a1, b1 = tl.split(tl.reshape(c1 & 255, (GRANULES, G // 4, 2)))
-    if ORDER == "pairs":
-        return a0 | b0 << 8 | a1 << 16 | b1 << 24
-    else:
-        tl.static_assert(ORDER == "planes", "an order that has no code")
-        return a0 | a1 << 8 | b0 << 16 | b1 << 24
-
-
-@triton.jit
-def _read(x, granule, end, k, block, padded, column, G: tl.constexpr):
+def _load(x, granule, end, k, block, padded, column, G: tl.constexpr):
     """Return elements `column` of granules: values float32 [len(granule), len(column)], the mask of those that are not padding, and their
     positions in the row. `block` and `padded` are None if blocks have no padding."""
     start = granule * G
@@ -373,99 +499,22 @@ def _codes(v, exists, step, middle, inverse, WITH_OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _write(out, at, exists, c, step, middle):
-    """Write dequantized codes."""
-    tl.store(out + at, fma(c.to(tl.float32), step[:, None], middle[:, None]).to(out.dtype.element_ty), mask=exists)
+def _words(c0, c1, CHUNK: tl.constexpr, G: tl.constexpr, ORDER: tl.constexpr):
+    """Return the codes of both halves, int32 [CHUNK, G / 2] each, in the order ORDER, as int32 words [CHUNK, G / 4] of four codes: two
+    consecutive ones of each half.
+
+    They are packed to words because Triton 3.6 permutes bytes twice where it converts the layout of an int8 tensor within a warp.
+    """
+    a0, b0 = tl.split(tl.reshape(c0 & 255, (CHUNK, G // 4, 2)))
+    a1, b1 = tl.split(tl.reshape(c1 & 255, (CHUNK, G // 4, 2)))
+    if ORDER == "pairs":
+        return a0 | b0 << 8 | a1 << 16 | b1 << 24
+    else:
+        tl.static_assert(ORDER == "planes", "an order that has no code")
+        return a0 | a1 << 8 | b0 << 16 | b1 << 24
 
 
 @triton.jit
-def _quantize(
-    x, order, q, scale, sums, offset, floats, programs, columns, share, k, granules, stride, block, padded, group,
-    G: tl.constexpr, GRANULES: tl.constexpr, CHUNKS: tl.constexpr, SINGLE: tl.constexpr,
-    WITH_OFFSET: tl.constexpr, WHOLE: tl.constexpr, ORDER: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-    row, part = row_and_column(programs)
-    row, first = row.to(tl.int64), part * group
-    if PDL:
-        gdc_wait()
-    end = tl.minimum(first + group, granules)
-    source = row
-    if order is not None:
-        pair = tl.load(order + row)
-        if pair < 0:
-            return
-        source = (pair // share).to(tl.int64)
-    x += source * stride
-    g = first + tl.arange(0, GRANULES)
-    INTERLEAVED: tl.constexpr = ORDER == "pairs" and floats is None
-    column0 = _columns(0, G, INTERLEAVED)
-    column1 = _columns(1, G, INTERLEAVED)
-    loaded = ()  # type: Any
-    magnitude = tl.zeros([GRANULES], tl.int32)
-    low = tl.full([GRANULES], float("inf"), tl.float32)
-    high = -low
-    for chunk in tl.static_range(CHUNKS):
-        left = _read(x, g + chunk * GRANULES, end, k, block, padded, column0, G)
-        right = _read(x, g + chunk * GRANULES, end, k, block, padded, column1, G)
-        chunk_magnitude, chunk_low, chunk_high = _extremes(left[0], right[0], left[1], right[1], WITH_OFFSET)
-        magnitude = tl.maximum(magnitude, chunk_magnitude)
-        low = tl.minimum(low, chunk_low)
-        high = tl.maximum(high, chunk_high)
-        loaded += ((left, right),)
-    if not SINGLE:
-        magnitude = tl.zeros_like(magnitude) + tl.max(magnitude, axis=0)
-        if WITH_OFFSET:
-            low = tl.zeros_like(low) + tl.min(low, axis=0)
-            high = tl.zeros_like(high) + tl.max(high, axis=0)
-    if WITH_OFFSET:
-        empty = low > high
-        low = tl.where(empty, 0.0, low)
-        high = tl.where(empty, 0.0, high)
-        middle = (low + high) * 0.5
-        reach = (high - low) * 0.5
-    else:
-        middle = tl.zeros_like(magnitude).to(tl.float32)
-        reach = magnitude.to(tl.float32, bitcast=True)
-    step, inverse, middle = scale_of(reach, middle, magnitude < _INFINITY_BITS)
-    if x.dtype.element_ty == tl.int8:  # x is codes, which `arrange` only reorders
-        inverse = tl.full(inverse.shape, 1.0, tl.float32)
-    if floats is not None:
-        floats += row * k
-    elif SINGLE:
-        tl.store(scale + g * columns + row, step, mask=g < end)
-        if WITH_OFFSET:
-            tl.store(offset + g * columns + row, middle, mask=g < end)
-    elif scale is not None:
-        at = part * columns + row + tl.zeros_like(g)
-        tl.store(scale + at, step, mask=g == first)
-        if WITH_OFFSET:
-            tl.store(offset + at, middle, mask=g == first)
-    total = tl.zeros([GRANULES], tl.int32)
-    for chunk in tl.static_range(CHUNKS):
-        gc = g + chunk * GRANULES
-        v0, exists0, at0 = loaded[chunk][0]
-        v1, exists1, at1 = loaded[chunk][1]
-        c0 = _codes(v0, exists0, step, middle, inverse, WITH_OFFSET)
-        c1 = _codes(v1, exists1, step, middle, inverse, WITH_OFFSET)
-        if floats is not None:
-            _write(floats, at0, exists0, c0, step, middle)
-            _write(floats, at1, exists1, c1, step, middle)
-        else:
-            if sums is not None:
-                section = tl.sum(c0 + c1, axis=1)
-                total += section
-                if not WHOLE:
-                    tl.store(sums + gc * columns + row, section.to(tl.float32), mask=gc < end)
-            inside = (gc < end)[:, None]
-            granule = row * granules + gc[:, None]
-            if ORDER == "plain":
-                tl.store(q + granule * G + column0[None, :], c0.to(tl.int8), mask=inside)
-                tl.store(q + granule * G + column1[None, :], c1.to(tl.int8), mask=inside)
-            else:
-                words = _words(c0, c1, GRANULES, G, ORDER)
-                word_pointers = q.to(tl.pointer_type(tl.int32), bitcast=True) + granule * (G // 4) + tl.arange(0, G // 4)[None, :]
-                tl.store(word_pointers, words, mask=inside)
-    if WHOLE and sums is not None:
-        tl.store(sums + row, tl.sum(total, axis=0).to(tl.float32))
+def _store_dequantized(out, at, exists, c, step, middle):
+    """Store step * c + middle in the dtype of `out`."""
+    tl.store(out + at, fma(c.to(tl.float32), step[:, None], middle[:, None]).to(out.dtype.element_ty), mask=exists)

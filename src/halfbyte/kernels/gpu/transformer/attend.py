@@ -41,7 +41,7 @@ from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
 from halfbyte.kernels.gpu.runtime.scratch import workspace
 from halfbyte.kernels.gpu.transformer.attend_token import new_token, norm_factors, rotated_with, store_token
 from halfbyte.kernels.gpu.transformer.kv_codes import LEAST_WIDE, decoded, magic_bits, quarters, tiled, whole
-from halfbyte.kernels.gpu.transformer.norm import Norm
+from halfbyte.kernels.gpu.transformer.norm import Norm, pair_arguments
 from halfbyte.kernels.layer_kinds import RopeInterleaved, is_interleaved
 from halfbyte.layouts.records import BLOCK, scales_of
 from halfbyte.machine import Gpu
@@ -218,7 +218,7 @@ def launch(
         out: [B, H * D], contiguous.
         scale: Of scores.
         advance: What is added to `length`.
-        norms: Of queries and of keys, weights [D], with the same eps and unit_offset; None: there are none.
+        norms: Of queries and of keys, weights [D], as `norm.pair_arguments` takes them; None: there are none.
         how: The model family's variant.
     """
     batch, kv_heads, size, dim = cache[0].shape
@@ -255,7 +255,7 @@ def launch(
         size,
         strides,
         scale * LOG2E.value,
-        None if norms is None else (norms[0][0], norms[1][0], norms[0][1]),
+        None if norms is None else pair_arguments(norms),
         s,
         num_warps=s.warps,
         early=s.pdl,

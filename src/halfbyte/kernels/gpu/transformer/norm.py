@@ -18,12 +18,31 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.machine import Gpu
 
 MOST = 1 << 15  # columns: a row is in registers
 
 Norm = tuple[Tensor, float, bool]  # weight [K] of x's dtype, eps, unit_offset: 1 + weight is multiplied
+
+
+def why_not_pair(norms: tuple[Norm, Norm]) -> str | None:
+    """Return why one kernel cannot apply two RMSNorms, each to its own columns, or None: it reads both weights by one pointer type."""
+    (first, *first_settings), (second, *second_settings) = norms
+    if first_settings != second_settings:
+        return f"eps and unit_offset must be equal, got {first_settings} and {second_settings}"
+    if first.dtype != second.dtype or not (first.is_contiguous() and second.is_contiguous()):
+        got = f"{first.dtype} with strides {first.stride()}, {second.dtype} with strides {second.stride()}"
+        return f"weights must be contiguous and of one dtype, got {got}"
+    return None
+
+
+def pair_arguments(norms: tuple[Norm, Norm]) -> tuple[Tensor, Tensor, float]:
+    """Return both weights, and eps, as kernels take two norms. Raise KernelError for those of `why_not_pair`."""
+    if (reason := why_not_pair(norms)) is not None:
+        raise KernelError(f"one kernel applies both norms: {reason}")
+    return norms[0][0], norms[1][0], norms[0][1]
 
 
 def launch(gpu: Gpu, x: Tensor, norm: Norm, out: Tensor) -> None:
@@ -45,7 +64,7 @@ def launch_layer_norm(gpu: Gpu, x: Tensor, norm: Norm, shift: Tensor | None, out
 def launch_sections(gpu: Gpu, x: Tensor, norms: tuple[Norm, Norm], out: Tensor) -> None:
     """Launch RMSNorm of two sections of columns of x, which follow each other: the widths are those of the weights. The other columns are
     copied. x, out [M, K], contiguous; each of the three parts is at most MOST wide."""
-    (first, eps, unit_offset), (second, _, _) = norms
+    (first, second, eps), unit_offset = pair_arguments(norms), norms[0][2]
     pdl, a, b = launcher.starts_early(gpu), len(first), len(second)
     sizes, wide = (a, b, x.shape[1]), triton.next_power_of_2(max(a, b, x.shape[1] - a - b))
     launcher.run(_sections, (x.shape[0], 3), x, first, second, eps, out, sizes, wide, unit_offset, pdl, num_warps=16, early=pdl)

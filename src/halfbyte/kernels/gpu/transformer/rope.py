@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.gpu.runtime.compile_time import CompileTime
-from halfbyte.kernels.gpu.transformer.norm import Norm
+from halfbyte.kernels.gpu.transformer.norm import Norm, pair_arguments
 from halfbyte.kernels.layer_kinds import RopeInterleaved, is_interleaved
 from halfbyte.machine import Gpu
 
@@ -85,7 +85,7 @@ def launch(
         cache: Keys and values [B, Hkv, S, D] of qkv's dtype, the last dimension contiguous, both with the same strides: written from
             `length` on.
         length: int64 [1], the tokens in the cache; None: 0.
-        norms: Of queries and of keys, weights [D], with the same eps and unit_offset; None: there are none.
+        norms: Of queries and of keys, weights [D], as `norm.pair_arguments` takes them; None: there are none.
         rotary_dim: R; 0: no rope.
         rope_interleaved, norm_after_rope, v_norm: As in `ops.transformer.sublayers.Heads`.
         others: As in Static.
@@ -118,7 +118,7 @@ def launch(
         cache,
         cache[0].stride()[:3],
         length,
-        None if norms is None else (norms[0][0], norms[1][0], norms[0][1]),
+        None if norms is None else pair_arguments(norms),
         (tokens, heads, kv_heads, size),
         s,
         num_warps=4,

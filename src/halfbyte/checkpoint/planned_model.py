@@ -1,8 +1,12 @@
-"""A model that another project wrote, as a `StoredModel`, which `load`, `export` and `convert` read.
+"""`PlannedModel`: a model that is read by a plan. It is the `StoredModel` of all files but halfbyte's own, and of float models that are
+quantized as they are read.
 
-`Entries` are the tensors of its files (`foreign/`, `gguf/`). A plan (`mapping/plan.py`) maps them to the tensors of the model: it renames,
-stacks and splits them as transformers does, and decides which stay quantized, or which of a float model are quantized as they are read.
-Here tensors are read by the plan's steps.
+    Entries              the tensors of the files (foreign/, gguf/)
+    Plan                 maps them to the tensors of the model (mapping/plan.py): renames, stacks and splits them as transformers does, and
+                         says which are codes
+    PlannedModel         reads a tensor of the model by the plan's step that computes it
+
+Loading (loading.py, integrations/transformers/gguf.py), `export` and `convert` (quantize_checkpoint.py) open one.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +33,16 @@ from halfbyte.nn.kinds import quantize_weight, relative_error
 from halfbyte.nn.report import Report
 
 
-class OtherModel(StoredModel):
-    """The model that a config describes, from tensors in files; or only the tensors, where it names no architecture.
+class _Results(NamedTuple):
+    """All results of a step, by its targets, as `dtype`."""
+
+    step: Step
+    dtype: torch.dtype
+    tensors: Mapping[str, Tensor]
+
+
+class PlannedModel(StoredModel):
+    """The model that a config describes, from tensors in files; or only the tensors, where the config names no architecture.
 
     Attributes:
         entries: The tensors of the files.
@@ -45,33 +58,38 @@ class OtherModel(StoredModel):
             path: The folder or file, for errors.
             config: config.json.
             entries: The tensors of the files.
-            quantize: How to quantize weights as they are read; all must be floats then, and a method that needs calibration is replaced
-                by the one for weights that calibration does not reach. None: those that are quantized stay so.
+            quantize: How to quantize weights as they are read, all of which are floats in the files then; in place of a method that needs
+                calibration the one for weights that calibration does not reach is used. None: weights that are codes in the files stay so.
             kept: Modules that `quantize` leaves in floating point, and why.
         """
         self.entries, self._quantize, self._kept = entries, quantize, kept
         self._notes = list(entries.notes)
         if known_architecture(config) is not None:
-            plan = plan_model(config, entries, self._choose)
+            self.plan = plan_model(config, entries, self._choose)
         else:
-            plan = plan_by_rule(entries, self._choose)
+            self.plan = plan_by_rule(entries, self._choose)
             self._notes.append("no architecture of transformers is named: every 2-D float tensor called *.weight is taken as a Linear's")
-        self.plan = plan
-        self._steps = plan.step_of()
-        self._orders: dict[str, ReadColumnOrder] = {}
-        self._split: tuple[Step, torch.dtype, Mapping[str, Tensor]] | None = None  # the results of the last step that has several
+        self._steps = self.plan.step_of()
+        self._column_orders: dict[str, ReadColumnOrder] = {}
+        self._last_results: _Results | None = None  # of the last step with several targets, which are usually read one after the other
+        self._complete_weights()
+        self._report_dequantized()
+        super().__init__(path, config, self.plan.weights, self.plan.plain, self.plan.tied)
+
+    def _complete_weights(self) -> None:
+        """Set how the plan's weights compute, and add the orders of their columns to the plan's tensors."""
+        plan = self.plan
         for name, weight in plan.weights.items():
-            stored = entries.entries[self._steps[name][0].sources[0]].quantized
-            settings = stored if quantize is None else quantize
-            assert settings is not None
+            stored = self.entries.entries[self._steps[name][0].sources[0]].quantized
+            settings = stored if self._quantize is None else self._quantize
+            assert settings is not None  # a weight of the plan is codes in the files, or `quantize` says how it becomes codes
             if name in plan.linears or weight.kind != "Embedding":
                 plan.weights[name] = replace(weight, compute=settings.compute, activation=settings.activation)
-            if quantize is None and stored is not None and stored.order is not None:
-                self._orders[order_name(name)] = stored.order
-                plan.plain[order_name(name)] = TensorSpec(torch.int32, weight.shape[-1:])
-                plan.about[order_name(name)] = About("tensor", "the order of the columns of a quantized weight")
-        self._report_dequantized()
-        super().__init__(path, config, plan.weights, plan.plain, plan.tied)
+            if self._quantize is None and stored is not None and stored.order is not None:
+                order = order_name(name)
+                self._column_orders[order] = stored.order
+                plan.plain[order] = TensorSpec(torch.int32, weight.shape[-1:])
+                plan.about[order] = About("tensor", "the order of the columns of a quantized weight")
 
     def _choose(self, candidates: Sequence[Candidate], sources: Mapping[str, Sequence[str]]) -> Decisions:
         """Decide on the format of each module that holds a weight; sources: the tensors of the files that it comes from."""
@@ -93,18 +111,14 @@ class OtherModel(StoredModel):
                     plan.about[name] = About(kind, f"{stored_as}, dequantized: {reason}")
 
     def codes(self, name: str) -> Codes:
-        (step, target), weight = self._steps[name], self.weights[name]
+        """Read a weight, or quantize it.
+
+        Raises:
+            Misfits: `quantize` is not strict, and the weight does not fit its format.
+        """
         if self._quantize is not None:
-            method = UNCALIBRATED.get(self._quantize.method, self._quantize.method)
-            tensor = self._floats(name, weight.dtype)
-            try:
-                codes = quantize_weight(weight.kind, tensor, weight.format, method, name, weight.fold)
-            except FormatError as e:
-                if self._quantize.strict:
-                    raise
-                raise Misfits({name.removesuffix(".weight"): str(e)}) from e
-            self.plan.weights[name] = replace(weight, error=relative_error(tensor, codes, weight.kind, weight.fold))
-            return codes
+            return self._quantized(name, self._quantize)
+        (step, target), weight = self._steps[name], self.weights[name]
         if not step.stacks:
             return self.entries.codes(step.sources[0])
         # Experts that are separate in the files: the step stacks their codes, then their scales, ….
@@ -117,18 +131,32 @@ class OtherModel(StoredModel):
         except FormatError as e:
             raise CheckpointError(f"{name}: the experts of {self.path} do not fit together ({e}): the checkpoint is damaged") from e
 
+    def _quantized(self, name: str, config: Config) -> Codes:
+        """Read a weight as floats, and quantize it; the plan notes the error."""
+        weight, method = self.weights[name], UNCALIBRATED.get(config.method, config.method)
+        tensor = self._floats(name, weight.dtype)
+        try:
+            codes = quantize_weight(weight.kind, tensor, weight.format, method, name, weight.fold)
+        except FormatError as e:
+            if config.strict:
+                raise
+            raise Misfits({name.removesuffix(".weight"): str(e)}) from e
+        self.plan.weights[name] = replace(weight, error=relative_error(tensor, codes, weight.kind, weight.fold))
+        return codes
+
     def _plain_tensor(self, name: str) -> Tensor:
-        return self._orders[name]() if name in self._orders else self._floats(name, self.plain[name].dtype)
+        return self._column_orders[name]() if name in self._column_orders else self._floats(name, self.plain[name].dtype)
 
     def _floats(self, name: str, dtype: torch.dtype) -> Tensor:
         """Read a tensor of the model as floats."""
         step, target = self._steps[name]
-        if self._split is not None and self._split[:2] == (step, dtype):
-            tensor = self._split[2][target]
+        last = self._last_results
+        if last is not None and (last.step, last.dtype) == (step, dtype):
+            tensor = last.tensors[target]
         else:
-            results = step.run(lambda source: self.entries.read(source, dtype))
-            self._split = (step, dtype, results) if len(step.targets) > 1 else None
-            tensor = results[target]
+            tensors = step.run(lambda source: self.entries.read(source, dtype))
+            self._last_results = _Results(step, dtype, tensors) if len(step.targets) > 1 else None
+            tensor = tensors[target]
         # The result of a conversion may be a view of a larger tensor.
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
@@ -159,7 +187,11 @@ class OtherModel(StoredModel):
 
 
 def without_calibration(config: Config) -> Config:
-    """Return a config by which a model can be quantized as it is loaded. Raises ArgumentError if it needs calibration, or has one."""
+    """Return a config by which a model can be quantized as it is loaded.
+
+    Raises:
+        ArgumentError: It needs calibration, or has one.
+    """
     config, calibration = take_calibration(config, None, in_memory=False)
     if calibration is not None:
         raise ArgumentError("a model that is quantized while it loads cannot be calibrated: use halfbyte.convert, or quantize_")
