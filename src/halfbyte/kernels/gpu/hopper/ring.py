@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from halfbyte.kernels.gpu.hopper.gluon_compat import FEWER_REGISTERS
 from halfbyte.kernels.gpu.values import Value
 from halfbyte.machine import Gpu
 from halfbyte.versions import why_untested
@@ -49,9 +50,11 @@ def descriptor(
 
 
 @gluon.constexpr_function
-def consumer_registers(registers):
-    """Return the registers per thread of two consumer warpgroups next to a producer warp with 40, for an average of `registers`."""
-    return (3 * (registers or 168) - 40) // 16 * 8
+def worker_registers(registers, small=False):
+    """Return the registers per thread of the second consumer warpgroup and of the producer warp, for an average of `registers`; the first
+    warpgroup has the rest. `small`: Consumers need less than that."""
+    producer = 56 if small and FEWER_REGISTERS else 40
+    return [(3 * (registers or 168) - producer) // 16 * 8, producer]
 
 
 @gluon.jit
