@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from halfbyte.kernels.gpu.hopper.gluon_compat import FEWER_REGISTERS
 from halfbyte.kernels.gpu.values import Value
 from halfbyte.machine import Gpu
 from halfbyte.versions import why_untested
@@ -50,10 +49,9 @@ def descriptor(
 
 
 @gluon.constexpr_function
-def worker_registers(registers, small=False):
+def worker_registers(registers, producer=40):
     """Return the registers per thread of the second consumer warpgroup and of the producer warp, for an average of `registers`; the first
-    warpgroup has the rest. `small`: Consumers need less than that."""
-    producer = 56 if small and FEWER_REGISTERS else 40
+    warpgroup has the rest."""
     return [(3 * (registers or 168) - producer) // 16 * 8, producer]
 
 
