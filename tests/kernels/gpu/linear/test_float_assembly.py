@@ -140,6 +140,17 @@ def test_every_tile_for_hopper_fits_in_shared_memory() -> None:
     assert last.spills == 0
 
 
+def test_reductions_of_programs_that_share_tiles_spill_nothing() -> None:
+    """With Triton 3.9 those of the widest tile did, and of the smallest."""
+    cases = ((1024, "int4_g128", 4, "block_m=256"), (128, "int4_channel", 1, "block_m=64"), (128, "q8_0", 2, "block_m=64"))
+    common = {"n": 4096, "k": 4096, "dtype": "bfloat16", "wanted": "resources"}
+    jobs = [linear_job(HOPPER, "sm_90", m=m, format=name, configs=[config], **common) for m, name, config, _ in cases]
+    for (*_, tile), [binary] in zip(cases, compile_all(jobs), strict=True):
+        assert tile in binary.options
+        assert "scratch=None" not in binary.options
+        assert binary.spills == 0
+
+
 def launch_rounded(gpu: Gpu, format: str) -> None:
     """Of tiles that get few registers the one that takes most, with all that may be done at its end, cut by programs."""
     from halfbyte.kernels.gpu.linear import gemm_hopper, rounded

@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.kernels.gpu.arithmetic import grouped_ordering
 from halfbyte.kernels.gpu.experts import grouped
 from halfbyte.kernels.gpu.hopper.epilogue import OUT, QUARTERS, Outputs, quarters_of, write_rows
-from halfbyte.kernels.gpu.hopper.gluon_compat import thread_barrier
+from halfbyte.kernels.gpu.hopper.gluon_compat import FEWER_REGISTERS, thread_barrier
 from halfbyte.kernels.gpu.hopper.ring import Shape, descriptor
 from halfbyte.kernels.gpu.hopper.tile import (
     Operands,
@@ -256,11 +256,13 @@ def _gather_rows(schedule, gather, chunks, S: gl.constexpr):
         column = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LANES))
         pair = gl.load(schedule.order + start + lane, mask=lane < count, other=0)
         for r in range(0, count, ROWS):
-            mask = gl.expand_dims(lane + r < count, 1) & gl.expand_dims(column < gather.k, 0)
-            row = (pair // gather.top_k).to(gl.int64) * gather.x_stride
-            values = gl.load(gather.x + gl.expand_dims(row, 1) + gl.expand_dims(column, 0), mask=mask, other=0.0)
-            pair = gl.load(schedule.order + start + r + ROWS + lane, mask=lane + r + ROWS < count, other=0)
-            to = gather.sorted_x + gl.expand_dims((start + r + lane).to(gl.int64) * gather.k, 1) + gl.expand_dims(column, 0)
+            # A value that the compiler does not know: otherwise it would keep 64-bit offsets of each row in registers.
+            row = gl.inline_asm_elementwise("", "=r,0", [r], dtype=gl.int32, is_pure=False, pack=1) + lane
+            mask = gl.expand_dims(row < count, 1) & gl.expand_dims(column < gather.k, 0)
+            from_row = (pair // gather.top_k).to(gl.int64) * gather.x_stride
+            values = gl.load(gather.x + gl.expand_dims(from_row, 1) + gl.expand_dims(column, 0), mask=mask, other=0.0)
+            pair = gl.load(schedule.order + start + ROWS + row, mask=row + ROWS < count, other=0)
+            to = gather.sorted_x + gl.expand_dims((start + row).to(gl.int64) * gather.k, 1) + gl.expand_dims(column, 0)
             gl.store(to, values, mask=mask)
         if count > 0:
             counts = schedule.counters + 3 + pm * (chunks + 1)  # `_ready_counts`
@@ -339,15 +341,19 @@ def _multiply_tile(ring, scale, outputs, order, rows, valid, pn, step, shape, HA
     """Multiply a warpgroup's half of a tile, and write it, NaN unless `valid`. Returns the step after it."""
     DTYPE: gl.constexpr = outputs.y.dtype.element_ty
     first_n = (pn * 2 + HALF) * S.rows
-    row_ids = ()  # loaded before the products, like scales
-    for i in gl.static_range(len(S.sum_widths) * QUARTERS):
+    QUARTERS_OF_ALL: gl.constexpr = len(S.sum_widths) * QUARTERS
+    EARLY: gl.constexpr = 1 if FEWER_REGISTERS and S.block_m > 128 else QUARTERS_OF_ALL
+    row_ids = ()  # loaded before the products, like scales, or before the quarter before is written
+    for i in gl.static_range(EARLY):
         row_ids += (_row_ids(order, rows, i, S),)  # type: ignore[assignment]
     high = high_bytes(DTYPE)
     acc, step = multiply_slabs(ring, 0, scale, first_n, shape.k_slabs, step, high, shape, HALF, DTYPE, S)
     quarters = ()
     for i in gl.static_range(len(S.sum_widths)):
         quarters += quarters_of(acc[i])
-    for i in gl.static_range(len(S.sum_widths) * QUARTERS):
+    for i in gl.static_range(QUARTERS_OF_ALL):
+        if i + EARLY < QUARTERS_OF_ALL:
+            row_ids += (_row_ids(order, rows, i + EARLY, S),)  # type: ignore[assignment]
         y = gl.where(valid, quarters[i], float("nan"))
         write_rows(y, outputs, first_n, 0, row_ids[i], shape, S)
     return step
@@ -378,5 +384,5 @@ def _grouped(xd, wd, sd, zd, scale, expert_stride, schedule, gather, out, bias, 
             (_gather_rows, (schedule, gather, chunks, S)),
         ],
         [4, 1, 2],
-        [224, 56, 56] if S.block_m > 128 else [200, 104, 104],
+        [200, 104, 104] if S.block_m <= 128 else [216, 72, 72] if FEWER_REGISTERS else [224, 56, 56],
     )

@@ -245,7 +245,7 @@ def _choose(
 
 @triton.jit
 def _sum(y, weights, residual, gate, shared, out, K, TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):
-    """Compute COLUMNS columns of a row of the sum (`row_and_column`); `gate` are the shared expert's logits and `shared` its output, or None."""
+    """Compute COLUMNS columns of a row of the sum; `gate` are the shared expert's logits and `shared` its output, or None."""
     if PDL:
         gdc_launch_dependents()
     row, column = row_and_column(tl.cdiv(K, COLUMNS))

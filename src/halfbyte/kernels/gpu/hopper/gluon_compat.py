@@ -7,6 +7,7 @@ LARGER_VIEWS.
 
 from __future__ import annotations
 
+import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
@@ -15,4 +16,7 @@ reinterpret = _SHARED.reinterpret if hasattr(_SHARED, "reinterpret") else _SHARE
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # since 3.8
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # since 3.8
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # since 3.7
+# Since 3.7 Triton has ptxas allocate registers by a simpler method (--regAllocOptLevel=2), which spills parts of a thread's index that all
+# warps compute, where one of them has few registers to spare. With it kernels load less at a time, or give the producer more registers.
+FEWER_REGISTERS = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7))
 LARGER_VIEWS = not hasattr(tma, "async_load")  # before 3.8 a view may go on beyond what it is a view of

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from halfbyte.kernels.gpu.arithmetic import MAGIC
+from halfbyte.kernels.gpu.hopper.gluon_compat import FEWER_REGISTERS
 from halfbyte.kernels.gpu.hopper.ring import next_stage
 from halfbyte.kernels.gpu.hopper.weights import load_nibbles
 
@@ -157,9 +158,12 @@ def _add_slab(ring, stage, phase, r, left, right, zeros, PANEL: gl.constexpr, S:
     pr = _start_products(xs.index(stage).slice(HALF, HALF, dim=0), w, _start_value(left, S), S)
     w_params = _weight_params(s.index(stage * S.panels + PANEL), zeros, r, S)
     left_params = _x_params(a.index(stage), m.index(stage), w_params[0], 0, S)
-    right_params = _x_params(a.index(stage), m.index(stage), w_params[0], HALF, S)
+    if not FEWER_REGISTERS:
+        right_params = _x_params(a.index(stage), m.index(stage), w_params[0], HALF, S)
     pl = warpgroup_mma_wait(GROUPS, deps=[pl])
     left = _add_scaled(left, pl, w_params, left_params, S)
+    if FEWER_REGISTERS:
+        right_params = _x_params(a.index(stage), m.index(stage), w_params[0], HALF, S)
     pr = warpgroup_mma_wait(0, deps=[pr])
     _release(ring.empty.index(stage), LATE)
     right = _add_scaled(right, pr, w_params, right_params, S)

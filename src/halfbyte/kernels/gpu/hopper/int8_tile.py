@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from halfbyte.formats.spec import Zero
 from halfbyte.kernels.gpu.epilogue import finish
 from halfbyte.kernels.gpu.hopper.epilogue import sums_layout
-from halfbyte.kernels.gpu.hopper.gluon_compat import async_load, async_store, reinterpret, thread_barrier
+from halfbyte.kernels.gpu.hopper.gluon_compat import FEWER_REGISTERS, async_load, async_store, reinterpret, thread_barrier
 from halfbyte.kernels.gpu.hopper.int8_sums import scale_sums, sum_blocks, sum_whole
 from halfbyte.kernels.gpu.hopper.reduction import pack_sums, unpack_sums
 from halfbyte.kernels.gpu.hopper.ring import barriers, next_stage
@@ -176,7 +176,7 @@ class Static(CompileTime):
         """Average per thread: few enough that the kernel that quantizes the next x starts during this one; None where sums take all."""
         if self.zero != "none" and not self.whole:
             return None
-        return 168 if self.panels == 1 or self.low_rank else 136 if self.whole else 144
+        return 168 if self.panels == 1 or self.low_rank else 136 if self.whole and not FEWER_REGISTERS else 144
 
     @property
     def sums(self) -> gl.NVMMADistributedLayout:

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from halfbyte.kernels.gpu.hopper.epilogue import QUARTERS, quarters_of, write_rows
-from halfbyte.kernels.gpu.hopper.gluon_compat import thread_barrier
+from halfbyte.kernels.gpu.hopper.gluon_compat import FEWER_REGISTERS, thread_barrier
 from halfbyte.kernels.gpu.hopper.stream_k import sharers_of
 
 _MAX_POLLS = gl.constexpr(256)  # of an arrival counter, each a round trip to the L2 cache
@@ -70,7 +70,10 @@ def reduce_tile(acc, outputs, first_n, first_m, tile, sharing, busy, scratch, sh
     ROWS: gl.constexpr = S.rows
     BM: gl.constexpr = S.block_m
     WIDTH: gl.constexpr = BM // QUARTERS
-    TOGETHER: gl.constexpr = 2 if ROWS * BM <= 8192 else 1  # quarters that are loaded together: as many as there are registers for
+    SMALL: gl.constexpr = ROWS * BM <= 8192
+    SCARCE: gl.constexpr = FEWER_REGISTERS and not (SMALL and S.registers is None)
+    TOGETHER: gl.constexpr = 2 if SMALL and not SCARCE else 1  # quarters that are loaded together: as many as there are registers for
+    PROGRAMS: gl.constexpr = 1 if SCARCE and not SMALL else 2  # and programs
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
     rank = gl.program_id(0) - leader
     reducers = gl.minimum(others + 1, QUARTERS)  # programs that add up columns
@@ -106,11 +109,11 @@ def reduce_tile(acc, outputs, first_n, first_m, tile, sharing, busy, scratch, sh
         second = _reduces(i + TOGETHER - 1, rank, reducers, others, arrived, before)
         if first | second:
             left, right = gl.zeros_like(pack_sums(quarters[i])), gl.zeros_like(pack_sums(quarters[i + TOGETHER - 1]))
-            for j in range(0, others + 1, 2):
-                left = _add_two(left, pack_sums(quarters[i]), slot + i * (ROWS * WIDTH), slot_stride, j, rank, others, first)
+            for j in range(0, others + 1, PROGRAMS):
+                left = _add_sums(left, pack_sums(quarters[i]), slot + i * (ROWS * WIDTH), slot_stride, j, rank, others, first, PROGRAMS)
                 if TOGETHER == 2:
-                    right = _add_two(
-                        right, pack_sums(quarters[i + 1]), slot + (i + 1) * (ROWS * WIDTH), slot_stride, j, rank, others, second
+                    right = _add_sums(
+                        right, pack_sums(quarters[i + 1]), slot + (i + 1) * (ROWS * WIDTH), slot_stride, j, rank, others, second, PROGRAMS
                     )
             if first:
                 total = gl.convert_layout(unpack_sums(left, ROWS), quarters[i].type.layout, assert_trivial=True)
@@ -133,11 +136,14 @@ def _reduces(quarter, rank, reducers, others, arrived, before):
 
 
 @gluon.jit
-def _add_two(total, rank_sums, slot, slot_stride, j, rank, others, wanted):
-    """Return total + the sums of programs j and j + 1, of which this one's are in registers."""
+def _add_sums(total, rank_sums, slot, slot_stride, j, rank, others, wanted, PROGRAMS: gl.constexpr):
+    """Return total + the sums of PROGRAMS programs, 1 or 2, from j on, of which this one's are in registers."""
     one = gl.load(slot + gl.where(j == 0, 1, 2 * j) * slot_stride, mask=(j != rank) & wanted, other=0.0, cache_modifier=".cg")
-    two = gl.load(slot + (2 * j + 2) * slot_stride, mask=(j < others) & (j + 1 != rank) & wanted, other=0.0, cache_modifier=".cg")
-    return total + gl.where(j == rank, rank_sums, one) + gl.where(j + 1 == rank, rank_sums, two)
+    if PROGRAMS == 1:
+        return total + gl.where(j == rank, rank_sums, one)
+    else:
+        two = gl.load(slot + (2 * j + 2) * slot_stride, mask=(j < others) & (j + 1 != rank) & wanted, other=0.0, cache_modifier=".cg")
+        return total + gl.where(j == rank, rank_sums, one) + gl.where(j + 1 == rank, rank_sums, two)
 
 
 # Sums that a program polls for. A word in memory is 0 until it arrives: sums are stored xor a pattern that no sum has.

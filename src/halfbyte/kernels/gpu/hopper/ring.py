@@ -49,9 +49,10 @@ def descriptor(
 
 
 @gluon.constexpr_function
-def consumer_registers(registers):
-    """Return the registers per thread of two consumer warpgroups next to a producer warp with 40, for an average of `registers`."""
-    return (3 * (registers or 168) - 40) // 16 * 8
+def worker_registers(registers, producer=40):
+    """Return the registers per thread of the second consumer warpgroup and of the producer warp, for an average of `registers`; the first
+    warpgroup has the rest."""
+    return [(3 * (registers or 168) - producer) // 16 * 8, producer]
 
 
 @gluon.jit

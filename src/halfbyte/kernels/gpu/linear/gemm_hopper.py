@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu.hopper.epilogue import QUARTERS, Outputs, quarters_of, send_tile, write_rows
+from halfbyte.kernels.gpu.hopper.gluon_compat import FEWER_REGISTERS
 from halfbyte.kernels.gpu.hopper.reduction import reduce_tile, sharers_of_tile
-from halfbyte.kernels.gpu.hopper.ring import Shape, consumer_registers, descriptor, why_not_hopper
+from halfbyte.kernels.gpu.hopper.ring import Shape, descriptor, why_not_hopper, worker_registers
 from halfbyte.kernels.gpu.hopper.stream_k import divisors_of, segment_at, share_of_program
 from halfbyte.kernels.gpu.hopper.tile import (
     Operands,
@@ -298,7 +299,7 @@ def _write(acc, outputs, first_n, first_m, shape, S: gl.constexpr):
 @gluon.jit(do_not_specialize=["M"])
 def _gemm(xd, wd, sd, zd, scale, yd, out, added, scratch, M, N, n_padded, k_slabs, bounds, S: gl.constexpr):
     gdc_launch_dependents()
-    REGISTERS: gl.constexpr = [consumer_registers(S.registers), 40]
+    REGISTERS: gl.constexpr = worker_registers(S.registers, 56 if FEWER_REGISTERS and S.rows * S.block_m <= 4096 else 40)
     operands = Operands(xd, wd, sd, zd)
     ring = allocate_ring(operands, S)
     shape = Shape(M, N, n_padded, k_slabs)

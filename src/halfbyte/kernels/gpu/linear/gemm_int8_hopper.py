@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from halfbyte.errors import KernelError
 from halfbyte.kernels.gpu.arithmetic import grouped_ordering
 from halfbyte.kernels.gpu.hopper.epilogue import Outputs
+from halfbyte.kernels.gpu.hopper.gluon_compat import FEWER_REGISTERS
 from halfbyte.kernels.gpu.hopper.int8_tile import (
     Operands,
     Static,
@@ -34,7 +35,7 @@ from halfbyte.kernels.gpu.hopper.int8_tile import (
     load_x_and_scales,
     multiply_tile,
 )
-from halfbyte.kernels.gpu.hopper.ring import Shape, consumer_registers, descriptor, why_not_hopper
+from halfbyte.kernels.gpu.hopper.ring import Shape, descriptor, why_not_hopper, worker_registers
 from halfbyte.kernels.gpu.linear import gemm_int8
 from halfbyte.kernels.gpu.quantize import activations
 from halfbyte.kernels.gpu.quantize.activations import Quantized
@@ -324,7 +325,7 @@ def _gemm(
     gdc_launch_dependents()
     PANELS: gl.constexpr = S.panels
     ROWS: gl.constexpr = S.epilogue_rows
-    REGISTERS: gl.constexpr = [consumer_registers(S.registers), 40]
+    REGISTERS: gl.constexpr = worker_registers(S.registers, 24 if FEWER_REGISTERS else 40)
     operands = Operands(xd, wd, ad, md, sd, inner, outer, branch_rows)
     ring = allocate_ring(operands, S)
     staging = ring.x  # a placeholder that is never written

@@ -320,7 +320,7 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     q, k, v, codes = new_token(qkv, rotary, batch, head, kv_heads, strides, d, half, head_mask, norms, factors, scale, S)
     q0, q1 = _pieces(q, FLOAT)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    total = tl.where(fits, tl.zeros((ROWS,), tl.float32), float("nan"))  # and so is the result
     sums = tl.zeros((ROWS, WIDE), tl.float32)
     if S.stages == 1:
         end = tl.minimum(now + 1, size)
@@ -342,8 +342,19 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
         has_new_token = (last <= now) & (now < last + TOKENS)
     else:
         has_new_token = tl.program_id(1) == 0
-        if S.others > 0:  # before the loop, through which q need not be kept
+        if S.others > 0:  # the new token first, so that the loop, which does not read it, need not keep it
+            sees = fits & has_new_token
             score = tl.sum(q * k.to(tl.float32)[None, :], axis=1)
+            if mask is not None:
+                new_mask = tl.load(mask + row_mask + tl.minimum(now, size - 1))
+                if S.added:
+                    score += _to_add(new_mask)
+                else:
+                    sees &= new_mask != 0
+            most, total = tl.where(sees, score, most), tl.where(sees, 1.0, total)
+            sums = tl.where(sees, v.to(tl.float32)[None, :], sums)
+            if fits & has_new_token:
+                store_token(cache, first + now, d, k, v, codes, S)
         end = tl.minimum(now if S.others > 0 else now + 1, size)
         visible = _visible(mask, row_mask, start + tl.arange(0, TOKENS), end, S)
         if S.codes:
@@ -358,25 +369,13 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
             most, total, sums = _add_tile(q0, q1, keys, values, visible_now, most, total, sums, S)
         if S.codes:
             sums = whole(sums)
-        if S.others > 0:
-            sees = fits
-            if mask is not None:
-                new_mask = tl.load(mask + row_mask + tl.minimum(now, size - 1))
-                if S.added:
-                    score += _to_add(new_mask)
-                else:
-                    sees &= new_mask != 0
-            if has_new_token & sees:
-                larger = tl.maximum(most, score)
-                weight, less = tl.exp2(score - larger), tl.exp2(most - larger)
-                most, total, sums = larger, total * less + weight, sums * less[:, None] + weight[:, None] * v.to(tl.float32)[None, :]
-    if S.others > 0:
+    if S.others > 0 and S.stages == 1:
         if fits & has_new_token:
             store_token(cache, first + now, d, k, v, codes, S)
     partial = (program * splits + tl.program_id(1)) * S.group
     tl.store(scratch[0] + (partial + g[:, None]) * WIDE + d[None, :], sums, mask=head_mask)
     tl.store(scratch[1] + 2 * partial + g, most, mask=g < S.group)
-    tl.store(scratch[1] + 2 * partial + S.group + g, tl.where(fits, total, float("nan")), mask=g < S.group)
+    tl.store(scratch[1] + 2 * partial + S.group + g, total, mask=g < S.group)
 
 
 @triton.jit
