@@ -118,7 +118,9 @@ UNLIKE = {
 def test_two_norms_that_one_kernel_cannot_apply(of_keys: norm.Norm, reason: str, kernel: str, where: Any) -> None:
     """Two query heads and a key head of 16 elements; the kernels read both weights alike, and have one eps."""
     gpu, device, _ = where
-    norms = (torch.ones(16, device=device), EPS, False), (of_keys[0].to(device), *of_keys[1:])
+    weight, *settings = of_keys
+    there = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device).copy_(weight)  # `to` keeps no gaps
+    norms = (torch.ones(16, device=device), EPS, False), (there, *settings)
     qkv, cache = torch.ones(1, 64, device=device), (torch.zeros(1, 1, 4, 16, device=device), torch.zeros(1, 1, 4, 16, device=device))
     length = torch.zeros(1, dtype=torch.int64, device=device)
     launches = {
