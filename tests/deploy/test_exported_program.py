@@ -117,8 +117,8 @@ def test_a_network_on_int8_codes_is_the_same_bit_for_bit(tmp_path: Path) -> None
     torch.manual_seed(0)
     images = torch.randn(4, 3, 16, 16)
     model = hb.quantize_(_Residual().eval(), hb.Config("int8_channel", activations="static"), [images])
-    hb.export_program(model, tmp_path / "cnn", [images[:2]], {"input_0": {0: "batch"}})
-    found, compiled = in_a_new_process(tmp_path / "cnn", [{"input_0": images[:2]}, {"input_0": images[:1]}])
+    hb.export_program(model, tmp_path / "cnn", [images[:2]], {"x": {0: "batch"}})
+    found, compiled = in_a_new_process(tmp_path / "cnn", [{"x": images[:2]}, {"x": images[:1]}])
     assert compiled == []
     assert torch.equal(found[0]["y"], model(images[:2]))
     assert torch.equal(found[1]["y"], model(images[:1]))

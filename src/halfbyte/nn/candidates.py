@@ -20,7 +20,7 @@ from halfbyte.nn.modules.experts import MixtureOfExperts, stack_names, why_not_e
 from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.quantized import QuantModule, why_not_hooks
 from halfbyte.nn.modules.scaled import factor_of
-from halfbyte.nn.modules.subclassed import why_not_forward
+from halfbyte.nn.modules.subclassed import is_same_as_base, why_not_forward
 from halfbyte.nn.training.fake_quantized import FakeQuantized
 from halfbyte.ops.checks import FLOATS
 
@@ -28,7 +28,6 @@ ATTENTION = "MultiheadAttention is quantized only with inputs of one width, with
 CUSTOM_LOADER = "it is in a module with its own save and load, which do not read codes"
 ROUTER = "it is a router, whose rounded scores would choose other experts"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
-_PLAIN = (".FalconLinear", "timm.layers.linear.Linear")  # subclasses that compute the same as their base class
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
 
 
@@ -174,7 +173,5 @@ def _differs(module: nn.Module, base: type[nn.Module]) -> bool:
 
 def _known(module: nn.Module) -> bool:
     """Whether a subclass's forward is known: it computes the same as its base class, or is an embedding that multiplies by one factor."""
-    if "forward" in vars(module):
-        return False
-    name = f"{type(module).__module__}.{type(module).__name__}"
-    return name.endswith(_PLAIN) or (isinstance(module, nn.Embedding) and factor_of(module) is not None)
+    scaled = "forward" not in vars(module) and isinstance(module, nn.Embedding) and factor_of(module) is not None
+    return scaled or is_same_as_base(module)

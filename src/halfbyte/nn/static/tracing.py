@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_modules
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.nn.modules.quantized import CALL_HOOKS, why_not_hooks
+from halfbyte.nn.modules.subclassed import is_same_as_base
 
 IDENTITIES_IN_EVAL = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Identity
@@ -87,6 +88,9 @@ class Tracer(fx.Tracer):
     def path_of(self, error: Exception) -> str:
         """Return the path of the innermost module whose forward raised `error`; "" for the traced one."""
         return self._failure[1] if self._failure is not None and self._failure[0] is error else ""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return is_same_as_base(m) or super().is_leaf_module(m, module_qualified_name)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
