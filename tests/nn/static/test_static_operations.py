@@ -348,6 +348,9 @@ def test_norms_are_folded_only_if_optional_inputs_allow_it() -> None:
     hb.fold_batch_norms_(other)
     torch.testing.assert_close((other(x, x), other(x)), wanted)
 
+    with pytest.raises(UnsupportedError, match=r"or quantize it with its norms$"):
+        hb.fold_batch_norms_(nn.Sequential(_Branching(), nn.BatchNorm2d(8)).eval())
+
 
 def norm_of_timm(channels: int, act: nn.Module) -> nn.Module:
     """timm's norm with an activation, whose forward calls the function, and traced shows its parts."""
@@ -425,7 +428,10 @@ def _patched() -> nn.Module:
     [
         (_TakesTwo, "^_TakesTwo takes other besides its images, .*: give these inputs defaults, or wrap the model in a module that passes"),
         (lambda: nn.Sequential(nn.Conv2d(4, 4, 1), _Branching()), r"cannot be traced by torch.fx to compute .*, in 1 \(_Branching"),
-        (_Branching, r"^_Branching cannot be traced by torch.fx to compute on .* codes \(symbolically traced variables cannot"),
+        (
+            _Branching,
+            r"^_Branching cannot be traced by torch.fx to compute on .* codes \(symbolically .*, or take activations=\"dynamic\"$",
+        ),
         (_patched, r"^this Sequential has a forward of its own, set on the object, which is not traced: wrap it, nn.Sequential\(module\)$"),
     ],
 )

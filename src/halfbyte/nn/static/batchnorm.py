@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from torch import fx, nn
 from torch.nn.utils import parametrize
@@ -49,10 +50,11 @@ def fold_batch_norms_(model: nn.Module) -> nn.Module:
         return model
     with_activation = split_norms_(model)
     try:
-        graphs = [graph_of(model, "find the layers before its norms", defaults=False)]
+        graph = partial(graph_of, model, "find the layers before its norms", "quantize it with its norms")
+        graphs = [graph(defaults=False)]
         if any(node.op == "placeholder" and node.args for node in graphs[0].nodes):
             with suppress(UnsupportedError):  # then it is always called with its optional inputs
-                graphs.append(graph_of(model, "find the layers before its norms", defaults=True))
+                graphs.append(graph(defaults=True))
         for _, norm in fold_(model, graphs):
             setattr(model.get_submodule(norm), REMARK, "folded into the layer before")
     finally:

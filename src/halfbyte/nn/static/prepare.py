@@ -61,7 +61,7 @@ def prepare(model: nn.Module) -> Prepared:
         )
     model = copy.deepcopy(model).eval()
     split_norms_(model)
-    graph = graph_of(model, "compute on int8 codes", defaults=True)
+    graph = graph_of(model, "compute on int8 codes", 'take activations="dynamic"', defaults=True)
     _check_inputs(model, graph)
     _check_hooks(model)
     normed_layers = frozenset(layer for layer, _ in fold_(model, [graph]))

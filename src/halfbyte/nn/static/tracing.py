@@ -119,12 +119,13 @@ class Tracer(fx.Tracer):
         return first.name if first is not None and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else None
 
 
-def graph_of(model: nn.Module, purpose: str, *, defaults: bool) -> fx.Graph:
+def graph_of(model: nn.Module, purpose: str, otherwise: str, *, defaults: bool) -> fx.Graph:
     """Trace `model`.
 
     Args:
         model: Its forward is called with proxies.
         purpose: What the graph is for, in the error: "cannot be traced by torch.fx to <purpose>".
+        otherwise: What works without a graph, for the error.
         defaults: As for Tracer.
 
     Raises:
@@ -137,7 +138,7 @@ def graph_of(model: nn.Module, purpose: str, *, defaults: bool) -> fx.Graph:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         path = tracer.path_of(error)
         where = f", in {path} ({type(model.get_submodule(path)).__name__})" if path else ""
-        remedy = "write its forward without control flow that depends on tensors, or put that into a module that stays in floating point"
+        remedy = f"write its forward without control flow that depends on tensors, pass a part of the model that has none, or {otherwise}"
         raise UnsupportedError(f"{type(model).__name__} cannot be traced by torch.fx to {purpose}{where} ({reason}): {remedy}") from error
 
 
