@@ -10,6 +10,7 @@ A GELU is applied to the product before that is written: no number changes by mo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
@@ -127,13 +128,21 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
             _remark(parent, ("proj", "gelu"))
         for name, function in activated:
             dense, after = parent._modules.get(name), parent._modules.get(function)
-            if type(dense) is QuantLinear and not _watched(dense) and (approximate := _gelu(after)) is not None:
+            is_fusible = type(dense) is QuantLinear and not _watched(dense) and _calls_in_turn(parent, name, function)
+            if is_fusible and (approximate := _gelu(after)) is not None:
                 setattr(parent, name, GeluLinear(dense, approximate))
                 setattr(parent, function, nn.Identity())
                 _remark(parent, (name, function))
     fuse_blocks_(model)
     fuse_convolutions_(model)
     return model
+
+
+def _calls_in_turn(parent: nn.Module, name: str, function: str) -> bool:
+    """Whether the methods of a module that use both of these children use nothing between them, as SegFormer a convolution."""
+    methods = [inspect.unwrap(value) for cls in type(parent).__mro__ for key, value in vars(cls).items() if not key.startswith("__")]
+    orders = [code.co_names for method in methods if (code := getattr(method, "__code__", None)) and {name, function} <= {*code.co_names}]
+    return bool(orders) and all(abs(order.index(name) - order.index(function)) == 1 for order in orders)
 
 
 def _place(parent: nn.Module, name: str) -> tuple[nn.Module, str]:
