@@ -10,10 +10,13 @@ A GELU is applied to the product before that is written: no number changes by mo
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate, groupby
+from types import CodeType
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -128,7 +131,7 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
             _remark(parent, ("proj", "gelu"))
         for name, function in activated:
             dense, after = parent._modules.get(name), parent._modules.get(function)
-            is_fusible = type(dense) is QuantLinear and not _watched(dense) and _calls_in_turn(parent, name, function)
+            is_fusible = type(dense) is QuantLinear and not _watched(dense) and _calls_in_turn(type(parent), name, function)
             if is_fusible and (approximate := _gelu(after)) is not None:
                 setattr(parent, name, GeluLinear(dense, approximate))
                 setattr(parent, function, nn.Identity())
@@ -138,11 +141,26 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
     return model
 
 
-def _calls_in_turn(parent: nn.Module, name: str, function: str) -> bool:
-    """Whether the methods of a module that use both of these children use nothing between them, as SegFormer a convolution."""
-    methods = [inspect.unwrap(value) for cls in type(parent).__mro__ for key, value in vars(cls).items() if not key.startswith("__")]
-    orders = [code.co_names for method in methods if (code := getattr(method, "__code__", None)) and {name, function} <= {*code.co_names}]
-    return bool(orders) and all(abs(order.index(name) - order.index(function)) == 1 for order in orders)
+@cache
+def _calls_in_turn(parent: type[nn.Module], name: str, function: str) -> bool:
+    """Whether the methods of a class of modules that use both of these children use nothing between them, as SegFormer a convolution.
+
+    Their bytecode loads and calls `name`, then loads and calls `function`; or, in `function(name(x))`, loads one after the other.
+    """
+    methods = [inspect.unwrap(value) for cls in parent.__mro__ for key, value in vars(cls).items() if not key.startswith("__")]
+    codes = [code for method in methods if (code := getattr(method, "__code__", None)) and {name, function} <= {*code.co_names}]
+    return bool(codes) and all(_in_turn(code, name, function) for code in codes)
+
+
+def _in_turn(code: CodeType, name: str, function: str) -> bool:
+    """`_calls_in_turn` of one method."""
+    uses = [
+        str(step.argval) if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else ""  # "" is a call
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "CALL", "CALL_KW", "CALL_FUNCTION_EX")
+    ]
+    places = [at for at, use in enumerate(uses) if use == function]
+    return all(uses[at + 1 : at + 2] == [name] or uses[max(at - 2, 0) : at + 2] == [name, "", function, ""] for at in places)
 
 
 def _place(parent: nn.Module, name: str) -> tuple[nn.Module, str]:
