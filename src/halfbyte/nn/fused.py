@@ -131,7 +131,7 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
             _remark(parent, ("proj", "gelu"))
         for name, function in activated:
             dense, after = parent._modules.get(name), parent._modules.get(function)
-            is_fusible = type(dense) is QuantLinear and not _watched(dense) and _calls_in_turn(type(parent), name, function)
+            is_fusible = type(dense) is QuantLinear and not _watched(dense) and _calls_in_turn(parent.__class__, name, function)
             if is_fusible and (approximate := _gelu(after)) is not None:
                 setattr(parent, name, GeluLinear(dense, approximate))
                 setattr(parent, function, nn.Identity())
