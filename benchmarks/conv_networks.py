@@ -84,7 +84,7 @@ def _onnxruntime(work: Inference) -> Ready:
         session = onnxruntime.InferenceSession(Path(folder, "network.onnx"), options, providers=["CPUExecutionProvider"])
 
     def run() -> Tensor:
-        return torch.from_numpy(session.run(None, {"input_0": x.numpy()})[0])
+        return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
     return Ready(run, run, _SATURATING)
 

@@ -73,7 +73,7 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         try:
-            hb.export_onnx(gptq, Path(folder, "static.onnx"), [tests[0][:2]], {"input_0": {0: "batch"}})
+            hb.export_onnx(gptq, Path(folder, "static.onnx"), [tests[0][:2]], {"x": {0: "batch"}})
             networks["ONNX Runtime int8, codes of gptq"] = onnxruntime_session(Path(folder, "static.onnx"), threads)
         except (hb.HalfbyteError, ImportError) as error:
             print(f"without ONNX Runtime: {error}", file=sys.stderr)

@@ -93,7 +93,7 @@ def test_a_resnet(tmp_path: Path, form: str) -> None:
         config = hb.Config("int8_channel", compute="float") if form == "float" else hb.Config("int8_channel", activation="image")
         hb.quantize_(hb.fold_batch_norms_(model), config)
         hb.fuse_(model)
-    hb.export_program(model, tmp_path / "cnn", [images[:2]], {"input_0": {0: "batch"}})
+    hb.export_program(model, tmp_path / "cnn", [images[:2]], {"input": {0: "batch"}})
     program = hb.load_program(tmp_path / "cnn")
     for batch in (1, 2, 3):
         found, wanted = program(images[:batch]), model(images[:batch])

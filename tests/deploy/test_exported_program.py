@@ -117,8 +117,8 @@ def test_a_network_on_int8_codes_is_the_same_bit_for_bit(tmp_path: Path) -> None
     torch.manual_seed(0)
     images = torch.randn(4, 3, 16, 16)
     model = hb.quantize_(_Residual().eval(), hb.Config("int8_channel", activations="static"), [images])
-    hb.export_program(model, tmp_path / "cnn", [images[:2]], {"input_0": {0: "batch"}})
-    found, compiled = in_a_new_process(tmp_path / "cnn", [{"input_0": images[:2]}, {"input_0": images[:1]}])
+    hb.export_program(model, tmp_path / "cnn", [images[:2]], {"x": {0: "batch"}})
+    found, compiled = in_a_new_process(tmp_path / "cnn", [{"x": images[:2]}, {"x": images[:1]}])
     assert compiled == []
     assert torch.equal(found[0]["y"], model(images[:2]))
     assert torch.equal(found[1]["y"], model(images[:1]))
@@ -138,6 +138,26 @@ def test_a_unet(tmp_path: Path) -> None:
     found, compiled = in_a_new_process(tmp_path / "unet", [inputs])
     assert compiled == []
     assert close(found[0]["sample"], unet(**inputs).sample)
+
+
+@torch.no_grad()
+def test_inputs_that_a_program_was_not_compiled_for(tmp_path: Path) -> None:
+    """Native code reads memory as it was compiled for it: strides of views, other sizes and dtypes gave wrong numbers or a crash."""
+    model = hb.quantize_(nn.Sequential(nn.GELU(), nn.Linear(32, 8)).eval(), hb.Config("q8_0", compute="float"))
+    compiled = hb.export_program(model, tmp_path / "out", [torch.randn(32, 3).t()], {"input": {0: "rows"}})
+    for x in (torch.randn(32, 3).t(), torch.randn(3, 64)[:, ::2], torch.randn(1, 32).expand(5, 32)):
+        torch.testing.assert_close(compiled(x), model(x))
+    for bad in (
+        torch.randn(3, 16),
+        torch.randn(2, 3, 32),
+        torch.randn(32),
+        torch.randn(3, 32, dtype=torch.bfloat16),
+        torch.randn(70000, 32),
+    ):
+        with pytest.raises(ArgumentError, match=r"compiled for input \[rows, 32\] torch.float32 on cpu, rows up to 65536, got \["):
+            compiled(bad)
+    with pytest.raises(ArgumentError, match=r"on meta: convert it, or export the model with such an input$"):
+        compiled(torch.randn(3, 32, device="meta"))
 
 
 class _Branching(nn.Module):

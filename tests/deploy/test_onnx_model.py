@@ -116,11 +116,11 @@ def test_weight_only_networks(fmt: str, tmp_path: Path) -> None:
     x = torch.randn(3, 3, 8, 8)
     model = hb.quantize_(_Every().eval(), hb.Config(fmt, compute="float"))
     hb.fuse_(model)
-    notes = hb.export_onnx(model, tmp_path / "m.onnx", [x], {"input_0": {0: "batch"}})
+    notes = hb.export_onnx(model, tmp_path / "m.onnx", [x], {"x": {0: "batch"}})
     assert all(" is stored in floating point: " in note for note in notes)
     assert bool(notes) == (fmt in ("q4_0", "q4_1", "int8_g32"))  # convolutions with blocks, float offsets
     for images in (x, x[:1]):  # fewer than 64 roundings follow each other, and sums of up to 384 products have another order
-        assert error(computed(tmp_path / "m.onnx", input_0=images), model(images).double()) < 64 * torch.finfo(torch.float32).eps
+        assert error(computed(tmp_path / "m.onnx", x=images), model(images).double()) < 64 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("activation", ["none", "tanh", "geglu"])
@@ -159,7 +159,7 @@ def test_a_network_on_int8_codes_is_fused_by_the_runtime(tmp_path: Path) -> None
     torch.manual_seed(0)
     images = torch.randn(8, 3, 32, 32)
     model = hb.quantize_(_Static().eval(), hb.Config("int8_channel", activations="static"), [images])
-    assert hb.export_onnx(model, tmp_path / "m.onnx", [images], {"input_0": {0: "batch"}}) == []
+    assert hb.export_onnx(model, tmp_path / "m.onnx", [images], {"x": {0: "batch"}}) == []
     assert operators(tmp_path / "m.onnx")["Conv"] == 2
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.optimized_model_filepath = 3, str(tmp_path / "fused.onnx")
@@ -168,7 +168,7 @@ def test_a_network_on_int8_codes_is_fused_by_the_runtime(tmp_path: Path) -> None
     assert (fused["QLinearConv"], fused["QLinearAdd"], fused["Conv"]) == (2, 1, 0)
     # Biases are rounded to steps of the sum there, and factors have float32's precision: few codes of 8 bits differ, by 1.
     for batch in (images, images[:1]):
-        assert error(computed(tmp_path / "m.onnx", input_0=batch), model(batch).double()) < 0.01
+        assert error(computed(tmp_path / "m.onnx", x=batch), model(batch).double()) < 0.01
 
 
 def test_parts() -> None:

@@ -238,6 +238,26 @@ def test_other_activations_stay() -> None:
         assert not fused(quantize_(nn.Sequential(Mlp(act)), "q4_0"))
 
 
+class _Mixed(nn.Module):
+    """The MLP of SegFormer: its activation is that of the convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.dwconv, self.activation_fn = nn.Linear(64, 64), nn.Conv1d(64, 64, 1), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        return self.activation_fn(self.dwconv(x.mT).mT)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_an_activation_of_another_layer_stays() -> None:
+    model, x = quantize_(nn.Sequential(_Mixed()).eval(), Config("q8_0", compute="float")), torch.randn(2, 5, 64)
+    wanted = model(x)
+    assert "activation_fn" not in str(fused(model))
+    torch.testing.assert_close(model(x), wanted)
+
+
 def test_saved_and_reported_as_if_alone(tmp_path: Path) -> None:
     alone, together = pair(Config("q4_0"))
     assert report(together).rows == report(alone).rows

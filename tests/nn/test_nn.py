@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 from halfbyte import ops
 from halfbyte.errors import ArgumentError, FormatError, UnsupportedError
 from halfbyte.formats.spec import as_format
-from halfbyte.nn.candidates import ATTENTION
+from halfbyte.nn.candidates import ATTENTION, PARAMETRIZED
 from halfbyte.nn.config import Config
 from halfbyte.nn.convert import quantize_
 from halfbyte.nn.described import NOT_A_KIND
@@ -333,7 +333,7 @@ def test_everything_else_is_reported_with_its_reason() -> None:
     assert reasons == {
         "own": "Subclass has a forward of its own",
         "called": "Called has a forward of its own",
-        "parametrized": "its weight is parametrized",
+        "parametrized": PARAMETRIZED,
         "parametrized.parametrizations.weight": "what a parametrized weight is made of",
         "hooked": "it has forward hooks, which would be lost",
         "renorm": "max_norm rescales its weight as it runs",

@@ -19,6 +19,8 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from os.path import lexists
 from pathlib import Path
 from typing import TypedDict, cast
@@ -93,15 +95,38 @@ class Program:
             raise ArgumentError(f"this program takes {', '.join(names)}, got {got}: pass each of them once")
         for name, tensor in given.items():
             check_type(tensor, Tensor, f"the input {name} of a program is a tensor", "pass torch.as_tensor(x)")
-        return self._run(*(given[name] for name in names))
+        self._check(given)
+        return self._run(*(given[name].contiguous() for name in names))
+
+    @cached_property
+    def _example(self) -> Mapping[str, Tensor]:
+        return load_file(self._folder / _EXAMPLE, device=self._manifest["device"])
+
+    def _check(self, given: Mapping[str, Tensor]) -> None:
+        """Raise ArgumentError for inputs that the program was not compiled for, which native code would read as if it had been."""
+        lengths = dict[str, int]()
+        for name, tensor in given.items():
+            example, varying = self._example[name], {int(at): size for at, size in self._manifest["sizes"].get(name, {}).items()}
+            wanted = [varying.get(at, length) for at, length in enumerate(example.shape)]
+            fits = tensor.dim() == len(wanted) and all(
+                n == w if isinstance(w, int) else n == lengths.setdefault(w, n) <= self._manifest["most"][w]
+                for n, w in zip(tensor.shape, wanted, strict=True)
+            )
+            if not fits or (tensor.dtype, tensor.device.type) != (example.dtype, example.device.type):
+                most = "".join(f", {size} up to {self._manifest['most'][size]}" for size in varying.values())
+                takes = f"{name} [{', '.join(map(str, wanted))}] {example.dtype} on {example.device.type}{most}"
+                raise ArgumentError(
+                    f"this program was compiled for {takes}, got "
+                    f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}: convert it, or export the model with such an input"
+                )
 
     def run_example(self) -> object:
         """The result for the inputs that the model was exported with."""
-        return self(**load_file(self._folder / _EXAMPLE, device=self._manifest["device"]))
+        return self(**self._example)
 
     def warm_up(self) -> None:
         """Compute the example with all sizes up to its own, and a longer one, since there are other kernels for few rows."""
-        example, choices = load_file(self._folder / _EXAMPLE, device=self._manifest["device"]), dict[str, set[int]]()
+        example, choices = self._example, dict[str, set[int]]()
         for name, places in self._manifest["sizes"].items():
             for at, size in places.items():
                 here = example[name].shape[int(at)]
@@ -155,6 +180,7 @@ def export_program(
         raise ArgumentError(f"{target} exists: choose another place, or remove it")
     check_counts("the KV cache of an exported program", context=[context])
     example = example_of(model, inputs, sizes, context)
+    example = replace(example, inputs={name: tensor.contiguous() for name, tensor in example.inputs.items()})
     traced = example.trace()
     devices = {tensor.device.type for tensor in (*example.inputs.values(), *model.parameters(), *model.buffers())}
     if len(devices) > 1:
@@ -170,7 +196,7 @@ def export_program(
     )
     with replacing(target) as staging:
         _compile(traced, example, staging.path / _PACKAGE)
-        save_file({name: tensor.contiguous().clone() for name, tensor in example.inputs.items()}, staging.path / _EXAMPLE)
+        save_file({name: tensor.clone() for name, tensor in example.inputs.items()}, staging.path / _EXAMPLE)
         write_json(staging.path / _MANIFEST, manifest)
         (staging.path / _LOADER).write_text(_LOAD.format(arguments=", ".join(example.inputs)), encoding="utf-8")
         _compile_kernels(staging.path)

@@ -20,7 +20,7 @@ from halfbyte.nn.modules.experts import MixtureOfExperts, stack_names, why_not_e
 from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.quantized import QuantModule, why_not_hooks
 from halfbyte.nn.modules.scaled import factor_of
-from halfbyte.nn.modules.subclassed import why_not_forward
+from halfbyte.nn.modules.subclassed import is_same_as_base, why_not_forward
 from halfbyte.nn.training.fake_quantized import FakeQuantized
 from halfbyte.ops.checks import FLOATS
 
@@ -28,7 +28,13 @@ ATTENTION = "MultiheadAttention is quantized only with inputs of one width, with
 CUSTOM_LOADER = "it is in a module with its own save and load, which do not read codes"
 ROUTER = "it is a router, whose rounded scores would choose other experts"
 STACKED = "it has stacked weights, and is not a module of experts as transformers builds them"
-_PLAIN = (".FalconLinear", "timm.layers.linear.Linear")  # subclasses that compute the same as their base class
+PARAMETRIZED = 'its weight is parametrized: torch.nn.utils.parametrize.remove_parametrizations(module, "weight") makes it plain'
+# What torch.nn.utils adds to a module whose weight a hook computes at each call, and what makes the weight plain again.
+_COMPUTED = {
+    "weight_g": "remove_weight_norm(module)",
+    "weight_u": "remove_spectral_norm(module)",
+    "weight_mask": 'prune.remove(module, "weight")',
+}
 _NARROW = 16  # channels of a tap: with fewer per block, scales would take more space than codes
 
 
@@ -137,11 +143,13 @@ def _why_not(module: nn.Module, without_data: bool) -> str | None:
     weight = cast("Tensor", module.weight)
     name, base = type(module).__name__, next(base for base in FLOAT_MODULES if isinstance(module, base))
     forward_reason = why_not_forward(module, base) if _differs(module, base) and not _known(module) else None
+    undo = next((undo for added, undo in _COMPUTED.items() if hasattr(module, added)), None)
     reasons = {
-        "its weight is parametrized": parametrize.is_parametrized(module),
+        PARAMETRIZED: parametrize.is_parametrized(module),
         f"its weight is a {type(weight).__name__}": type(weight) not in (nn.Parameter, Tensor),
         str(forward_reason): forward_reason is not None,
         f"{name} has a {_overridden_method(module, base)} of its own": _overridden_method(module, base) is not None,
+        f"a hook computes its weight: torch.nn.utils.{undo} makes it plain": undo is not None,
         str(why_not_hooks(module)): why_not_hooks(module) is not None,
         "MultiheadAttention reads its weight without calling it": isinstance(module, NonDynamicallyQuantizableLinear),
         "max_norm rescales its weight as it runs": isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None,
@@ -174,7 +182,5 @@ def _differs(module: nn.Module, base: type[nn.Module]) -> bool:
 
 def _known(module: nn.Module) -> bool:
     """Whether a subclass's forward is known: it computes the same as its base class, or is an embedding that multiplies by one factor."""
-    if "forward" in vars(module):
-        return False
-    name = f"{type(module).__module__}.{type(module).__name__}"
-    return name.endswith(_PLAIN) or (isinstance(module, nn.Embedding) and factor_of(module) is not None)
+    scaled = "forward" not in vars(module) and isinstance(module, nn.Embedding) and factor_of(module) is not None
+    return scaled or is_same_as_base(module)

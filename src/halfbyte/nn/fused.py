@@ -15,9 +15,13 @@ keeps the outputs for an input until each sibling was called with it.
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate, groupby
+from types import CodeType
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -156,12 +160,36 @@ def _fuse_diffusers_activation(model: nn.Module, path: str, module: nn.Module) -
 
 
 def _fuse_gelu(parent: nn.Module, name: str, function: str) -> None:
-    """Fuse the child `name` with the child `function` after it, if these are a quantized linear layer and a GELU."""
+    """Fuse the child `name` with the child `function` after it, if these are a quantized linear layer and a GELU that takes its output."""
     linear, approximate = parent._modules.get(name), _gelu(parent._modules.get(function))
-    if type(linear) is QuantLinear and not _is_watched(linear) and approximate is not None:
+    if type(linear) is not QuantLinear or _is_watched(linear) or approximate is None:
+        return
+    if _calls_in_turn(parent.__class__, name, function):
         setattr(parent, name, GeluLinear(linear, approximate))
         setattr(parent, function, nn.Identity())
         _remark(parent, (name, function))
+
+
+@cache
+def _calls_in_turn(parent: type[nn.Module], name: str, function: str) -> bool:
+    """Whether the methods of a class of modules that use both of these children use nothing between them, as SegFormer a convolution.
+
+    Their bytecode loads and calls `name`, then loads and calls `function`; or, in `function(name(x))`, loads one after the other.
+    """
+    methods = [inspect.unwrap(value) for cls in parent.__mro__ for key, value in vars(cls).items() if not key.startswith("__")]
+    codes = [code for method in methods if (code := getattr(method, "__code__", None)) and {name, function} <= {*code.co_names}]
+    return bool(codes) and all(_in_turn(code, name, function) for code in codes)
+
+
+def _in_turn(code: CodeType, name: str, function: str) -> bool:
+    """`_calls_in_turn` of one method."""
+    uses = [
+        str(step.argval) if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else ""  # "" is a call
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "CALL", "CALL_KW", "CALL_FUNCTION_EX")
+    ]
+    places = [at for at, use in enumerate(uses) if use == function]
+    return all(uses[at + 1 : at + 2] == [name] or uses[max(at - 2, 0) : at + 2] == [name, "", function, ""] for at in places)
 
 
 class _Place(NamedTuple):

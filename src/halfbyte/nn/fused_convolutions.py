@@ -20,6 +20,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import cast
 
 import torch
@@ -27,6 +28,7 @@ from torch import fx, nn
 
 from halfbyte.nn.modules.conv import QuantConv2d, QuantConvTranspose2d
 from halfbyte.nn.modules.quantized import QuantModule, has_hooks
+from halfbyte.nn.modules.subclassed import with_signature
 from halfbyte.nn.report import REMARK
 from halfbyte.nn.static.memory_format import MemoryFormats
 from halfbyte.nn.static.tracing import (
@@ -72,7 +74,8 @@ def fuse_convolutions_(model: nn.Module) -> None:
         remark = f"within the convolutions before them: {sums} additions, {activations} activations"
     setattr(model, REMARK, remark)
     forward = type(fx.GraphModule(model, graph)).forward  # with its source where tracebacks find it
-    members = {"fused": forward, "inner": TracedModules.of(model), "__module__": type(model).__module__}
+    members: dict[str, object] = {"fused": forward, "inner": TracedModules.of(model), "__module__": type(model).__module__}
+    members["forward"] = with_signature(cast("FunctionType", _Fused.forward), type(model).forward)
     model.__class__ = type(type(model).__name__, (_Fused, type(model)), members)
 
 

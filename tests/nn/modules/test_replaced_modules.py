@@ -2,6 +2,7 @@
 report says why."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.weight_norm import WeightNorm
 
 import halfbyte as hb
+from halfbyte.nn.candidates import PARAMETRIZED
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules.attention import Attention
 from halfbyte.nn.modules.conv import QuantConv2d
@@ -26,6 +30,13 @@ HOOKS = {
     "register_load_state_dict_pre_hook": "load_state_dict",
     "register_load_state_dict_post_hook": "load_state_dict",
 }
+
+
+def _weight_normed(layer: nn.Module) -> nn.Module:
+    """What the deprecated torch.nn.utils.weight_norm does."""
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        WeightNorm.apply(layer, "weight", 0)
+    return layer
 
 
 class _Standardized(nn.Conv2d):
@@ -80,7 +91,14 @@ SUBCLASSES: dict[str, Callable[[], nn.Module]] = {
     "_Converting has a _call_impl of its own": lambda: _Converting(16, 8),
     "_Derived has a weight of its own": _Derived,
     "_Scaled has a __getattr__ of its own": lambda: _Scaled(16, 8),
-    "its weight is parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(16, 8, 3)),
+    PARAMETRIZED: lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(16, 8, 3)),
+    "a hook computes its weight: torch.nn.utils.remove_weight_norm(module) makes it plain": lambda: _weight_normed(nn.Conv2d(16, 8, 3)),
+    "a hook computes its weight: torch.nn.utils.remove_spectral_norm(module) makes it plain": lambda: nn.utils.spectral_norm(
+        nn.Linear(16, 8)
+    ),
+    'a hook computes its weight: torch.nn.utils.prune.remove(module, "weight") makes it plain': lambda: prune.l1_unstructured(
+        nn.Linear(16, 8), "weight", 0.5
+    ),
 }
 
 
@@ -99,6 +117,16 @@ def test_a_layer_that_computes_otherwise_stays(reason: str) -> None:
     assert {row.name: row.reason for row in hb.report(model).kept}["own"] == reason
     with torch.no_grad():
         assert torch.equal(model["own"](x), wanted)
+
+
+def test_weights_that_are_made_plain_are_quantized() -> None:
+    """As the reasons say."""
+    reasons = [reason for reason in SUBCLASSES if reason.endswith("makes it plain")]
+    layers = nn.ModuleList(SUBCLASSES[reason]() for reason in reasons)
+    for layer, reason in zip(layers, reasons, strict=True):
+        call = reason.partition(": torch.nn.utils.")[2].removesuffix(" makes it plain")
+        eval(call, {"module": layer, **vars(nn.utils)})  # noqa: S307
+    assert len(hb.report(hb.quantize_(layers, "int8_channel")).quantized) == 4
 
 
 _KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d)

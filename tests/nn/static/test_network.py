@@ -1,6 +1,7 @@
 """Networks on codes in one call: bit by bit what they give node by node, and node by node where somebody is watching."""
 
 import copy
+import inspect
 import io
 import threading
 
@@ -143,3 +144,18 @@ def test_means_are_rounded_once() -> None:
         for zero in (-128, -3, 4, 127):
             wanted = ((x.double() - zero).mean((2, 3), keepdim=True).round() + zero).to(torch.int8)
             assert torch.equal(AveragePool(nn.AdaptiveAvgPool2d(1), Scale(0.1, zero))(x), wanted)
+
+
+@torch.no_grad()
+def test_inputs_keep_their_names() -> None:
+    """torch.export and torch.compile take the inputs of a network, and of a fused one, as those of the float network."""
+    x, three = images(4), images(3)
+    folded = hb.optimize_(hb.quantize_(_Branches(nn.ReLU()).eval(), "int8_channel"))
+    for network in (on_codes(nn.ReLU()), folded):
+        assert list(inspect.signature(network.forward).parameters) == ["x"]
+        for shapes in ({"x": {0: torch.export.Dim("batch")}}, ({0: torch.export.Dim("batch")},)):
+            program = torch.export.export(network, (x,), dynamic_shapes=shapes).module()
+            for got, wanted in zip(program(three), network(three), strict=True):
+                torch.testing.assert_close(got, wanted)
+        for got, wanted in zip(torch.compile(network, backend="eager", fullgraph=True)(x=three), network(three), strict=True):
+            torch.testing.assert_close(got, wanted)

@@ -378,7 +378,7 @@ def test_nan_becomes_the_least_code() -> None:
     ("settings", "words"),
     [
         ({"calibration": []}, "no calibration images"),
-        ({"calibration": [{"x": 1}]}, "got a dict"),
+        ({"calibration": [{"x": 1}]}, r"got a dict of x: pass the images alone, such as \(batch"),
         ({"calibration": [images(1) * float("nan")]}, "hold numbers from nan to nan"),
         ({"calibration": [images(1).double()]}, "calibration takes images of float32, bfloat16 or float16, got torch.float64: convert"),
         ({"calibration": [images(1) * 1e30]}, "hold numbers from -"),

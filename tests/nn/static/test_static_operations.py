@@ -348,6 +348,56 @@ def test_norms_are_folded_only_if_optional_inputs_allow_it() -> None:
     hb.fold_batch_norms_(other)
     torch.testing.assert_close((other(x, x), other(x)), wanted)
 
+    with pytest.raises(UnsupportedError, match=r"or quantize it with its norms$"):
+        hb.fold_batch_norms_(nn.Sequential(_Branching(), nn.BatchNorm2d(8)).eval())
+
+
+def norm_of_timm(channels: int, act: nn.Module) -> nn.Module:
+    """timm's norm with an activation, whose forward calls the function, and traced shows its parts."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        torch._assert(x.ndim == 4, "images")
+        x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps)
+        return self.act(self.drop(x))  # type: ignore[no-any-return]
+
+    norm = type("BatchNormAct2d", (nn.BatchNorm2d,), {"__module__": "timm.layers.norm_act", "forward": forward})(channels)
+    norm.drop, norm.act = nn.Identity(), act
+    nn.init.uniform_(norm.running_mean), nn.init.uniform_(norm.running_var, 0.5, 2), nn.init.normal_(norm.weight)
+    assert isinstance(norm, nn.Module)
+    return norm
+
+
+class _OfTimm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.bn1 = nn.Conv2d(4, 16, 3), norm_of_timm(16, nn.ReLU6())
+        self.b, self.bn2, self.rest = nn.Conv2d(16, 16, 1), norm_of_timm(16, nn.Identity()), norm_of_timm(16, nn.SiLU())
+        linear = {"__module__": "timm.layers.linear", "forward": lambda self, x: F.linear(x, self.weight, self.bias)}
+        self.head = type("Linear", (nn.Linear,), linear)(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn1(self.a(x))
+        return self.head(self.rest(x + self.bn2(self.b(x))).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_norms_and_heads_of_timm() -> None:
+    """The norms behind convolutions are folded, with their activations in the clamps; another one, behind a sum, stays as it is."""
+    torch.manual_seed(0)
+    model, x = _OfTimm().eval(), images()
+    wanted = model(x)
+    static = hb.quantize_(copy.deepcopy(model), STATIC, [x, images(seed=1)])
+    check(model, static)
+    report = hb.report(static)
+    assert report.notes[0] == "2 batch norms were folded into the layers before"
+    assert [row.name for row in report.rows if row.format] == ["a", "b", "head"]
+    assert not any("relu6" in note.lower() or "bn" in note or "batch_norm" in note for note in report.notes[1:])
+    rest = model.rest
+    hb.fold_batch_norms_(model)
+    torch.testing.assert_close(model(x), wanted)
+    assert (model.rest, type(model.bn1.act)) == (rest, nn.ReLU6)  # type: ignore[union-attr]
+    assert {key.partition(".")[0] for key in model.state_dict()} == {"a", "b", "rest", "head"}
+
 
 class _TakesTwo(nn.Module):
     def __init__(self) -> None:
@@ -378,7 +428,10 @@ def _patched() -> nn.Module:
     [
         (_TakesTwo, "^_TakesTwo takes other besides its images, .*: give these inputs defaults, or wrap the model in a module that passes"),
         (lambda: nn.Sequential(nn.Conv2d(4, 4, 1), _Branching()), r"cannot be traced by torch.fx to compute .*, in 1 \(_Branching"),
-        (_Branching, r"^_Branching cannot be traced by torch.fx to compute on .* codes \(symbolically traced variables cannot"),
+        (
+            _Branching,
+            r"^_Branching cannot be traced by torch.fx to compute on .* codes \(symbolically .*, or take activations=\"dynamic\"$",
+        ),
         (_patched, r"^this Sequential has a forward of its own, set on the object, which is not traced: wrap it, nn.Sequential\(module\)$"),
     ],
 )

@@ -128,9 +128,9 @@ class _Catches(nn.Module):
 
 def test_an_error_names_the_module_that_raised_it() -> None:
     with pytest.raises(UnsupportedError, match=r"traced by torch.fx to test, in inner \(_Fails\) \(.*control flow"):
-        graph_of(_Positional(_Fails()), "test", defaults=False)
+        graph_of(_Positional(_Fails()), "test", "do without", defaults=False)
     with pytest.raises(UnsupportedError, match=r"^_Catches cannot be traced by torch.fx to test \(of its own\)"):
-        graph_of(_Catches(), "test", defaults=False)
+        graph_of(_Catches(), "test", "do without", defaults=False)
 
 
 class _Positional(_Calls):

@@ -39,6 +39,8 @@ _HOOKS = {
     "load_state_dict": ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 }
 CALL_HOOKS = (*_HOOKS["forward"], *_HOOKS["backward"])  # those that a call of the module runs, or its gradient
+# Whose hooks of load_state_dict torch leaves behind where it makes such a weight plain again: they load weights of before.
+_LEAVES_HOOKS = ("torch.nn.utils.parametrizations", "torch.nn.utils.spectral_norm")
 _HOOK_SETTINGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_is_full_backward_hook")
 
 
@@ -55,7 +57,13 @@ def has_global_hooks() -> bool:
 
 def why_not_hooks(module: nn.Module) -> str | None:
     """The reason why a module with hooks, of whatever kind, cannot be replaced by another one; None where it has no hooks."""
-    kinds = [kind for kind, names in _HOOKS.items() if any(getattr(module, name) for name in names)]
+    kinds = [
+        kind
+        for kind, names in _HOOKS.items()
+        if any(
+            kind != "load_state_dict" or hook.__module__ not in _LEAVES_HOOKS for name in names for hook in getattr(module, name).values()
+        )
+    ]
     return f"it has {' and '.join(kinds)} hooks, which would be lost" if kinds else None
 
 

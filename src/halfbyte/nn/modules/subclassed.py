@@ -7,9 +7,10 @@ the subclass's forward runs as it is, and its `super().forward` is the quantized
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from functools import cache
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import get_args
 
 import torch
@@ -18,8 +19,22 @@ from torch import nn
 from halfbyte.layouts.convolution import PackedConv
 from halfbyte.nn.modules.conv import QUANT_CONVOLUTIONS, FloatConv, QuantConv2d
 
+_SAME_AS_BASE = (".FalconLinear", "timm.layers.linear.Linear")
 _KINDS = ("Conv1d", "Conv2d", "Conv3d")
 _HARMLESS = {"forward", "extra_repr", "reset_parameters"}
+
+
+def is_same_as_base(module: nn.Module) -> bool:
+    """Whether a module is of a known subclass whose forward, though its own, computes the same as that of its base class."""
+    return "forward" not in vars(module) and f"{type(module).__module__}.{type(module).__name__}".endswith(_SAME_AS_BASE)
+
+
+def with_signature(function: FunctionType, like: Callable[..., object]) -> FunctionType:
+    """Return a copy of a forward with the signature of another one, where torch.export, transformers and peft find a model's arguments."""
+    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__dict__["__signature__"] = inspect.signature(like)
+    return copied
 
 
 def why_not_forward(module: nn.Module, base: type[nn.Module]) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from torch import fx, nn
 from torch.nn.utils import parametrize
@@ -16,6 +18,7 @@ from halfbyte.nn.static.tracing import graph_of, read_modules, why_overridden
 from halfbyte.nn.training.fake_quantized import check_not_in_training
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_WITH_ACTIVATION = "timm.layers.norm_act.BatchNormAct2d"  # the class of BatchNorm2d whose forward calls its children `drop` and `act` last
 
 
 def fold_batch_norms_(model: nn.Module) -> nn.Module:
@@ -45,13 +48,43 @@ def fold_batch_norms_(model: nn.Module) -> nn.Module:
     check_not_in_training(model)
     if not any(isinstance(module, NORMS) for module in model.modules()):
         return model
-    graphs = [graph_of(model, "find the layers before its norms", defaults=False)]
-    if any(node.op == "placeholder" and node.args for node in graphs[0].nodes):
-        with suppress(UnsupportedError):  # then it is always called with its optional inputs
-            graphs.append(graph_of(model, "find the layers before its norms", defaults=True))
-    for _, norm in fold_(model, graphs):
-        setattr(model.get_submodule(norm), REMARK, "folded into the layer before")
+    with_activation = split_norms_(model)
+    try:
+        graph = partial(graph_of, model, "find the layers before its norms", "quantize it with its norms")
+        graphs = [graph(defaults=False)]
+        if any(node.op == "placeholder" and node.args for node in graphs[0].nodes):
+            with suppress(UnsupportedError):  # then it is always called with its optional inputs
+                graphs.append(graph(defaults=True))
+        for _, norm in fold_(model, graphs):
+            setattr(model.get_submodule(norm), REMARK, "folded into the layer before")
+    finally:
+        for name, module in with_activation.items():
+            if isinstance(model.get_submodule(name).get_submodule("norm"), NORMS):  # which is not folded
+                model.set_submodule(name, module)
     return model
+
+
+def split_norms_(model: nn.Module) -> dict[str, nn.Module]:
+    """Replace timm's norms with an activation by a Sequential of `norm`, which shares their tensors, `drop` and `act`, in place.
+
+    Returns:
+        The replaced modules, by their names.
+    """
+    parts: dict[nn.Module, nn.Module] = {}
+    replaced: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        is_known = f"{type(module).__module__}.{type(module).__name__}" == _WITH_ACTIVATION and isinstance(module, nn.BatchNorm2d)
+        if not (is_known and name) or why_overridden(module) is not None:
+            continue
+        if module not in parts:
+            norm = nn.BatchNorm2d.__new__(nn.BatchNorm2d)
+            norm.__dict__ = {**vars(module), "_modules": {}}
+            parts[module] = nn.Sequential(OrderedDict(norm=norm, drop=module.get_submodule("drop"), act=module.get_submodule("act")))
+            parts[module].training = module.training
+        replaced[name] = module
+    for name, module in replaced.items():
+        model.set_submodule(name, parts[module])
+    return replaced
 
 
 def fold_(model: nn.Module, graphs: Sequence[fx.Graph]) -> list[tuple[str, str]]:

@@ -147,7 +147,11 @@ def _images_of(batch: object) -> Tensor:
     """Return the images of a batch, checked."""
     images = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if not isinstance(images, Tensor):
-        raise ArgumentError(f"calibration takes batches that are tensors, or tuples that begin with one, got a {type(batch).__name__}")
+        got = f"a dict of {', '.join(map(str, batch))}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+        raise ArgumentError(
+            f"calibration takes batches that are tensors, or tuples that begin with one, got {got}: pass the images alone, such as "
+            '(batch["pixel_values"] for batch in loader)'
+        )
     if images.is_floating_point():  # others may be ids
         check_floats(images, "calibration takes images")
     return images

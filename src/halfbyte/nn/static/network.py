@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from types import FunctionType
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +19,7 @@ from torch.fx.graph import PythonCode
 
 from halfbyte.bounded import by_object
 from halfbyte.errors import ArgumentError
+from halfbyte.nn.modules.subclassed import with_signature
 from halfbyte.nn.static.integer import IntegerModule
 from halfbyte.nn.static.programs import OtherSizesError, with_fused_additions, with_programs
 from halfbyte.nn.static.tracing import TracedModules
@@ -32,12 +34,16 @@ class IntegerNetwork(fx.GraphModule):
 
     Attributes:
         node_by_node: The forward that torch.fx generates of the graph.
+        defaults: By each input's name its default in a tuple, which is empty where it has none. torch.compile can read it, and no graph.
     """
+
+    defaults: ClassVar[dict[str, tuple[object, ...]]]
 
     def recompile(self) -> PythonCode:
         code = super().recompile()
         cls: Any = type(self)  # each GraphModule is the only one of its class
-        cls.node_by_node, cls.forward = cls.forward, _forward
+        cls.node_by_node, cls.forward = cls.forward, with_signature(cast("FunctionType", _forward), cls.forward)
+        cls.defaults = {str(node.target): node.args for node in self.graph.nodes if node.op == "placeholder"}
         return code
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -65,19 +71,19 @@ def _forward(self: Any, *args: Any, **kwargs: object) -> object:
 
 
 def _without_defaults(
-    network: fx.GraphModule, args: tuple[object, ...], kwargs: dict[str, object]
+    network: IntegerNetwork, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[Any, ...], dict[str, object]]:
     """Return the arguments of a call without those that pass the default of an optional input, with which the network was traced.
 
     Raises:
         ArgumentError: An optional input is passed another value.
     """
-    placeholders = {str(node.target): node for node in network.graph.nodes if node.op == "placeholder"}
-    if len(args) > len(placeholders) or kwargs.keys() - placeholders.keys():
+    defaults = network.defaults
+    if len(args) > len(defaults) or kwargs.keys() - defaults.keys():
         return args, kwargs  # Python's error says what is wrong
-    required = dict[str, object]()
-    for name, value in (dict(zip(placeholders, args, strict=False)) | kwargs).items():
-        default = placeholders[name].args
+    required: dict[str, object] = {}
+    for name, value in (dict(zip(defaults, args, strict=False)) | kwargs).items():
+        default = defaults[name]
         if not default:
             required[name] = value
         elif value is not default[0] and (isinstance(value, Tensor) or type(value) is not type(default[0]) or value != default[0]):

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.nn.modules.quantized import why_not_hooks
-from halfbyte.nn.static.batchnorm import fold_
+from halfbyte.nn.static.batchnorm import fold_, split_norms_
 from halfbyte.nn.static.tracing import Tracer, erase_identities, first_input, graph_of, writes_first_input
 
 # Functions, and the modules that compute the same from the same arguments.
@@ -60,7 +60,8 @@ def prepare(model: nn.Module) -> Prepared:
             f"this {type(model).__name__} has a forward of its own, set on the object, which is not traced: wrap it, nn.Sequential(module)"
         )
     model = copy.deepcopy(model).eval()
-    graph = graph_of(model, "compute on int8 codes", defaults=True)
+    split_norms_(model)
+    graph = graph_of(model, "compute on int8 codes", 'take activations="dynamic"', defaults=True)
     _check_inputs(model, graph)
     _check_hooks(model)
     normed_layers = frozenset(layer for layer, _ in fold_(model, [graph]))

@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_modules
 
 from halfbyte.errors import UnsupportedError
 from halfbyte.nn.modules.quantized import CALL_HOOKS, why_not_hooks
+from halfbyte.nn.modules.subclassed import is_same_as_base
 
 IDENTITIES_IN_EVAL = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Identity
@@ -88,6 +89,9 @@ class Tracer(fx.Tracer):
         """Return the path of the innermost module whose forward raised `error`; "" for the traced one."""
         return self._failure[1] if self._failure is not None and self._failure[0] is error else ""
 
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return is_same_as_base(m) or super().is_leaf_module(m, module_qualified_name)
+
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
@@ -115,12 +119,13 @@ class Tracer(fx.Tracer):
         return first.name if first is not None and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else None
 
 
-def graph_of(model: nn.Module, purpose: str, *, defaults: bool) -> fx.Graph:
+def graph_of(model: nn.Module, purpose: str, otherwise: str, *, defaults: bool) -> fx.Graph:
     """Trace `model`.
 
     Args:
         model: Its forward is called with proxies.
         purpose: What the graph is for, in the error: "cannot be traced by torch.fx to <purpose>".
+        otherwise: What works without a graph, for the error.
         defaults: As for Tracer.
 
     Raises:
@@ -133,7 +138,7 @@ def graph_of(model: nn.Module, purpose: str, *, defaults: bool) -> fx.Graph:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         path = tracer.path_of(error)
         where = f", in {path} ({type(model.get_submodule(path)).__name__})" if path else ""
-        remedy = "write its forward without control flow that depends on tensors, or put that into a module that stays in floating point"
+        remedy = f"write its forward without control flow that depends on tensors, pass a part of the model that has none, or {otherwise}"
         raise UnsupportedError(f"{type(model).__name__} cannot be traced by torch.fx to {purpose}{where} ({reason}): {remedy}") from error
 
 

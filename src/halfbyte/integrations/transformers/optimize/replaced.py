@@ -6,7 +6,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Sequence
-from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -15,6 +14,7 @@ from transformers.utils.generic import ModelOutput
 from halfbyte.integrations.transformers.optimize.calls import parameters_of
 from halfbyte.nn.fused import FusedLinear
 from halfbyte.nn.modules.quantized import QuantLinear
+from halfbyte.nn.modules.subclassed import with_signature
 from halfbyte.nn.report import REMARK
 
 LAYER_BY_LAYER = "its layers are called one by one"
@@ -68,17 +68,9 @@ def _new_class(*parts: type) -> type:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} if keeps else {}
     about: dict[str, object] = {"of_classes": parts, "original_name": _name(cls), "argument_names": parameters_of(cls.forward)}
     if (replaced := next((vars(one)["forward"] for one in before if "forward" in vars(one)), None)) is not None:
-        about["forward"] = _with_signature(replaced, inspect.signature(cls.forward))
+        about["forward"] = with_signature(replaced, cls.forward)
     name = cls.__name__ if keeps else f"{before[0].__name__.lstrip('_')}{cls.__name__}"
     return type(name, parts, {**about, **names})
-
-
-def _with_signature(function: FunctionType, signature: inspect.Signature) -> object:
-    """A copy of a forward that tells another signature: transformers and peft look there for the arguments that a model takes."""
-    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    copied.__dict__["__signature__"] = signature
-    return copied
 
 
 @functools.cache
