@@ -19,7 +19,6 @@ import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import accumulate, groupby
 from types import CodeType
 from typing import Literal, NamedTuple, cast
@@ -164,13 +163,12 @@ def _fuse_gelu(parent: nn.Module, name: str, function: str) -> None:
     linear, approximate = parent._modules.get(name), _gelu(parent._modules.get(function))
     if type(linear) is not QuantLinear or _is_watched(linear) or approximate is None:
         return
-    if _calls_in_turn(parent.__class__, name, function):
+    if _calls_in_turn(type(parent), name, function):
         setattr(parent, name, GeluLinear(linear, approximate))
         setattr(parent, function, nn.Identity())
         _remark(parent, (name, function))
 
 
-@cache
 def _calls_in_turn(parent: type[nn.Module], name: str, function: str) -> bool:
     """Whether the methods of a class of modules that use both of these children use nothing between them, as SegFormer a convolution.
 
