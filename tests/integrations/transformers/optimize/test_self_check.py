@@ -12,7 +12,7 @@ import pytest
 import torch
 from language_model import make_decoder
 from torch import nn
-from transformers import BertConfig, BertModel, ViTConfig, ViTModel
+from transformers import BertConfig, BertModel, SegformerConfig, SegformerModel, ViTConfig, ViTModel
 from transformers.utils import generic
 
 import halfbyte as hb
@@ -22,6 +22,7 @@ from halfbyte.integrations.transformers.optimize import self_check
 from halfbyte.integrations.transformers.optimize.calls import KV_CACHE
 from halfbyte.integrations.transformers.optimize.replaced import ReplacedForward
 from halfbyte.integrations.transformers.optimize.self_check import SelfCheck, relative_difference, tolerance
+from halfbyte.nn import fused
 from halfbyte.nn.fused import FusedLinear, GeluLinear
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -160,6 +161,26 @@ def test_an_image_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = hb.optimize_(hb.quantize_(ViTModel(config).eval(), hb.Config("q4_0", compute="float")))
     assert len(calls) == 2
     assert any(isinstance(module, ReplacedForward) for module in model.modules())
+
+
+def segformer() -> SegformerModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_sizes": [32] * 2, "decoder_hidden_size": 32, "num_attention_heads": [1] * 2, "depths": [1] * 2}
+    shapes = {"num_encoder_blocks": 2, "sr_ratios": [4, 2], "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2]}
+    return hb.quantize_(SegformerModel(SegformerConfig(**sizes, **shapes)).eval(), hb.Config("q8_0", compute="float"))
+
+
+def test_images_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a configuration tells none. A GELU that was fused across a convolution is found."""
+    calls, model = counted(monkeypatch), segformer()
+    hb.optimize_(model)
+    assert len(calls) == 2
+    if not any(name.endswith("mlp.fc1") for name, _ in model.named_modules()):
+        pytest.skip("this version's MLP has names that are not fused")
+    monkeypatch.setattr(self_check, "_read", lambda _: None)
+    monkeypatch.setattr(fused, "_calls_in_turn", lambda *_: True)
+    with pytest.warns(RuntimeWarning, match="an optimized SegformerModel differs"):
+        hb.optimize_(segformer())
 
 
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

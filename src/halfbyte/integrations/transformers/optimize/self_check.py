@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from halfbyte.integrations.transformers.modules import Config, Part
 
 _PREFILL, _STEPS = 5, 2  # tokens
+_ANY_SIZE, _COLORS = 224, 3  # of images, where a model takes them of all sizes (SegFormer, RegNet)
 _PACKAGES = ("torch", "transformers", "triton")
 _ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # Error of activations quantized to int8: uniform of a scale's width, with the largest of a block at 3.5 standard deviations.
@@ -277,10 +278,10 @@ def _ids(model: Part, device: torch.device) -> Tensor:
 
 
 def _image(config: Config, device: torch.device, dtype: torch.dtype) -> Tensor:
-    size = config.image_size
+    size, channels = getattr(config, "image_size", _ANY_SIZE), getattr(config, "num_channels", _COLORS)
     height, width = (size, size) if isinstance(size, int) else size
-    values = torch.arange(config.num_channels * height * width, dtype=torch.float32, device=device)
-    return values.mul(0.37).sin().view(1, config.num_channels, height, width).to(dtype)
+    values = torch.arange(channels * height * width, dtype=torch.float32, device=device)
+    return values.mul(0.37).sin().view(1, channels, height, width).to(dtype)
 
 
 # What is remembered
