@@ -181,7 +181,7 @@ def test_a_table_is_not_cut_to_fit_a_terminal(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_prompt_that_is_no_text(run: Run, llama: Path) -> None:
-    run("generate", llama, "--prompt", "a\udcff").refuses("--prompt is text", "'a\\udcff'")
+    run("generate", llama, "--prompt", "a\udcff").refuses("a prompt is text in this system's encoding", "'a\\udcff'")
 
 
 def test_a_calibrated_method_names_the_option_for_its_text(run: Run, llama: Path, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_explain(run: Run, folder: Path) -> None:
     assert found["plan"]["experts_on_cpu"] == 0
     assert found["plan"]["token_seconds"] > 0
     assert found["plan"]["streamed_seconds"] is None
-    assert set(found["plan"]["gpu"]) == {"weights", "cache", "workspace", "prefix", "copy"}
+    assert set(found["plan"]["gpu"]) == {"weights", "cache", "workspace", "prefix"}
     assert not found["plan"]["rates"]["measured"]
     devices = {op["device"] for group in run(*asked, "--cpu-experts", 2, "--json").json["groups"] for op in group["ops"]}
     assert devices == {"cpu", "cuda"}

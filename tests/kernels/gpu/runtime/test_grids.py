@@ -92,9 +92,9 @@ def test_grids_fit(call: Callable[[], None]) -> None:
     with launch.recording(dry=True) as recorded:
         call()
     assert recorded.launches
-    for made in recorded.launches:
-        assert made.grid[0] < 1 << 31
-        assert max(made.grid[1:], default=1) <= MOST
+    for one in recorded.launches:
+        assert one.grid[0] < 1 << 31
+        assert max(one.grid[1:], default=1) <= MOST
 
 
 @pytest.mark.parametrize("grid", [(1 << 31,), (1, MOST + 1), (1, 1, MOST + 1)])
