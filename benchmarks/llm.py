@@ -530,7 +530,7 @@ class Model:
         for _ in range(20):
             begin = time.perf_counter()
             for _ in range(5):
-                graph.again()
+                graph.again(self.args.batch)
             torch.cuda.synchronize()
             graphs.append((time.perf_counter() - begin) / 5 * 1e3)
         step = statistics.median(steps)
