@@ -285,7 +285,7 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
         geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
         packed = Packed(geo.format, (n, k), geo.layout, weight)
         return long_sums.qlinear(x, gpu_tiles.unpack(with_zeros(packed) if geo.sparse else packed), table, low, high)
-    here, flat, fmt = gpu(x.get_device()), x.reshape(-1, k), as_format(format)
+    here, flat, fmt = gpu(x.get_device()), aligned(x).view(-1, k), as_format(format)
     geo = gpu_tiles.geometry_of(fmt, n, k, weight.numel())
     choice = choose(Problem("qlinear", len(flat), n, k, fmt, torch.int8, "int8", "row", paired=geo.paired), here)
     from halfbyte.kernels.gpu.quantize import spread

@@ -156,7 +156,7 @@ def attend_many(
         return _attend_many_in_torch(queries, keys, values, length, mask, scale, factor, sinks, softcap)
     from halfbyte.kernels.gpu.transformer import attend_many as kernel
 
-    queries = queries.contiguous()
+    queries, sinks = queries.contiguous(), None if sinks is None else sinks.contiguous()
 
     def launch() -> Tensor:
         out = output(queries.new_empty((batch, tokens, heads * dim)))

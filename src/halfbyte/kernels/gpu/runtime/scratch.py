@@ -125,7 +125,7 @@ def _locks_of_graph(scratch: _DeviceScratch, device: torch.device, n: int, graph
 
 
 def double_buffer(device: torch.device, nbytes: int) -> Tensor:
-    """uint8 [at least nbytes] of unknown content, aligned to 256 bytes: of two buffers each time the other one; for 0 the last one again.
+    """uint8 [at least nbytes] of unknown content, aligned to 256 bytes: of two buffers each time the other one.
 
     Kernel A writes to it and B reads that, C and D do so with the other buffer. C may write before B has ended: no kernel uses that buffer
     any more, if readers wait for the kernel before them before they let the next one start, and writers do before they end (gdc_wait).
@@ -133,8 +133,6 @@ def double_buffer(device: torch.device, nbytes: int) -> Tensor:
     index, stream, graph = _where(device)
     scratch, key = _scratch_of(index), (stream, graph)
     buffers = scratch.double_buffers.get(key)
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8, device=device) if buffers is None else buffers[1]
     size, arena = round_up(nbytes, _BUFFER_ALIGNMENT), scratch.buffer_arena
     if buffers is None or buffers[0].numel() < nbytes:
         if graph and (freed := _take(scratch.free_double_buffers, lambda free: free[0].numel() >= nbytes)) is not None:

@@ -1,0 +1,62 @@
+"""Ops on a GPU read operands with gaps as they read contiguous ones. Kernels run in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte.kernels import reference
+from halfbyte.layouts import gpu_tiles
+from halfbyte.machine import Gpu
+from halfbyte.ops import cuda
+from halfbyte.ops.functions import quantize, requantization_table
+from halfbyte.ops.transformer import normed_linear, prefill_ops
+
+
+def take_gpu_path(monkeypatch: pytest.MonkeyPatch, module: ModuleType, gpu: Gpu) -> None:
+    """Let the ops of a module launch kernels on tensors of a CPU as on those of `gpu`."""
+    for name, value in (("gpu", lambda _: gpu), ("on", lambda _: nullcontext()), ("replayed", lambda steps, *_, **__: steps())):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: True))
+
+
+def test_qlinear(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    codes = quantize(torch.randn(32, 128), "int8_channel")
+    scales = {"in_scale": 0.02, "in_zero": 3, "out_scale": 0.1, "out_zero": -4}
+    weight, rows = gpu_tiles.pack(codes), torch.randint(-128, 128, (128, 5), dtype=torch.int8)
+    table = requantization_table(weight, None, **scales).to(device)
+    expected = reference.qlinear(rows.T, codes, None, **scales)
+    x, data = rows.to(device).T, weight.data.to(device)
+    if interpreted:
+        monkeypatch.setattr(cuda, "check_qlinear", lambda *_: None)
+        take_gpu_path(monkeypatch, cuda, gpu)
+    y = cuda.qlinear(x, data, table, "int8_channel", 32, 128, -128, 127)
+    monkeypatch.undo()
+    assert bool(expected.agrees(y.cpu()).all())
+
+
+def test_sinks(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    queries, keys, values = (torch.randn(1, 5, 2, 64, device=device).half() for _ in range(3))
+    keys, values, sinks = keys.transpose(1, 2), values.transpose(1, 2), torch.randn(2, 3, device=device)[:, 1]
+    if interpreted:
+        take_gpu_path(monkeypatch, prefill_ops, gpu)
+    y, expected = (prefill_ops.attend_many(queries, keys, values, None, None, 0.1, sinks=each) for each in (sinks, sinks.clone()))
+    monkeypatch.undo()
+    assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (2, 3, 40)])
+def test_multiplier_of_gates(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], gpu: Gpu, device: torch.device, interpreted: bool
+) -> None:
+    y, multiplier = torch.randn(shape, device=device), torch.randn(shape[::-1], device=device).permute(*range(len(shape))[::-1])
+    expected = torch.nn.functional.gelu(y.double(), approximate="tanh") * multiplier.double()
+    if interpreted:
+        take_gpu_path(monkeypatch, normed_linear, gpu)
+    found = normed_linear.activated(y, "gelu_tanh", gated=False, multiplier=multiplier)
+    monkeypatch.undo()
+    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-6)
