@@ -1,4 +1,4 @@
-"""Ops on a GPU read operands with gaps as they read contiguous ones. Kernels run in Triton's interpreter where there is no GPU."""
+"""Ops on a GPU read operands with gaps as they read contiguous ones, and take empty ones. Without a GPU kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -47,6 +47,17 @@ def test_sinks(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, device: torch.device, 
     y, expected = (prefill_ops.attend_many(queries, keys, values, None, None, 0.1, sinks=each) for each in (sinks, sinks.clone()))
     monkeypatch.undo()
     assert torch.equal(y, expected)
+
+
+def test_no_keys(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, device: torch.device, interpreted: bool) -> None:
+    """Their sum is 0."""
+    queries, keys = torch.randn(1, 5, 2, 64, device=device).half(), torch.empty(1, 1, 0, 64, device=device).half()
+    mask = torch.ones(1, 5, 0, dtype=torch.bool, device=device)
+    if interpreted:
+        take_gpu_path(monkeypatch, prefill_ops, gpu)
+    y = prefill_ops.attend_many(queries, keys, keys, None, mask, 0.1)
+    monkeypatch.undo()
+    assert torch.equal(y, torch.zeros(1, 5, 128, device=device).half())
 
 
 @pytest.mark.parametrize("shape", [(3, 40), (2, 3, 40)])
