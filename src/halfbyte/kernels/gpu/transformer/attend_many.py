@@ -59,14 +59,6 @@ class Static(CompileTime):
     piece: int = _PIECE
 
 
-class Strides(NamedTuple):
-    """Elements from one batch, head and token of keys or values to the next."""
-
-    batch: Value
-    head: Value
-    token: Value
-
-
 class Mask(NamedTuple):
     """A mask, and the flags of pieces.
 
@@ -84,15 +76,6 @@ class Mask(NamedTuple):
     flags: Value
     batch_flags: Value
     pieces: Value
-
-
-class Sizes(NamedTuple):
-    """Tokens of a batch, query heads, query heads of each key head, and keys."""
-
-    tokens: Value
-    heads: Value
-    group: Value
-    keys: Value
 
 
 def supports(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str | None:
@@ -160,12 +143,12 @@ def launch(
         queries,
         keys,
         values,
-        (Strides(*keys.stride()[:3]), Strides(*values.stride()[:3])),
+        (keys.stride()[:3], values.stride()[:3]),
         length,
         mask_and_flags,
         sinks,
         out,
-        Sizes(tokens, heads, heads // kv_heads, size),
+        (tokens, heads, heads // kv_heads, size),
         (scale * LOG2E.value, factor),
         1 if mask is None else int(triton.next_power_of_2(pieces)),
         s,
@@ -194,9 +177,9 @@ def _find(mask, batch_stride, row_stride, flags, tokens, size, ROWS: tl.constexp
 def _attend(queries, keys, values, strides, length, mask, sinks, out, sizes, factors, PIECES: tl.constexpr, S: tl.constexpr):
     """Compute a tile of queries of one head.
 
-    strides  `Strides` of keys and of values
+    strides  of batches, heads and tokens: of keys, then of values
     mask     a `Mask`, or None
-    sizes    `Sizes`
+    sizes    tokens of a batch, query heads, query heads of each key head, and keys
     factors  of scores, times log2 of e, and of the result
     PIECES   pieces of the keys, up to a power of two
     S        a `Static`
@@ -207,7 +190,9 @@ def _attend(queries, keys, values, strides, length, mask, sinks, out, sizes, fac
     if S.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    tokens, heads, size = sizes.tokens, sizes.heads, sizes.keys
+    tokens, heads, group, size = sizes
+    key_batch, key_head, _ = strides[0]
+    value_batch, value_head, _ = strides[1]
     tiles = tl.cdiv(tokens, ROWS)
     number, batch_head = row_and_column(tl.num_programs(0) // tiles)
     tile, batch, head = tiles - 1 - number, batch_head // heads, batch_head % heads
@@ -215,8 +200,8 @@ def _attend(queries, keys, values, strides, length, mask, sinks, out, sizes, fac
     at = ((batch.to(tl.int64) * tokens + t) * heads + head) * S.dim
     inside = (t < tokens)[:, None] & (d < S.dim)[None, :]
     q = tl.load(queries + at[:, None] + d[None, :], mask=inside, other=0.0)
-    keys += batch.to(tl.int64) * strides[0].batch + (head // sizes.group).to(tl.int64) * strides[0].head
-    values += batch.to(tl.int64) * strides[1].batch + (head // sizes.group).to(tl.int64) * strides[1].head
+    keys += batch.to(tl.int64) * key_batch + (head // group).to(tl.int64) * key_head
+    values += batch.to(tl.int64) * value_batch + (head // group).to(tl.int64) * value_head
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if sinks is not None:
@@ -264,7 +249,7 @@ def _add_tile(q, keys, values, strides, k, size, visible, scale, most, total, su
     ROWS: tl.constexpr = S.rows
     COLUMNS: tl.constexpr = S.columns
     d = tl.arange(0, S.wide)
-    key_rows, value_rows = keys + k.to(tl.int64) * strides[0].token, values + k.to(tl.int64) * strides[1].token
+    key_rows, value_rows = keys + k.to(tl.int64) * strides[0][2], values + k.to(tl.int64) * strides[1][2]
     if visible is None and S.dim == S.wide:
         key_tile = tl.load(key_rows[:, None] + d[None, :])
         value_tile = tl.load(value_rows[:, None] + d[None, :])
