@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfbyte.errors import ArgumentError
 from halfbyte.kernels import reference
 from halfbyte.layouts import gpu_tiles
 from halfbyte.machine import Gpu
@@ -71,3 +72,20 @@ def test_multiplier_of_gates(
     found = normed_linear.activated(y, "gelu_tanh", gated=False, multiplier=multiplier)
     monkeypatch.undo()
     assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_low_rank_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op refuses it before a kernel reads it: branches share N equally, and rows are those of x."""
+    x, weight, settings = torch.zeros(3, 5, 64), torch.zeros(1), ("int8_channel", 48, 64, "int8", "row")
+    monkeypatch.setattr(cuda, "check_linear", lambda *_: None)
+    monkeypatch.setattr(cuda, "on", lambda _: nullcontext())
+    monkeypatch.setattr(cuda, "_low_rank_sums", lambda *_: x)
+    for branches in (1, 3):
+        assert cuda.linear_low_rank(x, torch.zeros(3, 5, 8 * branches), torch.zeros(48, 8), weight, torch.zeros(48), *settings) is x
+    right = torch.zeros(3, 5, 8), torch.zeros(48, 8)
+    wrong = [(right[0][:2], right[1]), (right[0], right[1][:47]), (right[0][..., :7], right[1]), (right[0].half(), right[1])]
+    for inner, outer in [*wrong, (torch.zeros(3, 5, 40), right[1]), (right[0][0], right[1]), (right[0], right[1][:, :0])]:
+        with pytest.raises(ArgumentError, match=r"low rank takes inner \[\.\.\., branches \* r\] and outer \[48, r\]"):
+            cuda.linear_low_rank(x, inner, outer, weight, None, *settings)
+    with pytest.raises(ArgumentError, match="the bias of 48 outputs"):
+        cuda.linear_low_rank(x, *right, weight, torch.zeros(47), *settings)
