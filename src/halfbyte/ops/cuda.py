@@ -19,7 +19,7 @@ from halfbyte.dispatch.candidate import Choice
 from halfbyte.dispatch.choose import choose, report_failure
 from halfbyte.dispatch.gpu import GpuCandidate, compute_of, packs_code_pairs, why_no_sparse_layout, why_no_triton
 from halfbyte.dispatch.measure import tune_linear
-from halfbyte.errors import KernelError, UnsupportedError
+from halfbyte.errors import ArgumentError, KernelError, UnsupportedError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.spec import Format, as_format
 from halfbyte.kernels.gpu.linear import plain
@@ -174,7 +174,15 @@ def linear_low_rank(
     Where `gemm_int8_hopper` multiplies, it adds them to its sums; elsewhere torch's product is a residual.
     """
     check_linear(x, weight, format, n, k, activation, -math.inf, math.inf)
-    branches = inner.shape[-1] // outer.shape[1]
+    if bias is not None:
+        check_bias(bias, n, x.device)
+    rank = outer.shape[1] if outer.dim() == 2 else 0
+    branches = inner.shape[-1] // rank if rank and inner.dim() == x.dim() else 0
+    sizes = (*x.shape[:-1], branches * rank), (n, rank)
+    same = all(t.dtype == x.dtype and t.device == x.device for t in (inner, outer))
+    if not same or (inner.shape, outer.shape) != sizes or branches < 1 or n % branches:
+        got = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in (inner, outer))
+        raise ArgumentError(f"low rank takes inner [..., branches * r] and outer [{n}, r] like x {x.dtype} {list(x.shape)}, got {got}")
     with on(x):
         if x.numel() and n and (added := _low_rank_sums(x, inner, outer, weight, bias, (format, n, k, compute, activation))) is not None:
             return added
@@ -285,7 +293,7 @@ def qlinear(x: Tensor, weight: Tensor, table: Tensor, format: str, n: int, k: in
         geo = gpu_tiles.geometry_of(as_format(format), n, k, weight.numel())
         packed = Packed(geo.format, (n, k), geo.layout, weight)
         return long_sums.qlinear(x, gpu_tiles.unpack(with_zeros(packed) if geo.sparse else packed), table, low, high)
-    here, flat, fmt = gpu(x.get_device()), x.reshape(-1, k), as_format(format)
+    here, flat, fmt = gpu(x.get_device()), aligned(x).view(-1, k), as_format(format)
     geo = gpu_tiles.geometry_of(fmt, n, k, weight.numel())
     choice = choose(Problem("qlinear", len(flat), n, k, fmt, torch.int8, "int8", "row", paired=geo.paired), here)
     from halfbyte.kernels.gpu.quantize import spread

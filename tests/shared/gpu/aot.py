@@ -207,7 +207,7 @@ def launch_families(gpu: Gpu) -> None:
     gates.launch_clamped(gpu, empty(chosen, 2 * k), empty(chosen, k), 1.702, 7.0)
     gates.launch(gpu, empty(1, 3 * k), empty(1, 3 * k), "relu2", gated=False)
     gates.launch(gpu, empty(1, 3 * k), empty(1, 3 * k), "gelu_tanh", gated=False, multiplier=empty(1, 3 * k))
-    norm.launch_layer_norm(gpu, x, before, empty(k), empty(1, k))
+    norm.launch(gpu, x, before, empty(1, k), layer_norm=True, bias=empty(k))
     norm.launch_added(gpu, x, before, empty(1, k), empty(1, k), (before, empty(1, k)))
     norm.launch_added(gpu, x, before, empty(1, k), empty(1, k), None, empty(1))
     qkv = empty(1, (heads + 2 * kv_heads) * dim)

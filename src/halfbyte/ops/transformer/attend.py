@@ -444,5 +444,5 @@ def attention_in_torch(
         weights = weights.masked_fill(~visible[:, None, None], 0)  # they are NaN if a query sees no key
     is_used = visible[:, 0] if tokens == 1 else visible.any(1)
     values = values.float().masked_fill(~is_used[:, None, :, None], 0)
-    y: Tensor = (weights.reshape(batch, kv_heads, -1, size) @ values * factor).view(*rows, dim)
+    y: Tensor = (weights.flatten(2, 3) @ values * factor).view(*rows, dim)
     return y.permute(0, 3, 1, 2, 4).reshape(batch, tokens, heads * dim)

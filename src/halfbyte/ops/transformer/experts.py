@@ -196,6 +196,10 @@ class Experts(NamedTuple):
         return self.down_proj.packed.shape[1]
 
     @property
+    def inner(self) -> int:
+        return self.down_proj.packed.shape[2]
+
+    @property
     def most_rows(self) -> int:
         return max(1, MAX_ROUTED_ROWS // self.top_k)
 

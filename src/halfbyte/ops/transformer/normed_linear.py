@@ -193,7 +193,7 @@ def activated(y: Tensor, gates: GateFunction, factor: float = 1.0, *, gated: boo
         y: [..., N].
         gates: f, by its name in `layer_kinds.py`.
         factor, gated: As above.
-        multiplier: Where y is not gated, of y's shape and dtype, with rows equally far apart; None: 1.
+        multiplier: Where y is not gated, of y's shape and dtype; None: 1.
 
     Raises:
         ArgumentError: `multiplier` does not fit, or gated y has no two halves.
@@ -214,7 +214,9 @@ def activated_on_gpu(y: Tensor, gates: GateFunction, factor: float, *, gated: bo
     """Compute `activated` by a kernel, for contiguous y on the current device."""
     from halfbyte.kernels.gpu.transformer import gates as kernel
 
-    multiplier_rows = None if multiplier is None else multiplier.view(-1, multiplier.shape[-1])
+    multiplier_rows = None if multiplier is None else multiplier.reshape(-1, multiplier.shape[-1])
+    if multiplier_rows is not None and multiplier_rows.stride(1) != 1:
+        multiplier_rows = multiplier_rows.contiguous()
 
     def launch() -> Tensor:
         out = output(y.new_empty((*y.shape[:-1], y.shape[-1] // 2 if gated else y.shape[-1])))

@@ -121,10 +121,7 @@ def norm_on_gpu(x: Tensor, norm: Norm) -> Tensor:
 
     def launch() -> Tensor:
         out, rows, parts = output(torch.empty_like(z)), (-1, z.shape[-1]), (weight, norm.eps, norm.unit_offset)
-        if norm.layer_norm:
-            kernel.launch_layer_norm(here, z.view(rows), parts, bias, out.view(rows))
-        else:
-            kernel.launch(here, z.view(rows), parts, out.view(rows))
+        kernel.launch(here, z.view(rows), parts, out.view(rows), layer_norm=norm.layer_norm, bias=bias)
         return out
 
     with on(x):

@@ -151,12 +151,12 @@ def attend_many(
     _check_attend(queries, keys, values, length, mask, scale, sinks)
     batch, tokens, heads, dim = queries.shape
     contiguous = all(t.stride(-1) == 1 for t in (keys, values, mask) if t is not None)
-    here = gpu(queries.get_device()) if queries.is_cuda and queries.numel() and contiguous else None
+    here = gpu(queries.get_device()) if queries.is_cuda and queries.numel() and keys.numel() and contiguous else None
     if here is None or softcap is not None or why_not_many(Heads(heads, keys.shape[1], dim, scale), queries.dtype, here) is not None:
         return _attend_many_in_torch(queries, keys, values, length, mask, scale, factor, sinks, softcap)
     from halfbyte.kernels.gpu.transformer import attend_many as kernel
 
-    queries = queries.contiguous()
+    queries, sinks = queries.contiguous(), None if sinks is None else sinks.contiguous()
 
     def launch() -> Tensor:
         out = output(queries.new_empty((batch, tokens, heads * dim)))

@@ -5,10 +5,13 @@
 On an NVIDIA GPU five or six kernels compute it for decoding, some more for prompts, and those of the shared expert; elsewhere torch's
 operations with `halfbyte::grouped_linear`. `route`, `mixed` and `shared_output` are its parts, for experts on another device
 (decoder/offload). What experts consist of is in experts.py, which also computes few rows on a CPU in one native call.
+
+The op takes `Experts` as a flat list of arguments (`_OpArguments`), which torch requires. All functions here take `Experts`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,7 +25,7 @@ from halfbyte.formats.spec import as_format
 from halfbyte.kernels.gpu.runtime.launch import output
 from halfbyte.kernels.layer_kinds import RouterScores, scores_in_torch
 from halfbyte.kernels.problem import Activation, ExpertsProblem
-from halfbyte.layouts import cpu_tiles
+from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.experts import PREFIX
 from halfbyte.machine import Gpu, gpu
@@ -31,8 +34,8 @@ from halfbyte.ops.cuda import on
 from halfbyte.ops.grouped import check_stack
 from halfbyte.ops.registration import OPS
 from halfbyte.ops.tensors import aligned
-from halfbyte.ops.transformer.experts import CLAMPED, Clamped, Experts, check_scores, many_rows
-from halfbyte.ops.transformer.normed_linear import activated_in_torch
+from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert, check_scores, many_rows
+from halfbyte.ops.transformer.normed_linear import activated_in_torch, normed_linear
 from halfbyte.ops.transformer.norms import norm_in_torch
 from halfbyte.ops.transformer.sublayers import Norm
 from halfbyte.ops.transformer.weights import Weight
@@ -61,9 +64,7 @@ def add_experts(x: Tensor, mixture: Experts) -> Tensor:
     """
     if _has_one_compute(mixture):
         return OPS.add_experts.default(x, *_op_arguments(mixture))  # type: ignore[no-any-return]
-    routed = route(x, mixture)
-    total, of_shared = mixed(routed.z, routed.ids, routed.weights, mixture), shared_output(routed, mixture)
-    return add_mixed(x, total if of_shared is None else total.add_(of_shared))
+    return _add_in_parts(x, route(x, mixture), mixture)
 
 
 def _has_one_compute(mixture: Experts) -> bool:
@@ -71,11 +72,6 @@ def _has_one_compute(mixture: Experts) -> bool:
     shared = mixture.shared_expert
     weights = mixture.gate_up, mixture.down_proj, *(() if shared is None else (shared.gate_up, shared.down_proj))
     return len({(weight.compute, weight.activation) for weight in weights}) == 1
-
-
-def _computing_as(mixture: Experts, weight: Weight) -> Experts:
-    """Return `mixture` with the compute and activation of one of its weights for all."""
-    return mixture._replace(gate_up=mixture.gate_up._replace(compute=weight.compute, activation=weight.activation))
 
 
 class Routed(NamedTuple):
@@ -95,13 +91,12 @@ class Routed(NamedTuple):
 
 def route(x: Tensor, mixture: Experts) -> Routed:
     """Norm rows x [..., K] and choose their experts, which themselves may be on another device."""
-    a = _arguments(x, mixture)
-    a.check()
+    _check(x, mixture)
     if x.is_cuda and x.numel():
-        here, (experts, k) = gpu(x.get_device()), a.router.shape
+        here, (experts, k) = gpu(x.get_device()), mixture.router.shape
         if why_not_router(experts, k, here) is None:
-            return _route_on_gpu(a, here)
-    return _route_in_torch(a)
+            return _route_on_gpu(x, mixture, here)
+    return _route_in_torch(x, mixture)
 
 
 def mixed(z: Tensor, ids: Tensor, weights: Tensor, mixture: Experts) -> Tensor:
@@ -114,54 +109,183 @@ def mixed(z: Tensor, ids: Tensor, weights: Tensor, mixture: Experts) -> Tensor:
         ids, weights: [M, T]
         mixture: The experts. All is on one device.
     """
-    a, down = _arguments(z, mixture), _arguments(z, _computing_as(mixture, mixture.down_proj))
-    return a.mixed(z, ids, weights, down)
+    if z.is_cpu and 0 not in (z.numel(), ids.numel(), mixture.inner):
+        gate_up, down = (_checked_stack(weight, z, ids) for weight in (mixture.gate_up, mixture.down_proj))
+        return many_rows(gate_up, down, z, ids, weights, mixture.clamped)
+    inner = _gated(_grouped(z, ids, mixture.gate_up), mixture.clamped).to(z.dtype)
+    return (_grouped(inner, ids, mixture.down_proj).float() * weights.unsqueeze(-1)).sum(1)
 
 
 def shared_output(routed: Routed, mixture: Experts) -> Tensor | None:
     """Return what the shared expert adds to rows, float32 [M, K]; None where there is none."""
     if mixture.shared_expert is None:
         return None
-    weights = mixture.shared_expert.gate_up, mixture.shared_expert.down_proj
-    up, down = (_arguments(routed.z, _computing_as(mixture, weight)) for weight in weights)
-    return _shared_in_torch(up, routed, down)
-
-
-def _shared_in_torch(a: _Arguments, routed: Routed, down: _Arguments | None = None) -> Tensor | None:
-    """`down`: with the compute of the second product, if it has another."""
-    if a.shared_up is None:
-        return None
-    y = a.of_shared(routed.z, down).float()
+    y = _shared_without_gate(routed.z, mixture.shared_expert).float()
     return y if routed.shared_logits is None else torch.sigmoid(routed.shared_logits).unsqueeze(-1) * y
 
 
-def _arguments(x: Tensor, mixture: Experts) -> _Arguments:
-    a = _Arguments(x, *_op_arguments(mixture))  # type: ignore[arg-type]
-    return a._replace(compute="float") if a.compute == "auto" and x.is_cuda else a
+def add_mixed(x: Tensor, y: Tensor) -> Tensor:
+    """Return x [..., K] + y float32 [M, K], in x's dtype."""
+    return (x + y.view(x.shape)).to(x.dtype)
 
 
-def _op_arguments(mixture: Experts) -> tuple[object, ...]:
-    """Return the arguments of `halfbyte::add_experts` after x."""
-    if mixture.pre_norm.layer_norm:
-        raise ArgumentError("the norm before experts is an RMS norm, got a layer norm: compute this layer in torch")
-    router = mixture.router, mixture.router_bias, mixture.top_k, mixture.norm_topk
-    scores = mixture.scores, mixture.correction_bias, mixture.scaling_factor
-    stacks = *_weight_arguments(mixture.gate_up), *_weight_arguments(mixture.down_proj)
-    inner, clamped = mixture.down_proj.packed.shape[2], None if mixture.clamped is None else [*mixture.clamped]
-    shared: tuple[object, ...] = (None, *_weight_arguments(None), *_weight_arguments(None), 0)
-    if (expert := mixture.shared_expert) is not None:
-        products = *_weight_arguments(expert.gate_up), *_weight_arguments(expert.down_proj)
-        shared = (expert.gate, *products, expert.down_proj.packed.shape[1])
-    norm = mixture.pre_norm.weight, mixture.pre_norm.eps, mixture.pre_norm.unit_offset
-    return *norm, *router, *scores, *stacks, inner, clamped, *shared, mixture.gate_up.compute, mixture.gate_up.activation
+def _add_in_parts(x: Tensor, routed: Routed, mixture: Experts) -> Tensor:
+    """Return x + mixture(z) for routed rows; all is on one device."""
+    total, of_shared = mixed(routed.z, routed.ids, routed.weights, mixture), shared_output(routed, mixture)
+    return add_mixed(x, total if of_shared is None else total.add_(of_shared))
 
 
-def _weight_arguments(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
-    return (None, "", None) if weight is None else (weight.packed.data, weight.packed.name, weight.bias)
+def _check(x: Tensor, mixture: Experts) -> None:
+    """Raise ArgumentError where shapes or dtypes do not fit; `halfbyte::grouped_linear` checks the bytes and biases of the stacks."""
+    norm, router, shared = mixture.pre_norm.weight, mixture.router, mixture.shared_expert
+    shared_gate = None if shared is None else shared.gate
+    fits = x.dim() > 0 and router.dim() == 2 and x.shape[-1:] == router.shape[1:] == norm.shape
+    fits = fits and mixture.gate_up.packed.shape[::2] == mixture.down_proj.packed.shape[:2] == router.shape
+    fits = fits and x.device == router.device == norm.device
+    experts, k = router.shape[:1], router.shape[1:]
+    for part, shape in ((mixture.router_bias, experts), (mixture.correction_bias, experts), (shared_gate, k)):
+        if part is not None:
+            fits = fits and part.shape == shape and part.is_floating_point() and part.device == x.device
+    if not fits or norm.dtype != x.dtype or not router.is_floating_point() or not 0 < mixture.top_k <= len(router):
+        tensors = x, norm, router, mixture.router_bias, mixture.correction_bias, shared_gate
+        got = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in tensors if t is not None)
+        raise ArgumentError(
+            "experts take x [..., K], a norm [K] of its type, a router [E, K], its bias and a correction [E] and a gate [K] of what is "
+            f"shared, all on one device, and 1 to E of them, got {got}, {mixture.top_k}"
+        )
+    check_scores(mixture.scores, mixture.correction_bias)
 
 
-class _Arguments(NamedTuple):
-    """The arguments of `halfbyte::add_experts`, as its schema names them; those of `Experts`, spelled out."""
+# The products
+
+
+def _grouped(x: Tensor, ids: Tensor, stack: Weight) -> Tensor:
+    """Multiply rows by the weights of their experts -> [M, T, N]."""
+    packed = stack.packed
+    y: Tensor = OPS.grouped_linear.default(x, packed.data, ids, stack.bias, packed.name, *packed.shape, stack.compute, stack.activation)
+    return y
+
+
+def _checked_stack(stack: Weight, x: Tensor, ids: Tensor) -> Weight:
+    """Return a stack on a CPU with aligned bytes. Raise ArgumentError where it does not fit, or ids are out of range."""
+    packed, (experts, n, k) = stack.packed, stack.packed.shape
+    check_stack(x, packed.data, ids, stack.bias, packed.name, experts, n, k, stack.compute, stack.activation)
+    return stack._replace(packed=replace(packed, data=aligned(packed.data)))
+
+
+def _gated(both: Tensor, clamped: Clamped | None) -> Tensor:
+    """Return the gated activation of gate and up, [..., 2 I] -> float32 [..., I]."""
+    both = both.float()
+    if clamped is None:
+        gate, up = both.chunk(2, -1)
+        return functional.silu(gate) * up
+    gate, up = both[..., ::2].clamp(max=clamped.limit), both[..., 1::2].clamp(-clamped.limit, clamped.limit)
+    y: Tensor = (up + 1) * gate * torch.sigmoid(clamped.alpha * gate)
+    return y
+
+
+def _shared_without_gate(z: Tensor, shared: SharedExpert) -> Tensor:
+    """Return the shared expert of z [M, K] -> [M, K], without its gate."""
+    up = shared.gate_up
+    if z.is_cuda and up.compute != "int8":
+        inner = normed_linear(z, None, up.packed, up.bias, gates="silu")
+    else:
+        inner = activated_in_torch(_linear(z, up), "silu", 1.0, gated=True)
+    return _linear(inner, shared.down_proj)
+
+
+def _linear(x: Tensor, weight: Weight) -> Tensor:
+    packed = weight.packed
+    settings = packed.name, *packed.shape, weight.compute, weight.activation, None, None
+    y: Tensor = OPS.linear.default(x, packed.data, weight.bias, None, *settings)
+    return y
+
+
+# Torch's operations: the norm in float32, rounded once, and all between the products in float32
+
+
+def _route_in_torch(x: Tensor, mixture: Experts) -> Routed:
+    z = norm_in_torch(x, mixture.pre_norm).view(-1, x.shape[-1])
+    logits = z.float() @ mixture.router.float().T
+    if mixture.router_bias is not None:
+        logits += mixture.router_bias.float()
+    gate = None if mixture.shared_expert is None else mixture.shared_expert.gate
+    return Routed(z, *_choose_experts(logits, mixture), None if gate is None else z.float() @ gate.float())
+
+
+def _choose_experts(logits: Tensor, mixture: Experts) -> tuple[Tensor, Tensor]:
+    """Return ids and weights [M, T] by the router's logits [M, E]."""
+    top_k = mixture.top_k
+    if not mixture.scores:
+        top_logits, ids = logits.topk(top_k, -1)
+        weights = top_logits.softmax(-1) if mixture.norm_topk else logits.softmax(-1).gather(1, ids)
+        return ids, weights * mixture.scaling_factor
+    scores, correction = scores_in_torch(logits, mixture.scores), mixture.correction_bias
+    ids = (scores if correction is None else scores + correction.float()).topk(top_k, -1).indices
+    weights = scores.gather(1, ids)
+    if mixture.norm_topk:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum may be 0
+    return ids, weights * mixture.scaling_factor
+
+
+# GPU kernels
+
+
+def _route_on_gpu(x: Tensor, mixture: Experts, here: Gpu) -> Routed:
+    from halfbyte.kernels.gpu.experts import routing
+
+    def empty_floats(*shape: int) -> Tensor:
+        return output(torch.empty(shape, dtype=torch.float32, device=x.device))
+
+    (weight, eps, unit_offset), shared = mixture.pre_norm[:3], mixture.shared_expert
+    bias, correction = (None if t is None else t.contiguous() for t in (mixture.router_bias, mixture.correction_bias))
+    x = x.contiguous().view(-1, x.shape[-1])
+    m, z = len(x), output(torch.empty_like(x))
+    logits, weights = empty_floats(m, len(mixture.router)), empty_floats(m, mixture.top_k)
+    ids = output(torch.empty(m, mixture.top_k, dtype=torch.int32, device=x.device))
+    with on(x):
+        shared_gate = None if shared is None or shared.gate is None else (shared.gate.contiguous(), empty_floats(m))
+        router = routing.Router(mixture.router.contiguous(), bias, shared_gate)
+        routing.launch_logits(here, x, (weight.contiguous(), eps, unit_offset), router, z, logits)
+        choice = routing.Choice(mixture.norm_topk, mixture.scores, correction, mixture.scaling_factor)
+        routing.launch_choice(here, logits, ids, weights, choice)
+    return Routed(z, ids, weights, None if shared_gate is None else shared_gate[1])
+
+
+def _add_routed_on_gpu(x: Tensor, routed: Routed, mixture: Experts, choice: Choice[ExpertsProblem, ExpertsCandidate]) -> Tensor:
+    """Return x + mixture(z) for routed rows, by the kernels that were chosen."""
+    from halfbyte.kernels.gpu.experts import grouped, routing
+    from halfbyte.kernels.gpu.transformer import gates
+
+    assert choice.taken is not None
+    here, (z, ids, weights, shared_logits), stack = gpu(x.get_device()), routed, mixture.gate_up.packed
+    rows = x.contiguous().view(z.shape)
+    m, k = z.shape
+    routed_rows = m * mixture.top_k
+    out, inner = output(torch.empty_like(rows)), output(rows.new_empty(routed_rows, mixture.inner))
+    with on(x):
+        if (config := choice.taken.config) is not None:
+            experts, n, _ = stack.shape
+            nbytes = experts * packed_bytes(stack.name, n, k, "cuda")
+            check_bytes(stack.data, nbytes, x.device, f"{stack.name} of shape {list(stack.shape)}")
+            grouped.launch(choice.problem.first, config, z, aligned(stack.data), ids.view(-1), inner, None, gates="silu")
+        else:
+            both = _grouped(z, ids, mixture.gate_up).view(routed_rows, -1)
+            if mixture.clamped is None:
+                gates.launch(here, both, inner)
+            else:
+                gates.launch_clamped(here, both, inner, *mixture.clamped)
+        y = _grouped(inner.view(m, mixture.top_k, -1), ids, mixture.down_proj)
+        shared = None if mixture.shared_expert is None else (shared_logits, _shared_without_gate(z, mixture.shared_expert))
+        routing.launch_sum(here, y.view(routed_rows, k), weights, rows, out, shared)
+    return out.view(x.shape)
+
+
+# The op
+
+
+class _OpArguments(NamedTuple):
+    """The arguments of `halfbyte::add_experts`, as its schema names them: x, then `Experts`, spelled out."""
 
     x: Tensor
     norm: Tensor
@@ -182,7 +306,7 @@ class _Arguments(NamedTuple):
     down_bias: Tensor | None
     inner: int
     clamped: list[float] | None
-    shared_gate: Tensor | None  # of the shared expert, if it has one; the next six are its weights, if there is one
+    shared_gate: Tensor | None
     shared_up: Tensor | None
     shared_up_format: str
     shared_up_bias: Tensor | None
@@ -193,215 +317,89 @@ class _Arguments(NamedTuple):
     compute: str  # of all products, as in `ops.linear`
     activation: Activation
 
-    @property
-    def pre_norm(self) -> Norm:
-        return Norm(self.norm, self.eps, self.unit_offset)
-
-    def check(self) -> None:
-        """Raise ArgumentError where shapes or dtypes do not fit; `halfbyte::grouped_linear` checks the stacks."""
-        x, router = self.x, self.router
-        fits = x.dim() > 0 and router.dim() == 2 and x.shape[-1:] == router.shape[1:] == self.norm.shape
-        fits = fits and x.device == router.device == self.norm.device
-        for part, shape in ((self.bias, router.shape[:1]), (self.correction, router.shape[:1]), (self.shared_gate, router.shape[1:])):
-            if part is not None:
-                fits = fits and part.shape == shape and part.is_floating_point() and part.device == x.device
-        if not fits or self.norm.dtype != x.dtype or not router.is_floating_point() or not 0 < self.top_k <= len(router):
-            tensors = x, self.norm, router, self.bias, self.correction, self.shared_gate
-            got = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in tensors if t is not None)
-            raise ArgumentError(
-                "experts take x [..., K], a norm [K] of its type, a router [E, K], its bias and a correction [E] and a gate [K] of what is "
-                f"shared, all on one device, and 1 to E of them, got {got}, {self.top_k}"
+    def checked_mixture(self) -> Experts:
+        """Return the `Experts`. Raise ArgumentError where x and they do not fit."""
+        experts, k = self.router.shape[:1], self.x.shape[-1:]
+        shared = None
+        if self.shared_up is not None and self.shared_down is not None:
+            shared = SharedExpert(
+                self._weight(self.shared_up, self.shared_up_format, self.shared_up_bias, (2 * self.shared_inner, *k)),
+                self._weight(self.shared_down, self.shared_down_format, self.shared_down_bias, (*k, self.shared_inner)),
+                self.shared_gate,
             )
-        check_scores(self.scores, self.correction)
-
-    def problem(self) -> ExpertsProblem:
-        """Return the problem that `dispatch` chooses a kernel for."""
-        formats = as_format(self.gate_up_format), as_format(self.down_format)
-        experts, k = self.router.shape
-        kinds = self.compute, self.activation
-        sizes = self.x.numel() // k, experts, self.top_k, k, self.inner
-        clamped, biased = self.clamped is not None, self.gate_up_bias is not None
-        return ExpertsProblem(*sizes, *formats, self.x.dtype, *kinds, clamped=clamped, biased=biased)  # type: ignore[arg-type]
-
-    def stack(self, *, down: bool) -> tuple[Tensor, Tensor | None, tuple[str, int, int, int, str, str]]:
-        """Return the weight and bias of the `gate_up` or `down` stacks, and the settings of `halfbyte::grouped_linear` after them."""
-        experts, k = self.router.shape
-        computes = self.compute, self.activation
-        if down:
-            return self.down, self.down_bias, (self.down_format, experts, k, self.inner, *computes)
-        return self.gate_up, self.gate_up_bias, (self.gate_up_format, experts, 2 * self.inner, k, *computes)
-
-    def product(self, x: Tensor, ids: Tensor, *, down: bool) -> Tensor:
-        """Multiply rows by the `gate_up` or `down` stacks of their experts -> [M, T, N]."""
-        weight, bias, settings = self.stack(down=down)
-        y: Tensor = OPS.grouped_linear.default(x, weight, ids, bias, *settings)
-        return y
-
-    def gated(self, x: Tensor) -> Tensor:
-        """Return the gated activation of gate and up, x [..., 2 I] -> float32 [..., I]."""
-        if self.clamped is None:
-            gate, up = x.float().chunk(2, -1)
-            return functional.silu(gate) * up
-        alpha, limit = self.clamped
-        both = x.float()
-        gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2]
-        y: Tensor = (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)
-        return y
-
-    def choose_experts(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and weights [M, T] by the router's logits [M, E]."""
-        if not self.scores:
-            top_logits, ids = logits.topk(self.top_k, -1)
-            weights = top_logits.softmax(-1) if self.norm_topk else logits.softmax(-1).gather(1, ids)
-            return ids, weights * self.scaling_factor
-        scores = scores_in_torch(logits, self.scores)
-        ids = (scores if self.correction is None else scores + self.correction.float()).topk(self.top_k, -1).indices
-        weights = scores.gather(1, ids)
-        if self.norm_topk:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # the sum may be 0
-        return ids, weights * self.scaling_factor
-
-    def experts(self, z: Tensor, ids: Tensor, down: _Arguments | None = None) -> Tensor:
-        """Return the outputs of the experts of rows, [M, T, K]; `down`: with the compute of the second product, if it has another."""
-        return (down or self).product(self.gated(self.product(z, ids, down=False)).to(z.dtype), ids, down=True)
-
-    def mixed(self, z: Tensor, ids: Tensor, weights: Tensor, down: _Arguments | None = None) -> Tensor:
-        """Return the sum of the routed experts by their weights, float32 [M, K]; `down` as for `experts`."""
-        if z.is_cpu and 0 not in (z.numel(), ids.numel(), self.inner):
-            return self._mixed_on_cpu(z, ids, weights, down or self)
-        return (self.experts(z, ids, down).float() * weights.unsqueeze(-1)).sum(1)
-
-    def _mixed_on_cpu(self, z: Tensor, ids: Tensor, weights: Tensor, of_down: _Arguments) -> Tensor:
-        up, down = (a.stack_as_weight(z, ids, down=is_down) for a, is_down in ((self, False), (of_down, True)))
-        return many_rows(up, down, z, ids, weights, None if self.clamped is None else Clamped(*self.clamped))
-
-    def stack_as_weight(self, x: Tensor, ids: Tensor, *, down: bool) -> Weight:
-        """Return the `gate_up` or `down` stacks on a CPU. Raise ArgumentError where they do not fit, or ids are out of range."""
-        weight, bias, settings = self.stack(down=down)
-        check_stack(x, weight, ids, bias, *settings)
-        name, *shape, compute, _ = settings
-        return Weight(Packed(as_format(name), tuple(shape), PREFIX + cpu_tiles.NAME, aligned(weight)), bias, compute, self.activation)
-
-    def of_shared(self, z: Tensor, down: _Arguments | None = None) -> Tensor:
-        """Return the shared expert of z [M, K] -> [M, K], without its gate; `down` as for `experts`."""
-        k = z.shape[1]
-        up = self.shared_up, self.shared_up_bias, self.shared_up_format, 2 * self.shared_inner, k
-        if self.compute == "float":
-            inner = OPS.normed_linear.default(z, None, 0.0, False, *up, "silu", True, 1.0)
-        else:
-            weight, bias, *sizes = up
-            both = OPS.linear.default(z, weight, bias, None, *sizes, self.compute, self.activation, None, None)
-            inner = activated_in_torch(both, "silu", 1.0, gated=True)
-        second, of_down = down or self, (self.shared_down, self.shared_down_bias, None, self.shared_down_format, k, self.shared_inner)
-        y: Tensor = OPS.linear.default(inner, *of_down, second.compute, second.activation, None, None)
-        return y
-
-
-def _add_experts_in_torch(*args: *_Arguments) -> Tensor:
-    """Compute the op by torch's operations: the norm in float32, rounded once, and all between the products in float32."""
-    a = _Arguments(*args)
-    a.check()
-    routed = _route_in_torch(a)
-    total = a.mixed(routed.z, routed.ids, routed.weights)
-    shared = _shared_in_torch(a, routed)
-    return add_mixed(a.x, total if shared is None else total.add_(shared))
-
-
-def add_mixed(x: Tensor, y: Tensor) -> Tensor:
-    """Return x [..., K] + y float32 [M, K], in x's dtype."""
-    return (x + y.view(x.shape)).to(x.dtype)
-
-
-def _route_in_torch(a: _Arguments) -> Routed:
-    z = norm_in_torch(a.x, a.pre_norm).view(-1, a.x.shape[-1])
-    logits = z.float() @ a.router.float().T
-    if a.bias is not None:
-        logits += a.bias.float()
-    return Routed(z, *a.choose_experts(logits), None if a.shared_gate is None else z.float() @ a.shared_gate.float())
-
-
-def _route_on_gpu(a: _Arguments, here: Gpu) -> Routed:
-    from halfbyte.kernels.gpu.experts import routing
-
-    experts, k = a.router.shape
-    x = a.x.contiguous().view(-1, k)
-    m, z = len(x), output(torch.empty_like(x))
-    logits, weights = (output(torch.empty(m, n, dtype=torch.float32, device=x.device)) for n in (experts, a.top_k))
-    ids = output(torch.empty(m, a.top_k, dtype=torch.int32, device=x.device))
-    with on(x):
-        shared_gate = (
-            None if a.shared_gate is None else (a.shared_gate.contiguous(), output(torch.empty(m, dtype=torch.float32, device=x.device)))
+        mixture = Experts(
+            self._weight(self.gate_up, self.gate_up_format, self.gate_up_bias, (*experts, 2 * self.inner, *k)),
+            self._weight(self.down, self.down_format, self.down_bias, (*experts, *k, self.inner)),
+            self.router,
+            self.top_k,
+            self.norm_topk,
+            Norm(self.norm, self.eps, self.unit_offset),
+            shared,
+            self.bias,
+            None if self.clamped is None else Clamped(*self.clamped),
+            self.scores,
+            self.correction,
+            self.scaling_factor,
         )
-        router = routing.Router(a.router.contiguous(), None if a.bias is None else a.bias.contiguous(), shared_gate)
-        routing.launch_logits(here, x, (a.norm.contiguous(), a.eps, a.unit_offset), router, z, logits)
-        correction = None if a.correction is None else a.correction.contiguous()
-        routing.launch_choice(here, logits, ids, weights, routing.Choice(a.norm_topk, a.scores, correction, a.scaling_factor))
-    return Routed(z, ids, weights, None if shared_gate is None else shared_gate[1])
+        _check(self.x, mixture)
+        return mixture
+
+    def _weight(self, data: Tensor, format: str, bias: Tensor | None, shape: tuple[int, ...]) -> Weight:
+        layout = cpu_tiles.NAME if data.is_cpu else gpu_tiles.NAME
+        packed = Packed(as_format(format), shape, layout if len(shape) == 2 else PREFIX + layout, data, name=format)
+        return Weight(packed, bias, self.compute, self.activation)
 
 
-def _add_experts_on_gpu(*args: *_Arguments) -> Tensor:
-    a = _Arguments(*args)
-    a = a._replace(compute="float") if a.compute == "auto" else a
-    a.check()
-    here = gpu(a.x.get_device())
-    choice = choose(a.problem(), here) if a.x.numel() else None
+def _op_arguments(mixture: Experts) -> tuple[object, ...]:
+    """Return the arguments of `halfbyte::add_experts` after x."""
+    if mixture.pre_norm.layer_norm:
+        raise ArgumentError("the norm before experts is an RMS norm, got a layer norm: compute this layer in torch")
+    router = mixture.router, mixture.router_bias, mixture.top_k, mixture.norm_topk
+    scores = mixture.scores, mixture.correction_bias, mixture.scaling_factor
+    stacks = *_weight_arguments(mixture.gate_up), *_weight_arguments(mixture.down_proj)
+    clamped = None if mixture.clamped is None else [*mixture.clamped]
+    shared: tuple[object, ...] = (None, *_weight_arguments(None), *_weight_arguments(None), 0)
+    if (expert := mixture.shared_expert) is not None:
+        products = *_weight_arguments(expert.gate_up), *_weight_arguments(expert.down_proj)
+        shared = (expert.gate, *products, expert.down_proj.packed.shape[1])
+    computes = mixture.gate_up.compute, mixture.gate_up.activation
+    return *mixture.pre_norm[:3], *router, *scores, *stacks, mixture.inner, clamped, *shared, *computes
+
+
+def _weight_arguments(weight: Weight | None) -> tuple[Tensor | None, str, Tensor | None]:
+    return (None, "", None) if weight is None else (weight.packed.data, weight.packed.name, weight.bias)
+
+
+def _in_torch(*args: *_OpArguments) -> Tensor:
+    a = _OpArguments(*args)
+    mixture = a.checked_mixture()
+    return _add_in_parts(a.x, _route_in_torch(a.x, mixture), mixture)
+
+
+def _on_gpu(*args: *_OpArguments) -> Tensor:
+    """Compute the op by kernels where there are some for its router and experts, else in torch's operations."""
+    a = _OpArguments(*args)
+    x, mixture, here = a.x, a.checked_mixture(), gpu(a.x.get_device())
+    choice = choose(_problem(mixture, x), here) if x.numel() else None
     if choice is None or choice.taken is None:
-        return _add_experts_in_torch(*a)
-    return _add_routed_on_gpu(a, _route_on_gpu(a, here), choice)
+        return _add_in_parts(x, _route_in_torch(x, mixture), mixture)
+    return _add_routed_on_gpu(x, _route_on_gpu(x, mixture, here), mixture, choice)
 
 
-def _add_routed_on_gpu(a: _Arguments, routed: Routed, choice: Choice[ExpertsProblem, ExpertsCandidate]) -> Tensor:
-    """Compute the op from the rows' experts, by the kernels that were chosen."""
-    from halfbyte.kernels.gpu.experts import grouped, routing
-    from halfbyte.kernels.gpu.transformer import gates
-
-    assert choice.taken is not None
-    here, (experts, k), (z, ids, weights, shared_logits) = gpu(a.x.get_device()), a.router.shape, routed
-    x = a.x.contiguous().view(-1, k)
-    m, routed_rows = len(x), len(x) * a.top_k
-    out, inner = output(torch.empty_like(x)), output(x.new_empty(routed_rows, a.inner))
-    with on(x):
-        if (config := choice.taken.config) is not None:
-            nbytes = experts * packed_bytes(a.gate_up_format, 2 * a.inner, k, "cuda")
-            check_bytes(a.gate_up, nbytes, x.device, f"{a.gate_up_format} of shape [{experts}, {2 * a.inner}, {k}]")
-            grouped.launch(choice.problem.first, config, z, aligned(a.gate_up), ids.view(-1), inner, None, gates="silu")
-        elif a.clamped is None:
-            gates.launch(here, a.product(z, ids, down=False).view(routed_rows, -1), inner)
-        else:
-            gates.launch_clamped(here, a.product(z, ids, down=False).view(routed_rows, -1), inner, *a.clamped)
-        y = a.product(inner.view(m, a.top_k, -1), ids, down=True)
-        shared = None if a.shared_up is None else (shared_logits, a.of_shared(z))
-        routing.launch_sum(here, y.view(routed_rows, k), weights, x, out, shared)
-    return out.view(a.x.shape)
+def _problem(mixture: Experts, x: Tensor) -> ExpertsProblem:
+    """Return the problem that `dispatch` chooses kernels for."""
+    up, down, (experts, k) = mixture.gate_up, mixture.down_proj, mixture.router.shape
+    sizes, kinds = (x.numel() // k, experts, mixture.top_k, k, mixture.inner), (up.compute, up.activation)
+    clamped, biased = mixture.clamped is not None, up.bias is not None
+    return ExpertsProblem(*sizes, up.packed.format, down.packed.format, x.dtype, *kinds, clamped=clamped, biased=biased)  # type: ignore[arg-type]
 
 
-def problem_of(mixture: Experts, rows: int, dtype: torch.dtype) -> ExpertsProblem:
-    """Return the problem of `mixture` for so many rows that `dispatch` chooses a kernel for."""
-    up, down = mixture.gate_up.packed, mixture.down_proj.packed
-    kinds = mixture.gate_up.compute, mixture.gate_up.activation
-    sizes = rows, up.shape[0], mixture.top_k, mixture.k, down.shape[2]
-    clamped, biased = mixture.clamped is not None, mixture.gate_up.bias is not None
-    return ExpertsProblem(*sizes, up.format, down.format, dtype, *kinds, clamped=clamped, biased=biased)  # type: ignore[arg-type]
-
-
-def describe(mixture: Experts, rows: int, dtype: torch.dtype, here: Gpu) -> str:
-    """Say which kernels compute `mixture` for so many rows, where none of its steps is left to torch."""
-    if mixture.clamped is None:
-        taken = choose(problem_of(mixture, rows, dtype), here).taken
-        within = taken is not None and taken.config is not None
-        gates = "with silu(gate) * up" if within else "before a kernel of silu(gate) * up"
-    else:
-        gates = f"before a kernel of {CLAMPED}"
-    shared = "" if mixture.shared_expert is None else ", what is shared"
-    return f"gate_up {gates}, then down, both of the routed experts, then a kernel of their sum by weights{shared} and the residual"
-
-
-def _fake(*args: *_Arguments) -> Tensor:
-    a = _Arguments(*args)
-    a.check()
+def _fake(*args: *_OpArguments) -> Tensor:
+    a = _OpArguments(*args)
+    a.checked_mixture()
     return a.x.new_empty(a.x.shape)
 
 
-_library.impl("add_experts", _add_experts_in_torch, "CPU")
-_library.impl("add_experts", _add_experts_on_gpu, "CUDA")
+_library.impl("add_experts", _in_torch, "CPU")
+_library.impl("add_experts", _on_gpu, "CUDA")
 torch.library.register_fake("halfbyte::add_experts", _fake, lib=_library)

@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensorMode
 from halfbyte.formats import as_format
 from halfbyte.kernels.gpu.conv import depthwise, dynamic, few, implicit_gemm
 from halfbyte.kernels.gpu.conv import image as conv_image
-from halfbyte.kernels.gpu.conv.stem import stem_of
+from halfbyte.kernels.gpu.conv.stem import memory_for, stem_of, write
+from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.problem import ConvProblem, Epilogue, Window
 from halfbyte.layouts import convolution
 from halfbyte.layouts.convolution import Filter
@@ -122,6 +123,19 @@ def test_pixels_of_a_stem_are_counted_in_int32() -> None:
     assert stem is not None
     assert stem.image == (1, 256)
     assert stem_of(replace(problem, batch=most + 1)) is None
+
+
+def test_offsets_of_a_stem_are_int32() -> None:
+    """Where a pixel's batch comes last in memory, rows of one image may lie 2^31 elements from each other: the image is copied then."""
+    sizes, strides = Filter(as_format("int8_channel"), 64, 3, (3, 3)), list[tuple[int, ...]]()
+    for batch in (1 << 14, 1 << 15):
+        stem = stem_of(ConvProblem(sizes, Window((2, 2), (1, 1, 1, 1)), batch, (128, 256), torch.float16))
+        assert stem is not None
+        x = torch.empty(128, 256, 3, batch, dtype=torch.float16, device="meta").permute(3, 2, 0, 1)
+        with launcher.recording(dry=True) as recording:
+            write(stem, x, memory_for(stem, x), 0)
+        strides.append(recording.launches[0].args[3])  # type: ignore[arg-type]
+    assert strides == [(1, 1 << 14, 768 << 14, 3 << 14), (98304, 32768, 256, 1)]
 
 
 def test_outputs_of_a_pool_are_counted_in_int32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -324,7 +324,7 @@ def test_a_stack_of_another_size(device: torch.device) -> None:
 
 # Ahead of time: what layers of other families have that those of Llama (test_decoding_kernels.py) have not
 
-KERNELS = ["_logits", "_choose", "_sum", "_clamped", "_gates", "_gates", "_layer_norm", "_added", "_added", "_sections"]
+KERNELS = ["_logits", "_choose", "_sum", "_clamped", "_gates", "_gates", "_norm", "_added", "_added", "_sections"]
 KERNELS += [*["_attend", "_add_up"] * 9, "_logits", "_sum", "_choose", "_choose", "_sum", "_norm", "_logits_of_many", "_logits_of_many"]
 
 

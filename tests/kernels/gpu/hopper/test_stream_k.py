@@ -35,7 +35,7 @@ def _segments(found, shape, S: gl.constexpr):
     place = found + gl.program_id(0) * MOST_SEGMENTS * 5
     at = share.end - share.end
     while at < share.end:
-        segment = segment_at(at, share, divisors, shape, S)
+        segment = segment_at(at, share, divisors, shape)
         gl.store(place, segment.tile)
         gl.store(place + 1, segment.pm)
         gl.store(place + 2, segment.pn)

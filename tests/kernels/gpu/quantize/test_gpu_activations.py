@@ -57,6 +57,15 @@ def samples(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return whole.to(device)[:, :k]
 
 
+def test_granules_whose_offsets_exceed_int32_are_refused() -> None:
+    def reason(m: int, n: int) -> str | None:
+        return activations.supports(Problem("linear", m, n, 1 << 14, as_format("int8_g16"), torch.float16, "int8"))
+
+    assert reason((1 << 21) - 256, 64) is None
+    assert "1024 granules of 2097152 rows" in str(reason((1 << 21) - 255, 64))
+    assert "1024 granules of 2097152 rows" in str(reason(1, 1 << 21))
+
+
 def check(x: Tensor, name: str, activation: Activation, paired: bool = False) -> None:
     problem = Problem("linear", len(x), 5, x.shape[1], as_format(name), x.dtype, "int8", activation, paired=paired)
     plan = activations.plan(problem)

@@ -55,7 +55,8 @@ def test_a_layer_norm(m: int, k: int, dtype: torch.dtype, unit_offset: bool, shi
     x, factor = (torch.randn(m, k) * 3 + 20).to(dtype), (1 + torch.randn(k) / 4).to(dtype)
     shift = torch.randn(k).to(dtype) if shifted else None
     out = torch.full((m, k), torch.nan, dtype=dtype, device=device)
-    norm.launch_layer_norm(gpu, x.to(device), (factor.to(device), EPS, unit_offset), None if shift is None else shift.to(device), out)
+    bias = None if shift is None else shift.to(device)
+    norm.launch(gpu, x.to(device), (factor.to(device), EPS, unit_offset), out, layer_norm=True, bias=bias)
     difference = x.double() - x.double().mean(1, keepdim=True)
     root = (difference.square().mean(1, keepdim=True) + EPS).rsqrt()
     part = difference * root * (factor.double() + unit_offset)

@@ -9,8 +9,7 @@ Arguments that the functions share:
 
     S          a `Static`
     grid       tiles along outputs, images, rows and columns of y; a tile's index counts outputs fastest, then columns, rows and images
-    image      batch, height and width of x, height and width of y
-    window     padding at the top and at the left, dilation along rows and along columns
+    image, window   `Image` and `Window` of `hopper_write.py`
     bounds     `Epilogue.numbers`: the clamp of y, then scales, offset and clamp of the addition, if there is one
     table      of codes: float32 [4 or 4 + taps, table_stride], of which rows 0 to 2 are the constant, the multiplier and the integer that
                is added to the sums of each output, and row 4 + tap the integer to add where that tap is outside of the image; floats: None
@@ -30,6 +29,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from halfbyte.kernels.gpu.conv.hopper_write import (
     GROUP,
+    Place,
+    Requantization,
+    Slots,
     half_of,
     load_residual,
     pieces_of,
@@ -251,7 +253,7 @@ def _produce(x_desc, weight_desc, residual_desc, smem, ring, grid, window, S: gl
                     target = reinterpret(
                         slot_smem.index(2 * slot + i), residual_desc.dtype, residual_desc.block_shape, residual_desc.layout
                     )
-                    async_load(residual_desc, half_of((n + 64 * g, b, y, x), i, S), slot_full.index(slot), target)
+                    async_load(residual_desc, half_of(n + 64 * g, b, y, x, i, S), slot_full.index(slot), target)
                 slot_step += 1
 
 
@@ -260,11 +262,10 @@ def _load_x(x_desc, x_smem, full, stage, t, b, y, x, window, S: gl.constexpr):
     """Load what step t of a tile reads of x: the tile's box from image b, row y and column x on, moved by the step's first tap."""
     BOX: gl.constexpr = x_desc.block_shape
     LOADS: gl.constexpr = S.buffers // S.columns_per_load if S.sweep else 1
-    pad_top, pad_left, dilation_y, dilation_x = window
     tap = t // S.steps_per_tap * S.taps_per_stage
     channel = t % S.steps_per_tap * S.channels
-    down = tap // S.kernel_w * dilation_y - pad_top
-    right = tap % S.kernel_w * dilation_x - pad_left
+    down = tap // S.kernel_w * window.dilation_y - window.top
+    right = tap % S.kernel_w * window.dilation_x - window.left
     iy = y + down
     ix = x + right
     if S.sweep:
@@ -301,6 +302,7 @@ def _consume(args, W: gl.constexpr, S: gl.constexpr):
     smem, ring, table, y_desc, out, added, N, grid, image, window, bounds, table_stride = args
     x_smem, weight_smem, slot_smem = smem
     full, empty, weight_loaded, slot_full, slot_free = ring
+    slots = Slots(slot_smem, slot_full, slot_free)
     bias, residual = added
     STAGES: gl.constexpr = S.stages
     COLUMNS: gl.constexpr = S.columns
@@ -319,13 +321,15 @@ def _consume(args, W: gl.constexpr, S: gl.constexpr):
     step = 0
     slot_step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        requant = ()  # as `hopper_write` takes it; loaded before the products
-        if INTEGER:
-            rn = gl.minimum(_piece_origin(tile, 0, W, grid, S)[0] + gl.arange(0, 64, layout=gl.SliceLayout(1, PIECE)), N - 1)
-            requant = (rn, gl.load(table + rn), gl.load(table + table_stride + rn))  # type: ignore[assignment]
-            requant += (gl.load(table + 2 * table_stride + rn).to(gl.int32, bitcast=True),)  # type: ignore[assignment]
+        if INTEGER:  # loaded before the products
+            rn = gl.minimum(_place_of(tile, 0, W, grid, S).output + gl.arange(0, 64, layout=gl.SliceLayout(1, PIECE)), N - 1)
+            constant = gl.load(table + rn)
+            multiplier = gl.load(table + table_stride + rn)
+            start = gl.load(table + 2 * table_stride + rn).to(gl.int32, bitcast=True)
+            padding_terms = ()
             for tap in gl.static_range(PADDING_TAPS):
-                requant += (gl.load(table + (4 + tap) * table_stride + rn).to(gl.int32, bitcast=True),)  # type: ignore[assignment]
+                padding_terms += (gl.load(table + (4 + tap) * table_stride + rn).to(gl.int32, bitcast=True),)  # type: ignore[assignment]
+            requant = Requantization(rn, constant, multiplier, start, padding_terms)
         acc = gl.zeros([64, COLUMNS], gl.int32 if INTEGER else gl.float32, layout=MMA)
         for t in range(S.steps):
             stage = step % STAGES
@@ -341,15 +345,13 @@ def _consume(args, W: gl.constexpr, S: gl.constexpr):
         mbarrier.arrive(empty.index((step - 1) % STAGES), count=1)
         pieces = pieces_of(acc, PIECE_WIDTH)
         if S.slots:
-            at = _piece_origin(tile, 0, W, grid, S)
+            at = _place_of(tile, 0, W, grid, S)
             if INTEGER:
-                slot_step = send_codes(
-                    acc, table, requant, y_desc, slot_smem, slot_full, slot_free, slot_step, at, image, window, bounds, table_stride, W, S
-                )
+                slot_step = send_codes(acc, table, requant, y_desc, slots, slot_step, at, image, window, bounds, table_stride, W, S)
             else:
-                slot_step = send(pieces, y_desc, slot_smem, bias, slot_full, slot_free, slot_step, N, at, bounds, W, S)
+                slot_step = send(pieces, y_desc, slots, bias, slot_step, N, at, bounds, W, S)
         for i in gl.static_range(0 if S.slots else COLUMNS // PIECE_WIDTH):
-            at = _piece_origin(tile, i * PIECE_WIDTH, W, grid, S)
+            at = _place_of(tile, i * PIECE_WIDTH, W, grid, S)
             piece_residual = None
             if residual is not None:
                 piece_residual = load_residual(residual, N, at, image, WIDTH, S)
@@ -389,13 +391,12 @@ def _operands(x_smem, weight_smem, stage, t, TAP: gl.constexpr, W: gl.constexpr,
 
 
 @gluon.jit
-def _piece_origin(tile, column, W: gl.constexpr, grid, S: gl.constexpr):
-    """Return what columns `column` and on of a warpgroup's sums are: the first output, the first pixel within the tile's box, and the box's
-    first image, row and column."""
+def _place_of(tile, column, W: gl.constexpr, grid, S: gl.constexpr):
+    """Return the `Place` of columns `column` and on of a warpgroup's sums."""
     n, b, y, x = _tile_origin(tile, grid, S)
     if S.direct:
-        return n + column, W * 64, b, y, x
+        return Place(n + column, W * 64, b, y, x)
     elif S.outputs == 128:
-        return n + W * 64, column, b, y, x
+        return Place(n + W * 64, column, b, y, x)
     else:
-        return n, W * S.columns + column, b, y, x
+        return Place(n, W * S.columns + column, b, y, x)

@@ -108,6 +108,8 @@ def write(stem: Stem, x: Tensor, out: Tensor, outside: int) -> None:
         out: `memory_for(stem, x)`.
         outside: The code of padding, if x is int8; floats are padded with 0.
     """
+    if sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)) >= 1 << 31:
+        x = x.contiguous()  # offsets within an image are int32
     columns = stem.image[1] * stem.overlap // stem.channels
     pixels, early = stem.batch * stem.image[0] * columns, early_after(x)
     top, _, left, _ = stem.original.window.padding

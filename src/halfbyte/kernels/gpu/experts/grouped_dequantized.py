@@ -8,8 +8,6 @@ Arithmetic: weights are rounded once to bfloat16, sums are float32 and rounded o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from halfbyte.kernels.gpu.experts import grouped
 from halfbyte.kernels.gpu.linear import skinny_config
+from halfbyte.kernels.gpu.linear.dequantized import Config
 from halfbyte.kernels.gpu.quantize import dequantize
 from halfbyte.kernels.gpu.runtime import launch as launcher
 from halfbyte.kernels.problem import Problem
@@ -27,11 +26,6 @@ _BLOCK = 1024  # elements of y that a program of `_put` takes
 # Rows per expert from which it is faster than the other kernels, by whether those scale sums or dequantize weights.
 _LEAST_ROWS = {"sums": 384, "weights": 256}
 _MEMORY_SHARE = 32  # dequantized weights take at most this part of the GPU's memory
-
-
-@dataclass(frozen=True)
-class Config:
-    """There is nothing to choose."""
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:

@@ -88,7 +88,7 @@ def divisors_of(shape, S: gl.constexpr):
 
 
 @gluon.jit
-def segment_at(at, share, divisors, shape, S: gl.constexpr):
+def segment_at(at, share, divisors, shape):
     """Return the `Segment` that begins with this program's K slab `at`.
 
     GROUP tiles along M follow each other for each tile along N, so that both operands are found in the L2 cache again.

@@ -229,7 +229,7 @@ def _produce(operands, ring, shape, S: gl.constexpr):
     share = share_of_program(shape, S)
     divisors = divisors_of(shape, S)
     at = share.start - share.start
-    segment = segment_at(at, share, divisors, shape, S)
+    segment = segment_at(at, share, divisors, shape)
     step = gl.minimum(segment.count * S.stages_per_slab, STAGES)
     boxes = _x_boxes(segment.pm, operands.x, shape, S)
     for i in range(step):  # the weight, before the previous kernel has ended
@@ -239,7 +239,7 @@ def _produce(operands, ring, shape, S: gl.constexpr):
         load_x(operands.x, ring, boxes, segment.first * S.stages_per_slab + i, i, S)
     loaded = step
     while at < share.end:
-        segment = segment_at(at, share, divisors, shape, S)
+        segment = segment_at(at, share, divisors, shape)
         boxes = _x_boxes(segment.pm, operands.x, shape, S)
         for r in range(segment.first * S.stages_per_slab + loaded, (segment.first + segment.count) * S.stages_per_slab):
             load_stage(operands, ring, boxes, WeightOffset(0, 0), segment.pn, r, step, shape, S)
@@ -263,7 +263,7 @@ def _consume(ring, scale, outputs, scratch, shape, HALF: gl.constexpr, S: gl.con
     share = share_of_program(shape, S)
     divisors = divisors_of(shape, S)
     at = share.start - share.start
-    tile, pm, pn, _first, count = segment_at(at, share, divisors, shape, S)
+    tile, pm, pn, _first, count = segment_at(at, share, divisors, shape)
     gdc_wait()
     while at < share.end:
         if scratch is not None:  # divisions take long: before the first slabs have arrived
@@ -272,7 +272,7 @@ def _consume(ring, scale, outputs, scratch, shape, HALF: gl.constexpr, S: gl.con
         acc, step = multiply_slabs(ring, stored, scale, first_n, count, step, high, shape, HALF, DTYPE, S)
         acc = acc[0]
         at += count
-        tile, pm, pn, _first, count = segment_at(gl.minimum(at, share.end - 1), share, divisors, shape, S)
+        tile, pm, pn, _first, count = segment_at(gl.minimum(at, share.end - 1), share, divisors, shape)
         if scratch is not None:
             if slabs < shape.k_slabs:
                 reduce_tile(acc, outputs, first_n, first_m, this_tile, sharing, at < share.end, scratch, shape, HALF, S)

@@ -192,14 +192,17 @@ def _most_block_m(plan: Plan) -> int:
 
 
 def _least_block_m(plan: Plan) -> int:
+    """Return the smallest block_m that configs have."""
     return 8 if plan.granule == gpu_tiles.RECORD else 16
 
 
 def _tiles(problem: Problem, config: Config) -> int:
+    """Return the number of tiles of y."""
     return -(-problem.m // config.block_m) * -(-problem.n // config.block_n)
 
 
 def _weight_sums_bytes(problem: Problem) -> int:
+    """Return the bytes of the sums of the weight's granules, which offsets of x multiply."""
     plan, geo = activations.plan(problem), gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     return aligned(4 * plan.granules * geo.n_padded) if plan.with_offset else 0
 
@@ -221,7 +224,7 @@ def compiled_for(problem: Problem, config: Config, *, clamp: bool) -> Static:
 
 
 def workspace_bytes(problem: Problem, config: Config) -> int:
-    """Bytes that `multiply` needs: sums of the weight where x has an offset, partial sums where K is split."""
+    """Return the bytes that `multiply` needs: sums of the weight where x has an offset, partial sums where K is split."""
     partials = 4 * config.split * _tiles(problem, config) * config.block_m * config.block_n if config.split > 1 else 0
     return _weight_sums_bytes(problem) + partials
 
@@ -236,7 +239,8 @@ def multiply(
     memory: Tensor,
     table: Tensor | None = None,
 ) -> None:
-    """The product alone, with `workspace_bytes(problem, config)` bytes of `memory`; with qlinear's table [3, at least N] to int8."""
+    """Launch the product of a quantized x, with `workspace_bytes(problem, config)` bytes of memory; with qlinear's table [3, at least N]
+    y is int8."""
     plan, geo = x.plan, gpu_tiles.geometry(problem.format, (problem.n, problem.k))
     tiles, static = _tiles(problem, config), compiled_for(problem, config, clamp=epilogue.clamps)
     codes, scale, zero = weight.codes.view(torch.int8), weight.scale, weight.zero
@@ -286,8 +290,8 @@ PLANES = tl.constexpr(
 
 @triton.jit
 def halves(codes, BN: tl.constexpr, SLABS: tl.constexpr, ASM: tl.constexpr):
-    """Bytes [BN / 64, RECORDS * 4096] of records -> 16 * (u - 8) of their low and of their high nibbles, int8 [BN, 64 * RECORDS] each."""
-    b = tl.reshape(codes, (BN // 64, SLABS, 2, 4, 8, 4, 2, 2, 4))  # panel, record, kt, nt, row, k4, khalf, rowhalf, byte
+    """Return the low and the high nibbles of K slabs, bytes [BN / 64, SLABS * 4096], as 16 * (u - 8), int8 [BN, 64 * SLABS] each."""
+    b = tl.reshape(codes, (BN // 64, SLABS, 2, 4, 8, 4, 2, 2, 4))  # panel, slab, kt, nt, row, k4, khalf, rowhalf, byte
     b = tl.permute(b, (0, 3, 7, 4, 1, 2, 6, 5, 8))
     b = tl.reshape(b, (BN, 64 * SLABS))
     if ASM:
@@ -299,7 +303,8 @@ def halves(codes, BN: tl.constexpr, SLABS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def planes(words, BN: tl.constexpr, ASM: tl.constexpr):
-    """Words [BN / 64, 2048] of a record -> 16 * (u - 8) of k = 0 … 31, 32 … 63, 64 … 95 and 96 … 127, int8 [BN, 32] each."""
+    """Return the nibbles of a K slab, words [BN / 64, 2048], as 16 * (u - 8) of k = 0 … 31, 32 … 63, 64 … 95 and 96 … 127, int8 [BN, 32]
+    each."""
     if ASM:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             PLANES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r", [words], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=8
@@ -316,6 +321,7 @@ def planes(words, BN: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _operand(plane, BN: tl.constexpr):
+    """Return a plane's elements in the order of the weight's rows, [BN, 32]."""
     p = tl.reshape(plane, (BN // 64, 2, 4, 8, 4, 2, 4))  # panel, kt, nt, row, k4, rowhalf, byte
     return tl.reshape(tl.permute(p, (0, 2, 5, 3, 1, 4, 6)), (BN, 32))
 
@@ -517,7 +523,7 @@ def _gemm(x, weight, table, out, added, bounds, scratch, M, shape, table_row, S:
     """Compute tile program_id(0), or the share of its K that program_id(1) has.
 
     x, weight  ActivationPointers, WeightPointers
-    table      of `ops.requantization_table`: the result is int8; or None
+    table      of `ops.requantization_table`, for y in int8; or None
     added      bias and residual; each may be None
     bounds     of the clamp
     scratch    partial sums and locks; None: one program has all of K
@@ -528,7 +534,7 @@ def _gemm(x, weight, table, out, added, bounds, scratch, M, shape, table_row, S:
     tiles_m = tl.cdiv(M, BM)
     pm = tl.program_id(0) % tiles_m
     pn = tl.program_id(0) // tiles_m
-    # What lies outside is computed from the last row's data and not written.
+    # Out-of-bounds rows are computed from the last row's data, and not written.
     rm = pm * BM + tl.arange(0, BM)
     rn = pn * BN + tl.arange(0, BN)
     rm_read = tl.minimum(rm, M - 1)
@@ -541,7 +547,7 @@ def _gemm(x, weight, table, out, added, bounds, scratch, M, shape, table_row, S:
     wp, xp = _tile_pointers(x, weight, pn, rn_read, rm_read, shape, S)
     acc = _sum_slabs(x, weight, wp, xp, first, end, shape, rn_read, rm, S)
     if S.split > 1:
-        # Results of a program that has nothing to add are zeros.
+        # A program without K slabs stores zeros.
         place = tl.program_id(0).to(tl.int64) * (BN * BM) + tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
         slot_stride = tl.num_programs(0).to(tl.int64) * (BN * BM)
         lock = scratch[1] + tl.program_id(0)

@@ -40,11 +40,11 @@ def configs(problem: Problem, gpu: Gpu) -> tuple[Config, ...]:
 def launch(
     problem: Problem, config: Config, x: Tensor, weight: gpu_tiles.Views, table: Tensor, out: Tensor, clamp: tuple[int, int]
 ) -> None:
-    """x int8 [M, K], the weight's sections, table float32 [3, at least N], out int8 [M, N]."""
+    """x int8 [M, K], contiguous, at a multiple of 16 bytes; the weight's sections, table float32 [3, at least N], out int8 [M, N]."""
     plan = activations.plan(problem)
     memory = workspace(out.device, plan.nbytes + gemm_int8.workspace_bytes(problem, config))
     quantized = activations.views(plan, memory)
-    if plan.order != "plain" or plan.k != plan.k_padded or x.stride(0) != plan.k or x.data_ptr() % 16:
+    if plan.order != "plain" or plan.k != plan.k_padded:
         activations.arrange(x, plan, memory)
     else:
         quantized = activations.Quantized(plan, x, quantized.scale, quantized.sums, None)

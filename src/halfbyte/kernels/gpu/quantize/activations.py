@@ -172,6 +172,10 @@ def supports(problem: Problem) -> str | None:
     block = problem.format.block_size(problem.k)
     if piece(block, problem.k) < block and piece(block, problem.k) % gpu_tiles.RECORD:
         return f"blocks of {block} would be summed in pieces of {piece(block, problem.k)}, not whole K slabs of {gpu_tiles.RECORD}"
+    geo = gpu_tiles.geometry(problem.format, (problem.n, problem.k))
+    granules, rows = geo.k_padded // min(geo.padded, gpu_tiles.RECORD), max(round_up(problem.m, _LARGEST_TILE), geo.n_padded)
+    if granules * rows >= 1 << 31:
+        return f"offsets of scales and sums are int32, and {granules} granules of {rows} rows have 2^31 or more"
     return None
 
 

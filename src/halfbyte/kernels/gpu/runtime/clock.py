@@ -1,8 +1,8 @@
-"""Times on a GPU as models see them: launches replayed from a CUDA graph, weights from memory, contenders in turn.
+"""Measures kernels as models run them: replayed from a CUDA graph, with weights that are not in the caches.
 
 A contender is a sequence of launches of the same work on different weights, together larger than the caches. Its graph holds
-them all, so that the time of one launch includes what follows from its neighbours (the tail of a wave, overlapping starts)
-and nothing of the host's.
+them all, so that the time of one launch includes the effects of its neighbours (the tail of a wave, overlapping starts)
+and no host overhead.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from halfbyte.timing import Timing
 def graph_times(
     contenders: Mapping[str, Sequence[Callable[[], object]]], *, rounds: int = 15, min_seconds: float = 2e-4
 ) -> dict[str, Timing]:
-    """Seconds that one launch of each contender takes. Contenders take repeats, every other round backwards.
+    """Return the seconds that one launch of each contender takes.
 
-    A graph repeats its contender's launches until they take about `min_seconds`. What a launch returns is dropped.
+    Args:
+        contenders: The launches of each, by name; their results are dropped.
+        rounds: Times that each is measured. Contenders take turns, every other round in the reverse order.
+        min_seconds: About how long a replay takes: a graph repeats its contender's launches so often.
     """
     graphs = {name: _graph(launches, min_seconds) for name, launches in contenders.items()}
     runs: dict[str, list[float]] = {name: [] for name in graphs}
@@ -38,12 +41,12 @@ def graph_times(
 
 
 def copies(nbytes: int, l2: int) -> int:
-    """How many copies of `nbytes` exceed the second-level cache four times over (at least 2, at most 64)."""
+    """Return how many copies of `nbytes` exceed the second-level cache four times over (at least 2, at most 64)."""
     return max(2, min(64, -(-4 * l2 // max(1, nbytes))))
 
 
 def _graph(launches: Sequence[Callable[[], object]], min_seconds: float) -> tuple[torch.cuda.CUDAGraph, int, scratch.Owner]:
-    """The graph, how many launches it holds, and who keeps the memory that kernels share in it."""
+    """Return the graph, how many launches it holds, and the owner of its scratch buffers."""
 
     def once() -> None:
         for each in launches:
@@ -51,7 +54,7 @@ def _graph(launches: Sequence[Callable[[], object]], min_seconds: float) -> tupl
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles, and allocates what is kept
+    with torch.cuda.stream(stream):  # compiles, and allocates scratch buffers that are cached
         once()
         once()
         seconds = _seconds(once)
@@ -67,6 +70,7 @@ def _graph(launches: Sequence[Callable[[], object]], min_seconds: float) -> tupl
 
 
 def _seconds(run: Callable[[], object]) -> float:
+    """Return the seconds that the GPU takes for `run`."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()

@@ -76,13 +76,13 @@ def _scratch_of(index: int) -> _DeviceScratch:
 
 
 def workspace(device: torch.device, nbytes: int) -> Tensor:
-    """uint8 [at least nbytes] of unknown content, aligned to 256 bytes. The next launch on the same stream may write to it."""
+    """Return uint8 [at least nbytes] of unknown content, aligned to 256 bytes. The next launch on the same stream may write to it."""
     index, stream, graph = _where(device)
     return _workspace_of(_scratch_of(index).workspaces, stream, graph, device, nbytes)
 
 
 def codes_workspace(device: torch.device, nbytes: int) -> Tensor:
-    """A second workspace, for the codes of a sparse weight with its zeros: the launch that reads them may need a workspace itself."""
+    """Return a second workspace, for the codes of a sparse weight with its zeros: the launch that reads them may need one itself."""
     index, stream, graph = _where(device)
     return _workspace_of(_scratch_of(index).codes_workspaces, stream, graph, device, nbytes)
 
@@ -97,7 +97,7 @@ def _workspace_of(by_stream: dict[int, Tensor], stream: int, graph: int, device:
 
 
 def locks(device: torch.device, n: int) -> Tensor:
-    """int32 [at least n], all 0. Kernels that change them leave 0 behind. Some are sums that a program waits for (`skinny_hopper.py`)."""
+    """Return int32 [at least n], all 0. Kernels reset what they change; some are sums that a program polls (`skinny_hopper.py`)."""
     index, stream, graph = _where(device)
     scratch = _scratch_of(index)
     if graph:
@@ -117,7 +117,7 @@ def _locks_of_graph(scratch: _DeviceScratch, device: torch.device, n: int, graph
             scratch.graph_locks[graph] = freed
             return freed
         size, arena = max(_LEAST_GRAPH_LOCKS, _power_of_two(n)), scratch.lock_arena
-        if arena is None or arena.numel() < size:  # setting them to 0 becomes a step of the graph, each time
+        if arena is None or arena.numel() < size:  # each replay of the graph sets them to 0
             return torch.zeros(n, dtype=torch.int32, device=device)
         buffer, scratch.lock_arena = arena[:size], arena[size:]
         scratch.graph_locks[graph] = buffer
@@ -125,7 +125,7 @@ def _locks_of_graph(scratch: _DeviceScratch, device: torch.device, n: int, graph
 
 
 def double_buffer(device: torch.device, nbytes: int) -> Tensor:
-    """uint8 [at least nbytes] of unknown content, aligned to 256 bytes: of two buffers each time the other one; for 0 the last one again.
+    """Return one of two buffers in turn, uint8 [at least nbytes] of unknown content, aligned to 256 bytes.
 
     Kernel A writes to it and B reads that, C and D do so with the other buffer. C may write before B has ended: no kernel uses that buffer
     any more, if readers wait for the kernel before them before they let the next one start, and writers do before they end (gdc_wait).
@@ -133,8 +133,6 @@ def double_buffer(device: torch.device, nbytes: int) -> Tensor:
     index, stream, graph = _where(device)
     scratch, key = _scratch_of(index), (stream, graph)
     buffers = scratch.double_buffers.get(key)
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8, device=device) if buffers is None else buffers[1]
     size, arena = round_up(nbytes, _BUFFER_ALIGNMENT), scratch.buffer_arena
     if buffers is None or buffers[0].numel() < nbytes:
         if graph and (freed := _take(scratch.free_double_buffers, lambda free: free[0].numel() >= nbytes)) is not None:
@@ -145,7 +143,7 @@ def double_buffer(device: torch.device, nbytes: int) -> Tensor:
             memory, scratch.buffer_arena = arena[: 2 * size], arena[2 * size :]
         elif graph or nbytes > _MOST_CACHED_BYTES:
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            memory[:1].zero_()  # by a kernel that lets none start early: all kernels before it have ended then
+            memory[:1].zero_()  # a kernel without programmatic dependent launch: those before it have ended then
             return memory
         else:
             memory = _lasting(torch.uint8, 2 * size, device)
@@ -159,7 +157,7 @@ def double_buffer(device: torch.device, nbytes: int) -> Tensor:
 
 
 def owner(device: torch.device) -> Owner:
-    """The owner of locks and double buffers that are asked for now: while a graph is captured, that graph."""
+    """Return the owner of locks and double buffers that are asked for now: while a graph is captured, that graph."""
     return _where(device)
 
 
@@ -179,7 +177,7 @@ def _take(free: list[_Free], fits: Callable[[_Free], bool]) -> _Free | None:
 
 
 def _lasting(dtype: torch.dtype, n: int, device: torch.device) -> Tensor:
-    """Zeros [n], ready on the current stream, in memory that belongs to no graph whatever this thread is capturing."""
+    """Return zeros [n], ready on the current stream, in memory that belongs to no graph whatever this thread is capturing."""
     if device.type != "cuda":
         return torch.zeros(n, dtype=dtype, device=device)
     stream = torch.cuda.current_stream(device)
@@ -197,7 +195,7 @@ def _power_of_two(n: int) -> int:
 
 
 def _where(device: torch.device) -> Owner:
-    """The index of the device, its current stream, and the graph that the stream is captured into; 0 for none."""
+    """Return the index of the device, its current stream, and the graph that the stream is captured into; 0 for none."""
     if device.type != "cuda":
         return -1, 0, 0
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -214,7 +212,7 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 
 def _capture(stream: int) -> int:
-    """The id of the graph that `stream` is being captured into; none is given twice."""
+    """Return the id of the graph that `stream` is being captured into; no two graphs have the same."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     unwanted = ctypes.c_void_p()
     failed = _capture_info()(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), unwanted, unwanted, unwanted)

@@ -297,9 +297,9 @@ def _attend(qkv, rotary, cache, length, mask, scratch, kv_heads, size, strides, 
     g = tl.arange(0, ROWS)
     inside = d < S.dim
     half = rotated_with(d, S)
-    factors = None  # of queries, and of keys
+    factors = None, None  # of queries, and of keys
     if norms is not None:
-        factors = norm_factors(norms[0], d, half, S) + norm_factors(norms[1], d, half, S)
+        factors = norm_factors(norms[0], d, half, S), norm_factors(norms[1], d, half, S)
     if S.pdl:
         if S.stages == 1:
             _prefetch(cache, first, start, size, S)

@@ -38,6 +38,11 @@ def new_token(qkv, rotary, batch, head, kv_heads, strides, d, half, head_mask, n
 
     All have norms and rope. Key and value are what the cache will hold, in qkv's type; with S.codes the last result is the codes of both,
     then their scales. Without S.others there are queries alone.
+
+    Args:
+        strides: Distances of batches of cosines and of sines.
+        norms: Weights of queries and of keys, and eps; or None.
+        factors: `norm_factors` of queries and of keys, or None for each.
     """
     DIM: tl.constexpr = S.dim
     HEADS: tl.constexpr = S.heads
@@ -47,7 +52,7 @@ def new_token(qkv, rotary, batch, head, kv_heads, strides, d, half, head_mask, n
     row = qkv + batch.to(tl.int64) * ((HEADS + S.others) * kv_heads * DIM)
     at = row + (head * HEADS + g[:, None]) * DIM
     new = row + (HEADS * kv_heads + head) * DIM
-    # Everything is on its way before anything is waited for.
+    # All loads are issued before the first result is used.
     q = tl.load(at + d[None, :], mask=head_mask, other=0.0)
     q_half = tl.load(at + half[None, :], mask=head_mask, other=0.0)
     k, v, codes = q, q, (q, q, q, q)  # placeholders, which are never read
@@ -56,31 +61,37 @@ def new_token(qkv, rotary, batch, head, kv_heads, strides, d, half, head_mask, n
         k_half = tl.load(new + half, mask=inside, other=0.0)
         v = tl.load(new + kv_heads * DIM + d, mask=inside, other=0.0) if S.others == 2 else k
     cos, sin = _rotation(rotary, batch, strides, d, S)
-    q, q_half = q.to(tl.float32), q_half.to(tl.float32)
-    if norms is not None and not S.norm_after_rope:
-        q_root = tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None]
-        q, q_half = q * q_root * factors[0][None, :], q_half * q_root * factors[1][None, :]
-    q = q * cos[None, :] + q_half * sin[None, :]
-    if norms is not None and S.norm_after_rope:
-        q = q * tl.rsqrt(tl.sum(q * q, axis=1) / DIM + norms[2])[:, None] * factors[0][None, :]
-    q *= scale
+    eps = 0.0 if norms is None else norms[2]
+    q = _normed_and_rotated(q, q_half, factors[0], eps, cos, sin, S) * scale
     if S.others > 0:
-        k, k_half = k.to(tl.float32), k_half.to(tl.float32)
         if S.v_norm:
-            wide = v.to(tl.float32)
-            v = (wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / DIM + norms[2])).to(FLOAT)
-        if norms is not None and not S.norm_after_rope:
-            k_root = tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2])
-            k, k_half = k * k_root * factors[2], k_half * k_root * factors[3]
-        k = k * cos + k_half * sin
-        if norms is not None and S.norm_after_rope:
-            k = k * tl.rsqrt(tl.sum(k * k, axis=0) / DIM + norms[2]) * factors[2]
-        k = k.to(FLOAT)
+            v = v.to(tl.float32)
+            v = (v * _inverse_rms(v, eps, S)).to(FLOAT)
+        k = _normed_and_rotated(k, k_half, factors[1], eps, cos, sin, S).to(FLOAT)
         if S.codes:
             k_codes, k_scales, k = encoded(k.to(tl.float32), d, S.groups)
             v_codes, v_scales, v = encoded(v.to(tl.float32), d, S.groups)
             k, v, codes = k.to(FLOAT), v.to(FLOAT), (k_codes, v_codes, k_scales, v_scales)
     return q, k, v, codes
+
+
+@triton.jit
+def _normed_and_rotated(x, x_half, factors, eps, cos, sin, S: tl.constexpr):
+    """Return x [wide] or [rows, wide] with its norm, unless `factors` is None, and rope, in float32; rope rotates `x_half` with x."""
+    x, x_half = x.to(tl.float32), x_half.to(tl.float32)
+    if factors is not None and not S.norm_after_rope:
+        inverse = _inverse_rms(x, eps, S)
+        x, x_half = x * inverse * factors[0], x_half * inverse * factors[1]
+    x = x * cos + x_half * sin
+    if factors is not None and S.norm_after_rope:
+        x = x * _inverse_rms(x, eps, S) * factors[0]
+    return x
+
+
+@triton.jit
+def _inverse_rms(x, eps, S: tl.constexpr):
+    """Return 1 / sqrt(mean(x²) + eps) over the last dimension, which stays as one of size 1."""
+    return tl.rsqrt(tl.sum(x * x, axis=-1, keep_dims=True) / S.dim + eps)
 
 
 @triton.jit

@@ -1,12 +1,12 @@
 """RMSNorm (Zhang and Sennrich, 2019) and LayerNorm (Ba, Kiros and Hinton, 2016) of the rows of x [M, K], in float32, rounded once.
 
     RMSNorm     norm(x) = x / sqrt(mean(x²) + eps) * weight, or * (1 + weight) with `unit_offset` (Gemma)
-    LayerNorm   norm(x) = RMSNorm(x - mean(x)) + shift
+    LayerNorm   norm(x) = RMSNorm(x - mean(x)) + bias
 
-    launch, launch_layer_norm    y = norm(x)
-    launch_sections              y = RMSNorm of two parts of a row, each with its own weight
-    launch_added                 h = scale * (residual + RMSNorm(x)), z = RMSNorm(h): the norm of a half of a layer's output, the residual
-                                 connection, and the norm of the next half's input
+    launch             y = norm(x)
+    launch_sections    y = RMSNorm of two parts of a row, each with its own weight
+    launch_added       h = scale * (residual + RMSNorm(x)), z = RMSNorm(h): the norm of a sublayer's output, the residual connection, and
+                       the norm of the next sublayer's input
 
 A thread block computes a row. In a decode step there are few, and the next kernel starts and loads its weights meanwhile.
 """
@@ -45,20 +45,12 @@ def pair_arguments(norms: tuple[Norm, Norm]) -> tuple[Tensor, Tensor, float]:
     return norms[0][0], norms[1][0], norms[0][1]
 
 
-def launch(gpu: Gpu, x: Tensor, norm: Norm, out: Tensor) -> None:
-    """Launch out = RMSNorm(x); both [M, K], contiguous, K at most MOST."""
-    weight, eps, unit_offset = norm
-    m, k = x.shape
-    pdl = launcher.starts_early(gpu)
-    launcher.run(_norm, (m,), x, weight, eps, out, k, triton.next_power_of_2(k), unit_offset, pdl, num_warps=16, early=pdl)
-
-
-def launch_layer_norm(gpu: Gpu, x: Tensor, norm: Norm, shift: Tensor | None, out: Tensor) -> None:
-    """Launch out = LayerNorm(x); both [M, K], contiguous, K at most MOST; shift [K] of x's dtype, or None."""
+def launch(gpu: Gpu, x: Tensor, norm: Norm, out: Tensor, *, layer_norm: bool = False, bias: Tensor | None = None) -> None:
+    """Launch out = RMSNorm(x) or LayerNorm(x); both [M, K], contiguous, K at most MOST; bias [K] of x's dtype, or None."""
     weight, eps, unit_offset = norm
     m, k = x.shape
     pdl, wide = launcher.starts_early(gpu), triton.next_power_of_2(k)
-    launcher.run(_layer_norm, (m,), x, weight, shift, eps, out, k, wide, unit_offset, pdl, num_warps=16, early=pdl)
+    launcher.run(_norm, (m,), x, weight, bias, eps, out, k, wide, layer_norm, unit_offset, pdl, num_warps=16, early=pdl)
 
 
 def launch_sections(gpu: Gpu, x: Tensor, norms: tuple[Norm, Norm], out: Tensor) -> None:
@@ -110,31 +102,25 @@ def _normed(v, factor, K, eps):
 
 
 @triton.jit
-def _norm(x, weight, eps, out, K, WIDE: tl.constexpr, UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr):
+def _norm(
+    x, weight, bias, eps, out, K, WIDE: tl.constexpr, LAYER_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     i = tl.arange(0, WIDE)
     at = tl.program_id(0).to(tl.int64) * K + i
     factor = _factor(weight, i, K, UNIT_OFFSET)
+    if bias is not None:
+        added = _factor(bias, i, K, False)
     if PDL:
         gdc_wait()
     v = tl.load(x + at, mask=i < K, other=0.0).to(tl.float32)
-    tl.store(out + at, _normed(v, factor, K, eps).to(out.dtype.element_ty), mask=i < K)
-
-
-@triton.jit
-def _layer_norm(x, weight, shift, eps, out, K, WIDE: tl.constexpr, UNIT_OFFSET: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-    i = tl.arange(0, WIDE)
-    at = tl.program_id(0).to(tl.int64) * K + i
-    factor = _factor(weight, i, K, UNIT_OFFSET)
-    added = tl.zeros((WIDE,), tl.float32) if shift is None else _factor(shift, i, K, False)
-    if PDL:
-        gdc_wait()
-    v = tl.load(x + at, mask=i < K, other=0.0).to(tl.float32)
-    v = tl.where(i < K, v - tl.sum(v) / K, 0.0)
-    tl.store(out + at, (_normed(v, factor, K, eps) + added).to(out.dtype.element_ty), mask=i < K)
+    if LAYER_NORM:
+        v = tl.where(i < K, v - tl.sum(v) / K, 0.0)
+    y = _normed(v, factor, K, eps)
+    if bias is not None:
+        y += added
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=i < K)
 
 
 @triton.jit
