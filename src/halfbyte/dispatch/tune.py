@@ -158,7 +158,7 @@ def _read(path: Path, gpu: str | None = None) -> dict[str, object]:
         table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} is not a table of times ({error}): delete it") from error
     sound = isinstance(table, dict) and isinstance(table.get("linear"), dict) and all(map(_is_entry, table["linear"].values()))
     if not sound:
