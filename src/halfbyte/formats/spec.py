@@ -109,7 +109,8 @@ class Format:
             allowed = _listed(f'"{zero}"' for zero in _ZERO_SUFFIXES)
             raise FormatError(f"a format's zero is {allowed}, not {self.zero!r}")
         if self.scale not in _SCALE_NAMES:
-            raise FormatError(f"a format's scales are {_listed(_dtype_name(dtype) for dtype in _SCALE_NAMES)}, not {self.scale!r}")
+            allowed = _listed(str(dtype).removeprefix("torch.") for dtype in _SCALE_NAMES)
+            raise FormatError(f"a format's scales are {allowed}, not {self.scale!r}")
         fields = (self.bits, self.block, self.zero, self.scale, self.family, self.sums)
         if self.codebook and (self.bits, self.zero, self.sums) != (4, "none", False):
             raise FormatError(f"a {self.family} format has 4 bits, no zero and no sums, got {self!r}")
@@ -230,10 +231,6 @@ def _listed(names: Iterable[str]) -> str:
     """Return the names as "a, b or c"."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def zero_size(zero: Zero, number_bytes: int) -> int:
