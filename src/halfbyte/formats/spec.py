@@ -247,11 +247,7 @@ def zero_size(zero: Zero, number_bytes: int) -> int:
 
 
 def codebook(family: Family | Literal[""]) -> tuple[int, ...]:
-    """Return the codes that indices of a family with a codebook stand for; none for "".
-
-    Raises:
-        UnsupportedError: The family has no codebook.
-    """
+    """Return the codes that indices of a family with a codebook stand for; none for ""."""
     return lookup(CODEBOOKS, family, "the codebook") if family else ()
 
 

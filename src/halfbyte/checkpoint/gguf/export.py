@@ -169,11 +169,7 @@ class _Place:
 
 
 def _place(architecture: Architecture, name: str, shape: tuple[int, ...], config: Mapping[str, object]) -> _Place:
-    """Return the place of transformers' tensor `name`, which has `shape`, outputs first.
-
-    Raises:
-        CheckpointError: GGUF has no name for it.
-    """
+    """Return the place of transformers' tensor `name`, which has `shape`, outputs first. Raise CheckpointError if files have none."""
     names = architecture.to_gguf(name)
     if not names:
         raise CheckpointError(f"GGUF has no name for {name} in a {architecture.model}: this model cannot be written as GGUF")

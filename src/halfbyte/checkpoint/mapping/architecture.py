@@ -3,7 +3,7 @@
     skeleton(config, …)      the model on the meta device
     steps_to(model, files)   a `Step` for each tensor, or group of tensors, of the files: renamed, fused or split
 
-`plan.py` calls both, and plans from the steps what is read and quantized. No other file of `checkpoint` calls transformers' conversions.
+`plan.py` plans from the steps what is read and quantized. No other file of `checkpoint` calls transformers' conversions.
 """
 
 from __future__ import annotations
@@ -194,15 +194,9 @@ def steps_to(model: Any, files: Mapping[str, TensorSpec]) -> tuple[list[Step], d
 
 
 def module_classes(config: Mapping[str, object], modules: Iterable[str], files: Iterable[Sequence[int]]) -> dict[str, set[str]]:
-    """Return the names of the class and the base classes of modules that have a weight.
+    """Return the names of the class and the base classes of modules that have a weight, by the modules' names in the files.
 
-    Args:
-        config: config.json.
-        modules: Names in the files.
-        files: As for `skeleton`.
-
-    Returns:
-        Name in the files -> names of classes, without modules that the model lacks or has fused with others.
+    Modules that the model lacks, or has fused with others, are left out. The arguments are those of `skeleton`.
     """
     if find_family(config) is not None:  # the quantized weights of a language model are its embedding's and its Linears'
         return {name: {"Embedding" if name.endswith("embed_tokens") else "Linear", "Module"} for name in modules}
@@ -235,15 +229,7 @@ class _Unreplaced:
 def _conversion(
     model: _Unreplaced, target: str, converter: Any, sources: Sequence[tuple[str, str]], files: Mapping[str, TensorSpec]
 ) -> Step:
-    """Return the step of one of transformers' conversions.
-
-    Args:
-        model: The model.
-        target: Name in the model of the tensor, or of the first tensor, that it computes.
-        converter: transformers' WeightConverter.
-        sources: Names in the files with the patterns of the converter that they match.
-        files: Dtypes and shapes by these names.
-    """
+    """Return the step of a WeightConverter of transformers; `sources` are names in the files with the patterns that they match."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     def run(read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:

@@ -126,10 +126,7 @@ def _passes(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def cached_plan(kernel: LinearKernel, rows: int, threads: int) -> tuple[bytes, int]:
-    """Return the arguments of a part of so many rows, and the bytes of scratch memory that it takes, a multiple of 64.
-
-    They are cached for each Python thread.
-    """
+    """Return the arguments of a part of so many rows, and its bytes of scratch memory, a multiple of 64; cached for each Python thread."""
     key = kernel.number, rows, threads
     plan = PLANS.experts.get(key)
     if plan is None:
