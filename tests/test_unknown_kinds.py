@@ -85,7 +85,7 @@ def specifications(fmt: str = "int4_g32_zp", inner: Any = "int8") -> tuple[Any, 
 @pytest.fixture
 def new_zero(monkeypatch: pytest.MonkeyPatch) -> Format:
     """A format whose zero is in the grammar's list alone."""
-    monkeypatch.setitem(spec._ZERO_NAMES, NEW, "_new")
+    monkeypatch.setitem(spec._ZERO_SUFFIXES, NEW, "_new")
     monkeypatch.setitem(spec._ZEROS, "_new", NEW)
     monkeypatch.setattr(spec, "_GRAMMAR", spec._grammar())
     return Format(4, 32, NEW)

@@ -88,6 +88,7 @@ def test_any_text_is_a_format_or_a_format_error(text: str) -> None:
     ("fields", "allowed"),
     [
         ({"bits": 3}, "4 or 8"),
+        ({"bits": 4.0}, "4 or 8"),
         ({"block": 0}, "channel"),
         ({"block": -32}, "channel"),
         ({"block": "row"}, "channel"),

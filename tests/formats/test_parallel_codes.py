@@ -13,7 +13,7 @@ import halfbyte as hb
 from halfbyte.errors import FormatError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import to_dense
-from halfbyte.formats.sharding import merge, shard, spread, stored_runs, take, unshard
+from halfbyte.formats.sharding import even_ranges, shard, stored_ranges, take, unshard
 
 BLOCKS = ["q4_0", "q4_1", "q8_0", "int4_g128_zp", "int4_g7", "int4_g7_offset", "int8_g5_zp"]
 FORMATS = [*BLOCKS, "int5_g32", "int6_g14_offset", "int4_channel", "int8_channel_zp", "int4_tensor"]
@@ -58,26 +58,24 @@ def test_stacked_codes_are_cut_by_experts() -> None:
 
 
 @given(st.sampled_from(FORMATS), st.data())
-def test_any_runs_are_taken_and_merged(name: str, data: st.DataObject) -> None:
+def test_any_ranges_are_taken(name: str, data: st.DataObject) -> None:
     codes = make(name, 6, 70)
     dim = data.draw(st.sampled_from([0, 1]))
     unit = codes.format.block if dim == 1 and isinstance(codes.format.block, int) else 1
     last = codes.shape[dim] // unit - (dim == 1 and codes.format.block == "channel")  # a part of rows without inputs would have no scale
     bounds = sorted(data.draw(st.sets(st.integers(0, last), max_size=3)) | {0})
     edges = [*(bound * unit for bound in bounds), codes.shape[dim]]
-    runs = list(pairwise(edges))
-    # Two parts: every other run, and the rest with one that both have.
-    actual, yours = tuple(runs[::2]), tuple(sorted({*runs[1::2], runs[-1]}))
-    parts = [take(codes, dim, actual), take(codes, dim, yours)]
-    assert same(merge(codes.format, codes.shape, dim, [actual, yours], parts), codes)
-    whole = codes.dequantize()
-    assert torch.equal(parts[0].dequantize(), torch.cat([whole.narrow(dim, a, b - a) for a, b in actual], dim))
+    ranges = list(pairwise(edges))
+    assert same(unshard([take(codes, dim, (one,)) for one in ranges], dim), codes), "of any sizes"
+    ranges = tuple(ranges[::2])
+    taken, whole = take(codes, dim, ranges), codes.dequantize()
+    assert torch.equal(taken.dequantize(), torch.cat([whole.narrow(dim, a, b - a) for a, b in ranges], dim))
     # What a reader of files takes is the same, where it begins and ends with bytes.
-    if (slices := stored_runs(codes.format, codes.shape, dim, actual)) is not None:
+    if (slices := stored_ranges(codes.format, codes.shape, dim, ranges)) is not None:
         for part, tensor in to_dense(codes).items():
             chosen = slices[part]
             read = tensor if chosen is None else torch.cat([tensor.narrow(dim, a, b - a) for a, b in chosen], dim)
-            assert torch.equal(read, to_dense(parts[0])[part])
+            assert torch.equal(read, to_dense(taken)[part])
     else:
         assert any(edge * codes.format.stored_bits % 8 for edge in edges)
 
@@ -93,14 +91,15 @@ def test_what_is_refused() -> None:
         (lambda: unshard([], 0), "no parts"),
         (lambda: unshard([make("q8_0", 4, 64).reshape((2, 2, 64)), make("q8_0", 2, 64)], 2), r"has 3 dimensions, got \[2, 64\]"),
         (lambda: unshard([codes, make("q8_0", 4, 96)], 0), r"is q4_0 \[4, 96\], got q8_0 \[4, 96\]"),
-        (lambda: merge(codes.format, codes.shape, 1, [((0, 32),)], [shard(codes, 1, 0, 3)]), "32 of 96 along dimension 1: pass all"),
+        (lambda: unshard([take(codes, 1, ((64, 96),)), make("q4_0", 4, 33)], 0), r"is q4_0 \[4, 32\], got q4_0 \[4, 33\]"),
+        (lambda: unshard([make("q4_0", 4, 33), codes], 1), "after whole blocks, at multiples of 32, got 0 … 33 of 129"),
         (lambda: unshard([make("int8_channel", 2, 3), make("int8_channel", 2, 4)], 1), "one scale for what is cut along dimension 1"),
     ):
         with pytest.raises(FormatError, match=words):
             call()
 
 
-def test_spread() -> None:
-    assert spread(10, 3) == [(0, 4), (4, 7), (7, 10)]
-    assert spread(10, 3, 4) == [(0, 4), (4, 8), (8, 10)]
-    assert spread(1, 2) == [(0, 1), (1, 1)]
+def test_even_ranges() -> None:
+    assert even_ranges(10, 3) == [(0, 4), (4, 7), (7, 10)]
+    assert even_ranges(10, 3, 4) == [(0, 4), (4, 8), (8, 10)]
+    assert even_ranges(1, 2) == [(0, 1), (1, 1)]

@@ -110,13 +110,13 @@ def written(gpu: Gpu) -> Path | None:
     return path if path is not None and gpu.name not in _unsaved and path.is_file() else None
 
 
-def keep(gpu: Gpu, problem: Problem, times: Times, path: Path | None = None) -> None:
+def keep(gpu: Gpu, problem: Problem, times: Times) -> None:
     """Add to this machine's table. Two processes or threads may do so at once: the later one wins, and the file is whole at any time.
 
     Where it can't be written, this process alone knows the times, and a warning says so once.
     """
-    path = path or table_path(gpu)
     if gpu.name not in _unsaved:
+        path = table_path(gpu)
         reason: object = env.NO_HOME
         try:
             if path is not None:
@@ -158,7 +158,7 @@ def _read(path: Path, gpu: str | None = None) -> dict[str, object]:
         table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"{path} is not a table of times ({error}): delete it") from error
     sound = isinstance(table, dict) and isinstance(table.get("linear"), dict) and all(map(_is_entry, table["linear"].values()))
     if not sound:

@@ -133,7 +133,7 @@ def _chunks(kind: BlockType, codes: Codes) -> Iterator[_Chunk]:
 
     def per_block(numbers: Tensor, rows: slice) -> Tensor:
         """Repeat scales or zeros of longer blocks of `codes` for each block of the type: [rows, K / block]."""
-        numbers = numbers.expand(n, 1) if fmt.block == "tensor" else numbers.reshape(n, -1)
+        numbers = numbers.reshape(1, 1).expand(n, 1) if fmt.block == "tensor" else numbers.reshape(n, -1)
         return numbers[rows].repeat_interleave(fmt.block_size(k) // block, dim=1)[:, : k // block]
 
     # Codes store signed 4-bit integers as q + 8 (q - q_min) and 8-bit ones as q; the type stores q + point.

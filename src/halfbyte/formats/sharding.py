@@ -1,13 +1,15 @@
-"""Codes split into shards, one per process, and their exact inverse.
+"""Codes cut into shards, one per process, and joined again bit for bit.
 
-A shard along N (rows) or E (experts) has the codes, scales and zeros of its rows. A shard along K has whole blocks, so that no scale
-is needed on both sides of a cut; a scale of a whole row or of the tensor is copied to every shard.
+A shard along N (rows) or E (experts) has the codes, scales and zeros of its rows. A shard along K has whole blocks, so that no two shards
+need the same block's scale; the scale of a whole row or tensor is copied to every shard.
+
+`nn/parallel` cuts the weights of a model in memory by `take`; `checkpoint/native` reads only the `stored_ranges` of a process from a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -17,13 +19,13 @@ from halfbyte.formats.codes import Codes, pack_nibbles, stored_tensors, unpack_n
 from halfbyte.formats.spec import Format
 
 Range = tuple[int, int]  # first, one past the last
-Ranges = tuple[Range, ...]  # whose concatenation is a shard
+Ranges = tuple[Range, ...]  # a shard is their concatenation
 
 
-def spread(count: int, of: int, unit: int = 1) -> list[Range]:
-    """Split 0 … `count` into `of` ranges of whole units, as evenly as possible, the longer first; the last unit may be short."""
-    whole, longer = divmod(-(-count // unit), of)
-    bounds = [min(count, (i * whole + min(i, longer)) * unit) for i in range(of + 1)]
+def even_ranges(size: int, count: int, unit: int = 1) -> list[Range]:
+    """Split 0 … `size` into `count` ranges of whole units, as evenly as possible, the longer first; the last unit may be short."""
+    units, longer = divmod(-(-size // unit), count)
+    bounds = [min(size, (i * units + min(i, longer)) * unit) for i in range(count + 1)]
     return list(pairwise(bounds))
 
 
@@ -51,12 +53,12 @@ def shard(codes: Codes, dim: int, index: int, of: int) -> Codes:
         raise FormatError(f"codes are cut into one part at least, got {of}")
     if not 0 <= index < of:
         raise FormatError(f"a part of {of} is one of 0 … {of - 1}, got {index}")
-    size, unit = codes.shape[axis], input_unit(codes.format) if axis == len(codes.shape) - 1 else 1
-    if axis == len(codes.shape) - 1 and (blocks := -(-size // unit)) < of:
+    size, unit = codes.shape[axis], _unit(codes.format, codes.shape, axis)
+    if _is_k(codes.shape, axis) and (blocks := -(-size // unit)) < of:
         raise FormatError(
             f"{codes.format} codes of shape {list(codes.shape)} have {blocks} blocks a row: cut K into at most {blocks} parts"
         )
-    return take(codes, dim, (spread(size, of, unit)[index],))
+    return take(codes, dim, (even_ranges(size, of, unit)[index],))
 
 
 def unshard(parts: Sequence[Codes], dim: int) -> Codes:
@@ -67,7 +69,10 @@ def unshard(parts: Sequence[Codes], dim: int) -> Codes:
         dim: The dimension that was cut.
 
     Returns:
-        The whole codes.
+        The whole codes, on the device of the first part.
+
+    Raises:
+        FormatError: The parts do not fit together, or a part before the last one along K ends within a block.
 
     Example:
         >>> codes = hb.quantize(torch.randn(8, 64), "q8_0")
@@ -77,126 +82,121 @@ def unshard(parts: Sequence[Codes], dim: int) -> Codes:
     if not parts:
         raise FormatError("there are no parts to put together: pass at least one")
     first, axis = parts[0], _axis(parts[0].shape, dim)
+    fmt = first.format
     for part in parts:
         if len(part.shape) != len(first.shape):
             raise FormatError(f"a part of these codes has {len(first.shape)} dimensions, got {list(part.shape)}")
-    sizes = [part.shape[axis] for part in parts]
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        wanted = (*first.shape[:axis], part.shape[axis], *first.shape[axis + 1 :])
+        if part.format != fmt or part.shape != wanted:
+            raise FormatError(f"a part of these codes is {fmt} {list(wanted)}, got {part.format} {list(part.shape)}")
+    ends = list(accumulate((part.shape[axis] for part in parts), initial=0))
     shape = (*first.shape[:axis], ends[-1], *first.shape[axis + 1 :])
-    return merge(first.format, shape, dim, [((end - size, end),) for size, end in zip(sizes, ends, strict=True)], parts)
+    for run in pairwise(ends):
+        _check(fmt, shape, axis, (run,))
+    has_nibbles = fmt.bits == 4 and _is_k(shape, axis)
+    tensors = {}
+    for name, tensor in first.tensors().items():
+        stored = [part.tensors()[name].to(tensor.device) for part in parts]
+        if _stored_ranges(fmt, name, shape, axis, ()) is None:
+            if not all(torch.equal(one, tensor) for one in stored):
+                raise FormatError(f"{fmt} codes have one {name} for what is cut along dimension {axis}, and the parts have several")
+            tensors[name] = tensor.clone()
+        elif name == "data" and has_nibbles:
+            codes = [unpack_nibbles(one, part.shape[-1]) for one, part in zip(stored, parts, strict=True)]
+            tensors[name] = pack_nibbles(torch.cat(codes, axis))
+        else:
+            tensors[name] = torch.cat(stored, axis)
+    return Codes.from_tensors(fmt, shape, tensors)
 
 
 def narrowed(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """A copy of some ranges of a tensor along a dimension, concatenated."""
+    """Return a copy of some ranges of a tensor along a dimension, concatenated."""
     return torch.cat([tensor.detach().narrow(dim, start, stop - start) for start, stop in ranges or ((0, 0),)], dim)
 
 
 def input_unit(fmt: Format) -> int:
-    """Codes may be cut along K at multiples of this number of inputs."""
+    """Return the number of inputs at whose multiples codes may be cut along K."""
     return fmt.block if isinstance(fmt.block, int) else 1
 
 
 def take(codes: Codes, dim: int, ranges: Ranges) -> Codes:
-    """A copy of some ranges of codes along `dim`, concatenated.
+    """Return a copy of some ranges of codes along `dim`, concatenated.
 
-    Raises FormatError for a range outside of the codes, or one along K that cuts a block.
+    Raises:
+        FormatError: A range lies outside of the codes, or cuts a block of K.
     """
     axis = _axis(codes.shape, dim)
     _check(codes.format, codes.shape, axis, ranges)
-    inputs, k = axis == len(codes.shape) - 1, codes.shape[-1]
+    has_nibbles = codes.format.bits == 4 and _is_k(codes.shape, axis)
     shape = (*codes.shape[:axis], sum(stop - start for start, stop in ranges), *codes.shape[axis + 1 :])
     tensors = {}
-    for part, tensor in codes.tensors().items():
-        nibbles = part == "data" and inputs and codes.format.bits == 4
-        slices = _slices(codes.format, part, inputs, ranges)
-        taken = tensor.clone() if slices is None else narrowed(unpack_nibbles(tensor, k) if nibbles else tensor, axis, slices)
-        tensors[part] = pack_nibbles(taken) if nibbles else taken
+    for name, tensor in codes.tensors().items():
+        stored = _stored_ranges(codes.format, name, codes.shape, axis, ranges)
+        if stored is None:
+            tensors[name] = tensor.clone()
+        elif name == "data" and has_nibbles:
+            tensors[name] = pack_nibbles(narrowed(unpack_nibbles(tensor, codes.shape[-1]), axis, stored))
+        else:
+            tensors[name] = narrowed(tensor, axis, stored)
     return Codes.from_tensors(codes.format, shape, tensors)
 
 
-def merge(fmt: Format, shape: tuple[int, ...], dim: int, runs: Sequence[Ranges], parts: Sequence[Codes]) -> Codes:
-    """The inverse of `take`: codes of `shape` from parts with these ranges of it, which together cover it.
-
-    Where ranges overlap, the codes of the last part count. Raises FormatError for parts that do not fit together.
-    """
-    axis = _axis(shape, dim)
-    inputs = axis == len(shape) - 1
-    for ranges, part in zip(runs, parts, strict=True):
-        _check(fmt, shape, axis, ranges)
-        wanted = (*shape[:axis], sum(stop - start for start, stop in ranges), *shape[axis + 1 :])
-        if part.format != fmt or part.shape != wanted:
-            raise FormatError(f"a part of these codes is {fmt} {list(wanted)}, got {part.format} {list(part.shape)}")
-    covered = sorted(run for ranges in runs for run in ranges)
-    end = 0
-    for start, stop in covered:
-        end = max(end, stop) if start <= end else end
-    if end != shape[axis]:
-        raise FormatError(f"the parts of codes of shape {list(shape)} have {end} of {shape[axis]} along dimension {axis}: pass all of them")
-    tensors = {}
-    for name, (dtype, size) in stored_tensors(fmt, shape).items():
-        given = [part.tensors()[name] for part in parts]
-        nibbles = name == "data" and inputs and fmt.bits == 4
-        if _slices(fmt, name, inputs, ()) is None:
-            if not all(torch.equal(one, given[0]) for one in given[1:]):
-                raise FormatError(f"{fmt} codes have one {name} for what is cut along dimension {axis}, and the parts have several")
-            tensors[name] = given[0].clone()
-            continue
-        whole = torch.empty(shape if nibbles else size, dtype=dtype, device=given[0].device)
-        for ranges, tensor in zip(runs, given, strict=True):
-            at = 0
-            source = unpack_nibbles(tensor, sum(stop - start for start, stop in ranges)) if nibbles else tensor
-            for start, stop in _slices(fmt, name, inputs, ranges) or ():
-                whole.narrow(axis, start, stop - start).copy_(source.narrow(axis, at, stop - start))
-                at += stop - start
-        tensors[name] = pack_nibbles(whole) if nibbles else whole
-    return Codes.from_tensors(fmt, shape, tensors)
-
-
-def stored_runs(fmt: Format, shape: tuple[int, ...], dim: int, ranges: Ranges) -> dict[str, Ranges | None] | None:
-    """Which ranges of each stored tensor `take` needs, so that only these are read from a file.
+def stored_ranges(fmt: Format, shape: tuple[int, ...], dim: int, ranges: Ranges) -> dict[str, Ranges | None] | None:
+    """Return the ranges of each stored tensor that `take` needs, so that only these are read from a file.
 
     Args:
         fmt: Format of the codes.
-        shape: Of the whole codes.
+        shape: Shape of the whole codes.
         dim: The dimension that is cut.
-        ranges: Along it.
+        ranges: The ranges along it.
 
     Returns:
-        Ranges in elements of each tensor, None for all of it; None where a range begins or ends inside of a byte of the file.
+        Ranges in elements of each tensor, None for all of it; None where a range begins or ends within a byte of the file.
     """
     axis = _axis(shape, dim)
     _check(fmt, shape, axis, ranges)
-    inputs = axis == len(shape) - 1
-    runs = {part: _slices(fmt, part, inputs, ranges) for part in stored_tensors(fmt, shape)}
-    if inputs:
-        bits = fmt.stored_bits
-        at = [(start * bits, stop * bits) for start, stop in ranges]
-        if any(start % 8 or (stop % 8 and (stop, i) != (shape[-1] * bits, len(at) - 1)) for i, (start, stop) in enumerate(at)):
-            return None
-        runs["data"] = tuple((start // 8, -(-stop // 8)) for start, stop in at)
-    return runs
+    stored = {name: _stored_ranges(fmt, name, shape, axis, ranges) for name in stored_tensors(fmt, shape)}
+    if _is_k(shape, axis):
+        bits, row_bits = fmt.stored_bits, shape[-1] * fmt.stored_bits
+        for i, (start, stop) in enumerate(ranges):
+            ends_row = i == len(ranges) - 1 and stop * bits == row_bits  # whose last byte is padded
+            if start * bits % 8 or (stop * bits % 8 and not ends_row):
+                return None
+        stored["data"] = tuple((start * bits // 8, -(-stop * bits // 8)) for start, stop in ranges)
+    return stored
 
 
 def _axis(shape: tuple[int, ...], dim: int) -> int:
+    """Return the index of a dimension, not negative; raise FormatError if there is none."""
     if not -len(shape) <= dim < len(shape):
         raise FormatError(f"codes of shape {list(shape)} have dimensions 0 … {len(shape) - 1}, got {dim}")
     return dim % len(shape)
 
 
+def _is_k(shape: tuple[int, ...], axis: int) -> bool:
+    return axis == len(shape) - 1
+
+
+def _unit(fmt: Format, shape: tuple[int, ...], axis: int) -> int:
+    """Return the number of elements at whose multiples codes may be cut along a dimension."""
+    return input_unit(fmt) if _is_k(shape, axis) else 1
+
+
 def _check(fmt: Format, shape: tuple[int, ...], axis: int, ranges: Ranges) -> None:
-    size, unit = shape[axis], input_unit(fmt) if axis == len(shape) - 1 else 1
+    """Raise FormatError unless codes may be cut into a shard with these ranges."""
+    size, unit = shape[axis], _unit(fmt, shape, axis)
     for i, (start, stop) in enumerate(ranges):
         if not 0 <= start <= stop <= size:
             raise FormatError(f"a run along a dimension of {size} lies in 0 … {size}, got {start} … {stop}")
         if start % unit or (stop % unit and (stop != size or i < len(ranges) - 1)):
             raise FormatError(f"{fmt} codes are cut along K after whole blocks, at multiples of {unit}, got {start} … {stop} of {size}")
-    if axis == len(shape) - 1 and size and fmt.block == "channel" and all(start == stop for start, stop in ranges):
+    if _is_k(shape, axis) and size and fmt.block == "channel" and all(start == stop for start, stop in ranges):
         raise FormatError(f"{fmt} codes are cut along K into parts of one input at least, as each has the scales of all rows, got none")
 
 
-def _slices(fmt: Format, part: str, inputs: bool, ranges: Ranges) -> Ranges | None:
-    """The ranges of one stored tensor, those of data in codes; None: every part has all of it."""
-    if part == "data" or (not inputs and fmt.block != "tensor"):
+def _stored_ranges(fmt: Format, name: str, shape: tuple[int, ...], axis: int, ranges: Ranges) -> Ranges | None:
+    """Return the ranges of one stored tensor, those of "data" in codes; None: every shard has all of it."""
+    if name == "data" or (not _is_k(shape, axis) and fmt.block != "tensor"):
         return ranges
     if not isinstance(fmt.block, int):
         return None

@@ -32,8 +32,8 @@ CODEBOOKS: dict[str, tuple[int, ...]] = {
     "fp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
 }
-PACKED_BITS = {"int5": 5, "int6": 6}  # bits of integers that are stored as bytes, by family
-# The formats of other projects, field by field.
+PACKED_BITS = {"int5": 5, "int6": 6}  # bits of integers that take a byte in memory, by family
+# The fields of a Format, in their order, for formats of other projects.
 _FOREIGN: dict[str, tuple[int, Scope, Zero, torch.dtype, Family, bool]] = {
     "q4_0": (4, 32, "none", torch.float16, "ggml", False),
     "q4_1": (4, 32, "offset", torch.float16, "ggml", False),
@@ -42,9 +42,9 @@ _FOREIGN: dict[str, tuple[int, Scope, Zero, torch.dtype, Family, bool]] = {
     "inferllm_q4_0": (4, 32, "none", torch.float32, "inferllm", False),
     "inferllm_q8_0": (8, 32, "none", torch.float32, "inferllm", False),
 }
-_USUAL = ("int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int4_channel", "int8_channel", "int8_tensor", "int8_g128")  # to suggest
-# The nearest formats to names that are not in the grammar: K-quants, nf4, fp8, w4a16.
-_ELSEWHERE = {
+_USUAL = ("int4_g128", "int4_g64", "int4_g32", "int4_g128_zp", "int4_channel", "int8_channel", "int8_tensor", "int8_g128")  # suggested
+# The formats nearest to those that halfbyte lacks, by a pattern of their names: K-quants, nf4, fp8, w4a16.
+_NEAREST = {
     r"i?q[1-4]_.*": "q4_0",
     r"q5_.*": "int5_g32",
     r"q6_.*": "int6_g16",
@@ -54,13 +54,13 @@ _ELSEWHERE = {
     r"w4.*|4_?bits?": "int4_g128",
     r"fp8.*|w8.*|8_?bits?": "int8_channel",
 }
-_ZERO_NAMES: dict[Zero, str] = {"none": "", "point": "_zp", "offset": "_offset"}
-_ZEROS: dict[str | None, Zero] = {suffix or None: zero for zero, suffix in _ZERO_NAMES.items()}
+_ZERO_SUFFIXES: dict[Zero, str] = {"none": "", "point": "_zp", "offset": "_offset"}
+_ZEROS: dict[str | None, Zero] = {suffix or None: zero for zero, suffix in _ZERO_SUFFIXES.items()}
 
 
 def _grammar() -> re.Pattern[str]:
-    """What spells the formats that are in no list."""
-    family, zero, scale = ("|".join(filter(None, names)) for names in ((*CODEBOOKS, *PACKED_BITS), _ZERO_NAMES.values(), SCALE_DTYPES))
+    """Return the pattern of the names that are spelled out."""
+    family, zero, scale = ("|".join(filter(None, names)) for names in ((*CODEBOOKS, *PACKED_BITS), _ZERO_SUFFIXES.values(), SCALE_DTYPES))
     number = rf"(?:int(?P<bits>4|8)|(?P<family>{family}))"
     scope = r"(?:g(?P<block>[1-9]\d{0,8})|(?P<scope>channel|tensor))"
     return re.compile(rf"{number}_{scope}(?P<zero>{zero})?(?:_(?P<scale>{scale}))?", re.ASCII)
@@ -84,10 +84,9 @@ class Format:
         bits: 4 or 8.
         block: Elements along K that share a scale, or "channel" (one scale per row), or "tensor" (one for all).
         scale: dtype of scales and offsets.
-        family: The project whose rounding rules quantizers follow: "int" (scale = amax / q_max,
-            nearest even), "ggml", "inferllm"; or the name of its codebook, in `CODEBOOKS`; or "int5" or "int6": "int" with codes of so many
-            bits, which take 8 but in files and in CPUs' layout.
-        sums: Each block also carries scale * sum(q) when written out (Q8_1).
+        family: Whose rounding rules quantizers follow: "int" (scale = amax / q_max, nearest even), "ggml" or "inferllm"; a key of
+            `CODEBOOKS`: codes are indices in that codebook; "int5" or "int6": "int" with codes of so many bits, which take 8 in memory.
+        sums: Whether each block also has scale * sum(q) in files (Q8_1).
 
     Example:
         >>> hb.Format(4, 32, scale=torch.bfloat16).bits
@@ -102,15 +101,16 @@ class Format:
     sums: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
+        if type(self.bits) is not int or self.bits not in (4, 8):  # 4.0 == 4
             raise FormatError(f"a format has 4 or 8 bits, not {self.bits!r}")
         if self.block not in ("channel", "tensor") and not (type(self.block) is int and 0 < self.block < 10**9):
             raise FormatError(f'a format\'s block is a positive number of elements, "channel" or "tensor", not {self.block!r}')
-        if self.zero not in _ZERO_NAMES:
-            allowed = _listed(f'"{zero}"' for zero in _ZERO_NAMES)
+        if self.zero not in _ZERO_SUFFIXES:
+            allowed = _listed(f'"{zero}"' for zero in _ZERO_SUFFIXES)
             raise FormatError(f"a format's zero is {allowed}, not {self.zero!r}")
         if self.scale not in _SCALE_NAMES:
-            raise FormatError(f"a format's scales are {_listed(_dtype_name(dtype) for dtype in _SCALE_NAMES)}, not {self.scale!r}")
+            allowed = _listed(str(dtype).removeprefix("torch.") for dtype in _SCALE_NAMES)
+            raise FormatError(f"a format's scales are {allowed}, not {self.scale!r}")
         fields = (self.bits, self.block, self.zero, self.scale, self.family, self.sums)
         if self.codebook and (self.bits, self.zero, self.sums) != (4, "none", False):
             raise FormatError(f"a {self.family} format has 4 bits, no zero and no sums, got {self!r}")
@@ -124,11 +124,12 @@ class Format:
 
     @property
     def signed(self) -> bool:
+        """Whether codes are signed integers: those without a zero are."""
         return self.zero == "none"
 
     @property
     def zero_dtype(self) -> torch.dtype | None:
-        """The dtype in which zero points or offsets are stored; None where there are none."""
+        """The dtype of stored zero points or offsets; None where there are none."""
         match self.zero:
             case "none":
                 return None
@@ -141,12 +142,12 @@ class Format:
 
     @property
     def codebook(self) -> tuple[int, ...]:
-        """The codes that stored numbers are indices of; none where these are the codes, up to a constant."""
+        """The codes that stored numbers are indices of; empty where stored numbers are the codes, up to a constant."""
         return CODEBOOKS.get(self.family, ())
 
     @property
     def packed_bits(self) -> int:
-        """Bits of a code in files and in the CPU's layout, where Codes hold it in 8; else 0."""
+        """Bits of a code in files and in the CPU's layout, where it takes 8 in memory; else 0."""
         return PACKED_BITS.get(self.family, 0)
 
     @property
@@ -166,42 +167,46 @@ class Format:
 
     @property
     def pad_index(self) -> int:
-        """The stored number, unsigned, of elements that pad a block: that of the code 0, or of 1 in iq4, which has no 0."""
+        """The stored number, unsigned, that pads a block: that of the code 0, or of 1 in iq4, which has no 0."""
         return 1 << (self.bits - 1) if self.signed else 0
 
     @property
     def q_min(self) -> int:
+        """The least code."""
         return min(self.codebook) if self.codebook else -(1 << (self.stored_bits - 1)) if self.signed else 0
 
     @property
     def q_max(self) -> int:
+        """The largest code."""
         return max(self.codebook) if self.codebook else (1 << (self.stored_bits - self.signed)) - 1
 
     def block_size(self, k: int) -> int:
-        """Elements of a row of K that share a scale (never more than K, never less than 1)."""
+        """Return how many elements of a row of K share a scale: from 1 to K, 1 for K = 0."""
         return max(1, min(self.block, k)) if isinstance(self.block, int) else max(1, k)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the scales (and of the zeros) of a weight of `shape` [..., N, K]: [..., N, blocks], or all ones."""
+        """Return the shape of the scales, and of the zeros, of a weight [..., N, K]: [..., N, blocks], or ones for one of the tensor."""
         if self.block == "tensor":
             return (1,) * len(shape)
         k = shape[-1]
         return (*shape[:-1], -(-k // self.block_size(k)) if k else 0)
 
     def bits_per_weight(self, k: int) -> float:
-        """Bits in files per weight in a row of K, scales and zeros included (with one scale per tensor: codes alone)."""
+        """Return the bits in files per weight in a row of K, with scales and zeros; without the one scale of a tensor."""
         if self.block == "tensor":
             return float(self.stored_bits)
         return self.stored_bits + 8 * (self.scale.itemsize + zero_size(self.zero, self.scale.itemsize)) / self.block_size(k)
 
     def with_scale(self, dtype: torch.dtype) -> Format:
-        """The same codes with scales of another dtype, and no other project's rules."""
+        """Return the format of the same codes with scales of another dtype, and without another project's rules."""
         return replace(self, scale=dtype, family=self.family if self.has_limited_codes else "int", sums=False)
 
     @classmethod
     def of_floats(cls, dtype: torch.dtype) -> Format:
-        """The format that holds any tensor of `dtype` without rounding: each element is a block of its own, scale = w and q = 1, so that
-        kernels for codes multiply by weights that were not quantized. Takes 3 to 4 times the memory of the tensor on a CPU."""
+        """Return the format that holds any tensor of `dtype` without rounding: each element is a block, with scale = w and q = 1.
+
+        By it, kernels for codes multiply by weights that were not quantized. These take 3 to 4 times their memory on a CPU.
+        """
         return cls(4, 1, scale=dtype)
 
     @property
@@ -211,7 +216,7 @@ class Format:
 
     @property
     def integers(self) -> Format:
-        """The format of integers of 4 or 8 bits that holds the same codes."""
+        """The format of plain integers of 4 or 8 bits that holds the same codes."""
         return replace(self, bits=8, family="int") if self.has_limited_codes else self
 
     def __str__(self) -> str:
@@ -219,21 +224,17 @@ class Format:
             return _NAMES[self]
         scope = f"g{self.block}" if isinstance(self.block, int) else self.block
         scale = "" if self.scale == usual_scale(self.block) else "_" + _SCALE_NAMES[self.scale]
-        return f"{self.family if self.has_limited_codes else f'int{self.bits}'}_{scope}{_ZERO_NAMES[self.zero]}{scale}"
+        return f"{self.family if self.has_limited_codes else f'int{self.bits}'}_{scope}{_ZERO_SUFFIXES[self.zero]}{scale}"
 
 
 def _listed(names: Iterable[str]) -> str:
-    """ "a, b or c" """
+    """Return the names as "a, b or c"."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def zero_size(zero: Zero, number_bytes: int) -> int:
-    """Bytes of a zero point or offset that is stored with a scale of `number_bytes`."""
+    """Return the bytes of a zero point or offset that is stored with a scale of `number_bytes`."""
     match zero:
         case "none":
             return 0
@@ -246,11 +247,12 @@ def zero_size(zero: Zero, number_bytes: int) -> int:
 
 
 def codebook(family: Family | Literal[""]) -> tuple[int, ...]:
-    """The codes that indices of a family with a codebook stand for; none for ""."""
+    """Return the codes that indices of a family with a codebook stand for; none for ""."""
     return lookup(CODEBOOKS, family, "the codebook") if family else ()
 
 
 def usual_scale(block: Scope) -> torch.dtype:
+    """Return the dtype of scales that names omit."""
     return torch.float16 if isinstance(block, int) else torch.float32
 
 
@@ -265,17 +267,17 @@ _NAMES = {preset: name for name, preset in _NAMED.items()}
 
 
 def _suggestion(name: object) -> str:
-    """ " (did you mean …?)" for a misspelled format, " (the nearest is …)" for formats of other projects."""
+    """Return " (did you mean …?)" for a misspelled format, " (the nearest is …)" for formats that halfbyte lacks; "" for anything else."""
     if not isinstance(name, str):
         return ""
     spelled = re.sub(r"[-\s]", "_", name.strip().lower())
     if spelled in _NAMED or _GRAMMAR.fullmatch(spelled):
         return f" (did you mean {spelled}?)"
-    if nearest := next((ours for pattern, ours in _ELSEWHERE.items() if re.fullmatch(pattern, spelled)), None):
+    if nearest := next((ours for pattern, ours in _NEAREST.items() if re.fullmatch(pattern, spelled)), None):
         return f" (the nearest is {nearest})"
     usual = [*_USUAL, *_NAMED]
-    begun = [known for known in usual if spelled and known.startswith(spelled)]
-    near = begun or difflib.get_close_matches(spelled, usual, n=1)
+    prefixed = [format_name for format_name in usual if spelled and format_name.startswith(spelled)]
+    near = prefixed or difflib.get_close_matches(spelled, usual, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

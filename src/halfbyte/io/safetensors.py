@@ -53,6 +53,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER_LIMIT = 100_000_000  # bytes; the same as the safetensors package's
 _CHUNK = 4 << 20  # elements that are converted at a time
 _RUN = 1 << 16  # bytes: shorter runs are not worth a separate read
+_MOST_LEVELS = 100  # of JSON: its readers are recursive, and since Python 3.13 json parses many times deeper than Python may call
 SHARD_BYTES = 5_000_000_000
 
 
@@ -74,7 +75,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def parse_json(text: bytes, what: str) -> dict[str, object]:
-    """The JSON object in `text`; a duplicate name is an error."""
+    """The JSON object in `text`; a duplicate name is an error, and so are more than _MOST_LEVELS of arrays and objects."""
 
     def unique(items: list[tuple[str, object]]) -> dict[str, object]:
         parsed = dict(items)
@@ -89,6 +90,12 @@ def parse_json(text: bytes, what: str) -> dict[str, object]:
         raise CheckpointError(f"{what} is not JSON ({str(e) or 'nested too deeply'}): the file is damaged") from e
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{what} holds a JSON {type(parsed).__name__}, not an object: the file is damaged")
+    level: list[Any] = [parsed]
+    for _ in range(_MOST_LEVELS):
+        children = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
+        level = [child for child in children if isinstance(child, dict | list)]
+    if level:
+        raise CheckpointError(f"{what} is nested in more than {_MOST_LEVELS} levels: the file is damaged")
     return parsed
 
 

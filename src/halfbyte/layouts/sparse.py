@@ -43,5 +43,5 @@ def _sparse(codes: Codes, rows: Tensor, points: Tensor | None, block: int) -> bo
     zero: Tensor | int = 8 if fmt.bits == 4 else 0
     if points is not None:
         zero = points if points.shape[1] == 1 else points.repeat_interleave(block, dim=1)[:, :k]
-    differs = torch.nn.functional.pad(u != zero, (0, -k % GROUP)).view(torch.int32)  # a byte each
+    differs = torch.nn.functional.pad((u != zero).contiguous(), (0, -k % GROUP)).view(torch.int32)  # a byte each
     return not bool(((differs * 0x01010101) >> 24 > KEPT).any())

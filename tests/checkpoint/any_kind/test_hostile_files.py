@@ -148,6 +148,8 @@ def test_any_value_in_the_header_may_be_nonsense(saved: Path, tmp_path: Path) ->
         (b"\xff\xfe{}", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b'{"a":' * 50_000, "is not JSON"),
+        (b'{"a":' + b"[" * 100 + b"]" * 100 + b"}", "is nested in more than 100 levels"),
+        (b'{"a":' + b"[" * 99 + b"]" * 99 + b"}", "has no description"),
         (b"[]", "holds a JSON list"),
         (b'{"a": 1}', "has no description"),
         (b'{"a": {"dtype": "F4", "shape": [], "data_offsets": [0, 4]}}', "has dtype 'F4'"),

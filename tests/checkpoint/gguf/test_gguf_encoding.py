@@ -55,6 +55,13 @@ def test_what_is_read_is_written(name: str) -> None:
     assert torch.equal(ggml_encoding.encode(kind, stacked).flatten(0, 1), blocks[:4])
 
 
+@pytest.mark.parametrize("shape", [(6, 64), (2, 3, 64)])
+def test_one_scale_of_a_tensor_is_that_of_each_block(shape: tuple[int, ...]) -> None:
+    codes = hb.quantize(torch.randn(shape), "int8_tensor_f16")
+    blocks = ggml_encoding.encode(of("q8_0"), codes)
+    assert torch.equal(ggml.decode(of("q8_0"), shape, blocks).dequantize(), codes.dequantize())
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 @given(st.data())
 def test_products_are_found(name: str, data: st.DataObject) -> None:

@@ -233,7 +233,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no tokenizer can be made"):
         load(model="gpt2", tokens=["a", "b"], merges=["c d"])
     with pytest.raises(CheckpointError, match="no tokenizer can be made"):
-        load(model="gpt2", tokens=["a", "b"], merges=["nospace"], bos_token_id=99)
+        load(model="gpt2", tokens=["a", "b"], merges=["nospace"])
+    for wrong in (-1, 2, True):
+        with pytest.raises(CheckpointError, match=rf"eos_token_id is {wrong}, and its tokens are 0 … 1: it is damaged"):
+            load(model="gpt2", tokens=["a", "b"], merges=[], eos_token_id=wrong)
 
 
 def test_a_token_that_would_fill_the_memory_with_its_halves(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from halfbyte.checkpoint import convert, export, load, save
 from halfbyte.checkpoint.native.model_card import CardWeight, model_card
+from halfbyte.errors import CheckpointError
 from halfbyte.formats.spec import as_format
 from halfbyte.integrations.transformers.quantizer import HalfbyteConfig
 from halfbyte.nn.config import Config
@@ -67,6 +68,16 @@ def test_a_card_is_renewed_and_a_readme_is_not(tmp_path: Path) -> None:
         card.write_text(text, encoding="utf-8")
         save(network(), tmp_path / "small")
         assert card.read_text(encoding="utf-8") == text
+
+
+def test_a_full_disk_is_an_error_about_the_folder_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: Path, _: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("halfbyte.checkpoint.native.model_card.write_whole", fails)
+    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path / 'small'}: No space left on device"):
+        save(network(), tmp_path / "small")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_link_is_not_written_through(tmp_path: Path) -> None:

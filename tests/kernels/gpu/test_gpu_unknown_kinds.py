@@ -28,7 +28,7 @@ HOPPER = GPUS["sm_90"]
 
 def new_formats(monkeypatch: pytest.MonkeyPatch) -> dict[str, Format]:
     """Formats that can be stored, with a kind that no kernel decodes, by what the error says."""
-    monkeypatch.setitem(spec._ZERO_NAMES, NEW, "_new")
+    monkeypatch.setitem(spec._ZERO_SUFFIXES, NEW, "_new")
     monkeypatch.setitem(spec._ZEROS, "_new", NEW)
     monkeypatch.setitem(spec._SCALE_NAMES, torch.float8_e5m2, "f8")
     monkeypatch.setitem(spec.CODEBOOKS, "nf4", tuple(range(-120, 121, 16)))

@@ -1,4 +1,4 @@
-"""What a GGUF file of a model holds: `plan`, called by export_checkpoint.py.
+"""Plans the GGUF file of a model: `plan`, called by export_checkpoint.py, decides on the name, type and shape of each tensor.
 
 Each weight gets the ggml type that holds its codes and scales unchanged (`choose`); one that no type holds is dequantized, and the report
 says why. Metadata come from config.py, the tokenizer's from vocabulary.py.
@@ -29,7 +29,7 @@ from halfbyte.nn.report import Row
 
 _IN_FLOATS = "llama.cpp computes it in float32"
 _BLOCK = 32  # weights of the shortest block of ggml
-# llama.cpp's enum llama_ftype, by the number of the ggml type that most weights have; of K-quants with several sizes the middle one, M.
+# ggml's number of a tensor type -> llama.cpp's llama_ftype of a file in which most weights have it; of K-quants in sizes S, M, L that of M.
 _FILE_TYPES = {0: 0, 1: 1, 2: 2, 3: 3, 6: 8, 7: 9, 8: 7, 10: 10, 11: 12, 12: 15, 13: 17, 14: 18, 20: 25, 23: 30, 30: 32}
 _FILE_TYPES |= {35: 37, 39: 38, 40: 39}
 
@@ -85,10 +85,10 @@ class _Planner:
         model, weight = self._model, self._model.weights[name]
         place = _place(self._architecture, name, weight.shape, self._config)
         kind = _IN_FLOATS if place.in_floats else choose(weight, order_name(name) in model.plain, partial(model.codes, name))
-        if kind in ggml.NUMBERS:
-            number = ggml.NUMBERS[kind]
-            spec = TensorSpec(torch.uint8, (*place.shape[:-1], ggml.TYPES[number].row_bytes(place.shape[-1])))
-            encode = partial(ggml_encoding.encode, ggml.TYPES[number])
+        if isinstance(kind, ggml.BlockType):
+            number = ggml.NUMBERS[kind.name]
+            spec = TensorSpec(torch.uint8, (*place.shape[:-1], kind.row_bytes(place.shape[-1])))
+            encode = partial(ggml_encoding.encode, kind)
             self._items.append(kept(model, name, dict.fromkeys(place.names, spec), lambda codes, order: place.cut(encode(codes))))
         else:
             spec = TensorSpec(torch.float32 if place.in_floats else weight.dtype, place.shape)
@@ -103,18 +103,19 @@ class _Planner:
         transposes = self._architecture.is_inputs_first(name)
         shape = (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]) if transposes else spec.shape
         place = _place(self._architecture, name, shape, self._config)
-        new = TensorSpec(torch.float32 if len(spec.shape) < 2 or place.in_floats else spec.dtype, place.shape)
+        target_spec = TensorSpec(torch.float32 if len(spec.shape) < 2 or place.in_floats else spec.dtype, place.shape)
         offset = 1.0 if self._architecture.has_unit_offset(place.names[0]) else 0.0
 
         def make() -> dict[str, Tensor]:
             tensor = model.tensor(name).mT.contiguous() if transposes else model.tensor(name)
-            return {target: part.to(new.dtype) for target, part in place.cut(tensor.float() + offset if offset else tensor).items()}
+            return {target: part.to(target_spec.dtype) for target, part in place.cut(tensor.float() + offset if offset else tensor).items()}
 
-        row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes(name), len(place.names) * new.nbytes)
-        self._items.append(ExportItem(dict.fromkeys(place.names, new), make, row))
-        self._types |= dict.fromkeys(place.names, (plain_number(new.dtype), new.shape))
+        row = Row(name, "tensor", spec.shape, None, "as it is", model.nbytes(name), len(place.names) * target_spec.nbytes)
+        self._items.append(ExportItem(dict.fromkeys(place.names, target_spec), make, row))
+        number = plain_number(target_spec.dtype)
+        self._types |= dict.fromkeys(place.names, (number, target_spec.shape))
         if len(spec.shape) > 1:
-            self._elements[plain_number(new.dtype)] += math.prod(spec.shape)
+            self._elements[number] += math.prod(spec.shape)
 
     def finished(self) -> tuple[Export, list[str]]:
         """Return the whole file, with tensors that llama.cpp wants and transformers computes, and notes for the report."""
@@ -128,8 +129,8 @@ class _Planner:
             self._metadata["general.file_type"] = file_type
         if "token_embd.weight" not in types:
             raise CheckpointError(f"{model.path} has no embedding: GGUF is written for language models")
-        unsure = [name for name in model.tied if self._architecture.to_gguf(name) != ("output.weight",)]
-        notes = [f"not written because they are tied: {', '.join(unsure)}"] if unsure else []
+        omitted = [name for name in model.tied if self._architecture.to_gguf(name) != ("output.weight",)]
+        notes = [f"not written because they are tied: {', '.join(omitted)}"] if omitted else []
         counts = Counter(kind_name(number) for number, _ in types.values())
         notes.append(f"tensors in the file: {', '.join(f'{count} of {name}' for name, count in counts.most_common())}")
         return Export(self._metadata, types, self._items, types["token_embd.weight"][1][0]), notes
@@ -160,9 +161,10 @@ class _Place:
         """Split a tensor of the model, of numbers or of encoded blocks [..., bytes of a row], into the tensors of the file."""
         tensor = tensor if self.rows is None else tensor[self.rows]
         count = len(self.names)
-        parts = tensor.chunk(count, dim=1) if count > 1 else (tensor.reshape(*self.shape[:-1], -1),)
         if self.interleaved:
             parts = tuple(tensor[:, i::count].contiguous() for i in range(count))
+        else:
+            parts = tensor.chunk(count, dim=1) if count > 1 else (tensor.reshape(*self.shape[:-1], -1),)
         return dict(zip(self.names, parts, strict=True))
 
 
@@ -181,8 +183,8 @@ def _place(architecture: Architecture, name: str, shape: tuple[int, ...], config
     return _Place(names, shape, rows, architecture.inputs_first_experts and len(names) > 1)
 
 
-def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
-    """Return the name of ggml's type for a weight, or the reason why none holds it, which is not in `ggml.NUMBERS`.
+def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> ggml.BlockType | str:
+    """Return ggml's type for a weight, or the reason why none holds it.
 
     A block that is longer than the type's becomes several with the same scale, and codes with a zero point are written as q - point.
 
@@ -204,9 +206,9 @@ def choose(weight: Weight, ordered: bool, read: Callable[[], Codes]) -> str:
     codes: Codes | None = None
     for kind in kinds:
         if ggml_encoding.is_certain(kind, fmt):
-            return kind.name
+            return kind
         codes = codes or read()
         if ggml_encoding.holds(kind, codes):
-            return kind.name
+            return kind
     names, dtype = ", ".join(kind.name for kind in kinds), str(fmt.scale).removeprefix("torch.")
     return f"its {dtype} scales are not such as {names} would have"

@@ -133,11 +133,8 @@ def read(path: Path, file: File | None = None) -> StoredTokenizer | None:
     with _naming_the_file(path), _without_collections():
         tokens = list(_sequence(metadata, "tokens"))
         metadata = {**metadata, "tokenizer.ggml.tokens": tokens}  # decoded once
-        backend = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens)
-        names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-        special = {
-            name: tokens[int(str(i))] for name, key in names.items() if (i := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None
-        }
+        special = _special_tokens(metadata, tokens)
+        backend = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens, special.get("unk_token"))
         _begin_and_end(backend, metadata, special, kind != "gpt2" or metadata.get("tokenizer.ggml.pre") in WHOLE)
         added = {token.content for token in backend.get_added_tokens_decoder().values()}
         backend.add_tokens([tokenizers.AddedToken(token, special=True) for token in special.values() if token not in added])
@@ -205,6 +202,19 @@ def save(path: Path, folder: Path) -> list[str]:
     return []
 
 
+def _special_tokens(metadata: Mapping[str, Value], tokens: Sequence[str]) -> dict[str, str]:
+    """Return the texts of special tokens by transformers' names."""
+    special = {}
+    for name, key in {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}.items():
+        if (number := metadata.get(f"tokenizer.ggml.{key}_token_id")) is None:
+            continue
+        if type(number) is not int or not 0 <= number < len(tokens):
+            what = f"the GGUF file's tokenizer.ggml.{key}_token_id is {short(number)}"
+            raise CheckpointError(f"{what}, and its tokens are 0 … {len(tokens) - 1}: it is damaged")
+        special[name] = tokens[number]
+    return special
+
+
 def _sequence(metadata: Mapping[str, Value], name: str) -> Sequence[Any]:
     value = metadata.get(f"tokenizer.ggml.{name}")
     if value is None or isinstance(value, str | int | float):
@@ -240,7 +250,7 @@ def _merge_halves(metadata: Mapping[str, Value]) -> list[tuple[str, str]]:
     return [(left, right) for left, _, right in (merge.partition(" ") for merge in _sequence(metadata, "merges"))]
 
 
-def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Tokenizer:
+def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str], unk_token: str | None) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -249,9 +259,7 @@ def _sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> Tokenize
     else:
         by_order = metadata.get("general.architecture") in _MERGES_BY_INDEX
         merges = _merges(vocabulary, [-i for i in range(len(tokens))] if by_order else _sequence(metadata, "scores"))
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
-    unk = tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None
-    backend = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unk))
+    backend = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unk_token))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     # One more space precedes each piece of text, even one that begins with a space, as in llama.cpp.
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581")] * prefix + [normalizers.Replace(" ", "\u2581")])

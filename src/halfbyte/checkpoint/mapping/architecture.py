@@ -1,6 +1,9 @@
-"""Models of transformers, built from a config.json on the meta device, and the mapping of tensor names in files to theirs.
+"""Models of transformers: built without data from a config.json, and how the tensors of files become theirs.
 
-All that checkpoints need to know about transformers is in this file.
+    skeleton(config, …)      the model on the meta device
+    steps_to(model, files)   a `Step` for each tensor, or group of tensors, of the files: renamed, fused or split
+
+`plan.py` plans from the steps what is read and quantized. No other file of `checkpoint` calls transformers' conversions.
 """
 
 from __future__ import annotations
@@ -31,22 +34,23 @@ from halfbyte.nn.candidates import named_tensors
 
 # A config.json from elsewhere must not make Python build huge lists: no model has as many layers, heads or labels.
 _COUNT_LIMIT = 1 << 21
-# Numbers that say what was trained, or how long a sequence may be, are as large as they like.
+# Names of counts. How much a model was trained on, and how long its sequences may be, are not limited.
 _COUNT_NAME = re.compile(r"(num|n)_(?!.*(param|token|step|sample|flop|ctx|position|embeddings$)).*")
-# The most that a model may have in buffers that are in no file, such as masks and tables.
+# The most elements and tensors that a model may have in buffers that are in no file, such as masks and rope caches.
 _BUFFER_ELEMENTS = 1 << 27
 _BUFFERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How tensors of a model are made from tensors of its files: renamed, fused or split.
+    """How tensors of a model are computed from tensors of its files: renamed, fused or split.
 
-    sources  their names in the files
-    targets  the tensors made, by their names in the model
-    run      (a function that reads a source) -> the targets
-    converts whether anything but the name changes
-    stacks   it converts only by stacking matrices and concatenating their rows
+    Attributes:
+        sources: Names of the tensors in the files.
+        targets: Name in the model -> dtype and shape of a tensor that is computed.
+        run: Computes the targets with a function that reads a source by its name.
+        converts: Whether anything but the name changes.
+        stacks: Whether it converts only by stacking matrices and concatenating their rows.
     """
 
     sources: tuple[str, ...]
@@ -57,7 +61,7 @@ class Step:
 
 
 def import_transformers(why: str) -> ModuleType:
-    """The package; raises CheckpointError, which says `why` it is needed, where it is not installed."""
+    """Import transformers; raise CheckpointError, which says `why` it is needed, where it is not installed."""
     try:
         import transformers
     except ImportError as e:
@@ -66,31 +70,34 @@ def import_transformers(why: str) -> ModuleType:
 
 
 def known_architecture(config: Mapping[str, object]) -> str | None:
-    """The class of transformers that a config.json names, or None."""
+    """Return the name of the class of transformers that a config.json names, or None."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or not name.isidentifier():
         return None
     transformers = import_transformers(f"{name}, the architecture in config.json,")
     try:
-        found = getattr(transformers, name, None)
+        cls = getattr(transformers, name, None)
     except Exception as e:  # a dependency of the architecture itself may be missing
         raise CheckpointError(f"transformers cannot import {name} ({_why(e)}): install what it needs") from e
-    return name if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+    return name if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) else None
 
 
 def is_transformers_model(config: Mapping[str, object]) -> bool:
-    """Whether a config.json names a class of transformers, which is not imported for a family that halfbyte knows itself."""
+    """Return whether a config.json names a class of transformers, which is not imported for a family that halfbyte knows itself."""
     return find_family(config) is not None or known_architecture(config) is not None
 
 
 def skeleton(config: Mapping[str, object], dtype: torch.dtype, files: Iterable[Sequence[int]]) -> nn.Module:
-    """The model that a config.json names, in evaluation mode: parameters on the meta device, buffers computed.
+    """Build the model that a config.json names, in evaluation mode: parameters on the meta device, buffers computed.
 
     Args:
         config: config.json.
         dtype: The dtype of its parameters.
-        files: The shapes of the tensors in the files: a config that describes a far larger model is refused before it is built.
+        files: The shapes of the tensors in the files.
+
+    Raises:
+        CheckpointError: transformers does not know the architecture or cannot build it, or it is far larger than the tensors in the files.
     """
     name = known_architecture(config)
     if name is None:
@@ -115,12 +122,12 @@ def skeleton(config: Mapping[str, object], dtype: torch.dtype, files: Iterable[S
 
 
 def keep_dtypes_(model: Any, dtype: torch.dtype) -> None:
-    """Casts the parameters and persistent buffers of a model without data to the dtypes that transformers keeps in a model of `dtype`:
-    float32 for those that its classes name in `_keep_in_fp32_modules`, such as T5's `wo`, and `_keep_in_fp32_modules_strict`."""
-    kept: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
-    if not kept:
-        return
-    patterns = [(re.compile(pattern.replace("*", ".*")), to) for pattern, to in kept.items()]
+    """Cast the parameters and persistent buffers of a model without data to the dtypes that transformers keeps in a model of `dtype`.
+
+    These are float32 for those that its classes name in `_keep_in_fp32_modules`, such as T5's `wo`, and `_keep_in_fp32_modules_strict`.
+    """
+    dtypes: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    patterns = [(re.compile(pattern.replace("*", ".*")), to) for pattern, to in dtypes.items()]
     for name, module, tensor in list(named_tensors(model)):
         to = next((to for pattern, to in patterns if pattern.search(name)), None)
         if to is None or not tensor.is_floating_point():
@@ -144,10 +151,17 @@ def load_generation_config(model: nn.Module, folder: Path) -> None:
 
 
 def steps_to(model: Any, files: Mapping[str, TensorSpec]) -> tuple[list[Step], dict[str, str]]:
-    """How the tensors of a model's files become those of its `skeleton`, and the names that those would have there which it does not use.
+    """Map the tensors of a model's files to those of its `skeleton`.
 
-    Names of earlier versions, missing and superfluous prefixes, and tensors that the model keeps fused or split are mapped as
+    Names of earlier versions, missing and superfluous prefixes, and tensors that the model has fused or split are mapped as
     `from_pretrained` does, by transformers' own tables.
+
+    Args:
+        model: The skeleton.
+        files: Name of a tensor in the files -> its dtype and shape.
+
+    Returns:
+        The steps, and name in the files -> name that it would have in the model, of tensors that the model does not use.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -172,17 +186,19 @@ def steps_to(model: Any, files: Mapping[str, TensorSpec]) -> tuple[list[Step], d
         else:
             converted[target].append((name, pattern))
     steps = [rename(source, target, files[source]) for target, source in renamed.items()]
-    planned = _Planned(model)
+    unreplaced = _Unreplaced(model)
     for target, sources in converted.items():
         converter = next(c for c in converters if sources[0][1] in c.source_patterns)
-        steps.append(_conversion(planned, target, converter, sources, files))
+        steps.append(_conversion(unreplaced, target, converter, sources, files))
     return steps, unused
 
 
 def module_classes(config: Mapping[str, object], modules: Iterable[str], files: Iterable[Sequence[int]]) -> dict[str, set[str]]:
-    """The names of the class and the base classes of modules that have a weight, by their names in the files; without those that the model
-    does not have, or not as modules of their own. `files` as for `skeleton`."""
-    if find_family(config) is not None:  # what is not its embedding, and is asked for, is one of its Linears
+    """Return the names of the class and the base classes of modules that have a weight, by the modules' names in the files.
+
+    Modules that the model lacks, or has fused with others, are left out. The arguments are those of `skeleton`.
+    """
+    if find_family(config) is not None:  # the quantized weights of a language model are its embedding's and its Linears'
         return {name: {"Embedding" if name.endswith("embed_tokens") else "Linear", "Module"} for name in modules}
     if known_architecture(config) is None:
         return {}
@@ -193,12 +209,12 @@ def module_classes(config: Mapping[str, object], modules: Iterable[str], files: 
 
 
 def rename(source: str, target: str, spec: TensorSpec) -> Step:
-    """The step that gives a tensor another name."""
+    """Return the step that gives a tensor another name."""
     return Step((source,), {target: spec}, lambda read: {target: read(source)})
 
 
-class _Planned:
-    """A model with the parameters that it has now, which modules of quantized weights may replace before conversions ask for them."""
+class _Unreplaced:
+    """A model with the parameters that it has now: conversions run when modules of quantized weights may have replaced them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._parameters = model, dict(model.named_parameters(remove_duplicate=False))
@@ -210,8 +226,10 @@ class _Planned:
         return getattr(self._model, name)
 
 
-def _conversion(model: _Planned, target: str, converter: Any, sources: Sequence[tuple[str, str]], files: Mapping[str, TensorSpec]) -> Step:
-    """One of transformers' conversions as a step; `sources` are names with the patterns that they match."""
+def _conversion(
+    model: _Unreplaced, target: str, converter: Any, sources: Sequence[tuple[str, str]], files: Mapping[str, TensorSpec]
+) -> Step:
+    """Return the step of a WeightConverter of transformers; `sources` are names in the files with the patterns that they match."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     def run(read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
@@ -221,7 +239,7 @@ def _conversion(model: _Planned, target: str, converter: Any, sources: Sequence[
         try:
             converted = copied.convert(target, model=model, config=model.config)
         except Exception as e:
-            raise CheckpointError(f"transformers cannot make {target} from {sources[0][0]} and others ({_why(e)})") from e
+            raise CheckpointError(f"transformers cannot compute {target} from {sources[0][0]} and others ({_why(e)})") from e
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
     # Only the conversion itself knows its results: it is run on tensors without data.
@@ -233,7 +251,7 @@ def _conversion(model: _Planned, target: str, converter: Any, sources: Sequence[
 
 
 def initial(model: Any, name: str) -> Tensor | None:
-    """The value that transformers computes for a parameter that files may lack, such as sinusoidal positions; None for others."""
+    """Return the value that transformers computes for a parameter that files may lack, such as sinusoidal positions; None for others."""
     allowed = [p for m in model.modules() for p in getattr(m, "_keys_to_ignore_on_load_missing", None) or ()]
     if not any(re.search(pattern, name) for pattern in allowed):
         return None
@@ -244,7 +262,7 @@ def initial(model: Any, name: str) -> Tensor | None:
 
 
 def _with_special_floats(value: object) -> object:
-    """A value of a config.json, with {"__float__": "Infinity"}, transformers' notation, replaced by the float."""
+    """Return a value of a config.json with {"__float__": "Infinity"}, transformers' notation, replaced by the float."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])
@@ -253,15 +271,18 @@ def _with_special_floats(value: object) -> object:
 
 
 def _why(e: Exception) -> str:
-    """transformers' error message on one line."""
+    """Return transformers' error message on one line."""
     return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
 
 
 class _Skeleton(TorchFunctionMode):
-    """A context in which torch.empty creates tensors on the meta device: parameters, which layers allocate so and fill afterwards.
+    """A context in which torch.empty, by which layers allocate parameters, creates tensors on the meta device.
 
-    Tensors that are computed (ones, arange, …), as buffers are, stay real. Both count against a budget that is generous for a
-    model whose tensors have these `sizes`.
+    Other factories (ones, arange, …) compute buffers as ever. The tensors of all count against a budget, which is generous for a model of
+    the given sizes and refuses a far larger one before it takes memory.
+
+    Args:
+        sizes: The number of elements of each tensor in the files.
     """
 
     FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.arange, torch.linspace, torch.eye)

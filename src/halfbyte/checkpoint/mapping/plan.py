@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -255,11 +255,7 @@ def _value_without_file(plan: Plan, model: nn.Module, name: str, tensor: Tensor)
 
 def _constant(name: str, value: Tensor) -> Step:
     """Return the step that gives a tensor a value that is in no file."""
-    return Step((), {name: TensorSpec(value.dtype, tuple(value.shape))}, partial(_without_reading, {name: value}))
-
-
-def _without_reading(tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
-    return tensors
+    return Step((), {name: TensorSpec(value.dtype, tuple(value.shape))}, lambda _: {name: value})
 
 
 def plan_by_rule(files: Entries, choose: Choose) -> Plan:

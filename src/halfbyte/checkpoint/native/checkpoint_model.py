@@ -19,7 +19,7 @@ from halfbyte.checkpoint.stored_model import StoredModel
 from halfbyte.errors import CheckpointError, FormatError
 from halfbyte.formats.codes import Codes
 from halfbyte.formats.dense import from_dense
-from halfbyte.formats.sharding import Ranges, stored_runs
+from halfbyte.formats.sharding import Ranges, stored_ranges
 from halfbyte.io.safetensors import Reader
 from halfbyte.io.tensors import checksum
 
@@ -77,15 +77,15 @@ class Checkpoint(StoredModel):
 
     def part_of_codes(self, name: str, dim: int, ranges: Ranges) -> Codes:
         weight = self.weights[name]
-        runs = stored_runs(weight.format, weight.shape, dim, ranges)
-        if runs is None:  # a boundary lies within a byte: read all of it, and cut its codes
+        stored = stored_ranges(weight.format, weight.shape, dim, ranges)
+        if stored is None:  # a boundary lies within a byte: read all of it, and cut its codes
             return super().part_of_codes(name, dim, ranges)
         shape = list(weight.shape)
         shape[dim] = sum(stop - start for start, stop in ranges)
         tensors = {}
         for part, crc32 in weight.crc32.items():
-            stored_name, run = f"{name}.{part}", runs[part]
-            tensors[part] = self._read(stored_name, crc32) if run is None else self._reader.read_part(stored_name, dim, run)
+            stored_name, some = f"{name}.{part}", stored[part]
+            tensors[part] = self._read(stored_name, crc32) if some is None else self._reader.read_part(stored_name, dim, some)
         return self._checked(name, tuple(shape), tensors)
 
     def part_of_tensor(self, name: str, dim: int, ranges: Ranges) -> Tensor:

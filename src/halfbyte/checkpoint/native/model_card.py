@@ -94,7 +94,7 @@ def write_card(folder: Path, text: str, *, published: Path | None = None) -> Non
         try:
             write_whole(folder / CARD, text.encode())
         except OSError as e:
-            raise unwritable(folder / CARD, e) from e
+            raise unwritable(published or folder / CARD, e) from e
 
 
 def _is_on_the_hub(name: str | None) -> TypeGuard[str]:

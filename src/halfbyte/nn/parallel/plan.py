@@ -28,7 +28,7 @@ from typing import Literal
 from torch import nn
 
 from halfbyte.errors import ArgumentError, UnsupportedError
-from halfbyte.formats.sharding import Ranges, spread
+from halfbyte.formats.sharding import Ranges, even_ranges
 from halfbyte.formats.spec import Format
 from halfbyte.nn.modules.experts import MixtureOfExperts, QuantExperts, StackedExperts
 from halfbyte.nn.modules.low_rank import LowRankLinear
@@ -244,7 +244,7 @@ class _Planner:
             return f"{inner} outputs are fewer than {self.count} processes"
         tile = _tile(inner, self.count)
         unit = math.lcm(*(_input_unit(h, self.count) if self._whole(h) is None else 1 for h in takers))
-        runs = spread(inner, self.count, unit if unit > 1 and -(-inner // unit) >= self.count else tile)
+        runs = even_ranges(inner, self.count, unit if unit > 1 and -(-inner // unit) >= self.count else tile)
         for holder in producers:
             self._cut(
                 holder, Cut("outputs", tuple(tuple((inner * i + a, inner * i + b) for i in range(halves[holder.name])) for a, b in runs))
@@ -292,7 +292,7 @@ class _Planner:
         """Cut the columns of a weight whose input is whole."""
         unit = _input_unit(holder, self.count)
         if holder.kind == "Linear" and self._whole(holder) is None and -(-holder.shape[-1] // unit) >= self.count:
-            parts = tuple((run,) for run in spread(holder.shape[-1], self.count, unit))
+            parts = tuple((run,) for run in even_ranges(holder.shape[-1], self.count, unit))
             self._cut(holder, Cut("inputs", parts, "split", "reduce", why=why))
         else:
             self._rows(holder, why or self._whole(holder) or "")
@@ -300,7 +300,7 @@ class _Planner:
     def _even(self, holder: Holder) -> tuple[Ranges, ...] | None:
         """Rows for each process, or None where there are not enough."""
         n = holder.shape[-2]
-        return None if n < self.count else tuple((run,) for run in spread(n, self.count, _tile(n, self.count)))
+        return None if n < self.count else tuple((run,) for run in even_ranges(n, self.count, _tile(n, self.count)))
 
     def _cut(self, holder: Holder, cut: Cut) -> None:
         self.result.cuts[holder.name] = cut
@@ -355,11 +355,11 @@ def _spread_heads(heads: int, kv_heads: int, count: int) -> tuple[list[tuple[int
     """
     group = heads // kv_heads
     if kv_heads >= count:
-        keys = spread(kv_heads, count)
+        keys = even_ranges(kv_heads, count)
         return [(a * group, b * group) for a, b in keys], keys
     cut_heads, shared = [], []
-    for key, (first, last) in enumerate(spread(count, kv_heads)):
-        for start, stop in spread(group, last - first):
+    for key, (first, last) in enumerate(even_ranges(count, kv_heads)):
+        for start, stop in even_ranges(group, last - first):
             cut_heads.append((key * group + start, key * group + stop))
             shared.append((key, key + 1))
     return cut_heads, shared

@@ -8,11 +8,11 @@ from support import RUNNABLE, poisoned
 from torch import Tensor
 from torch.nn import functional
 
+from halfbyte.kernels import conv_reference
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.isa import ISA
 from halfbyte.kernels.cpu.codegen.isas import current
 from halfbyte.kernels.cpu.quantize import group_norm as kernel
-from halfbyte.kernels.cpu.quantize.images import quantize_images
 
 isas = pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)
 EPS = 1e-5
@@ -97,7 +97,7 @@ def test_codes_are_those_of_the_image(
     settings = x, groups, weight, bias, EPS, added
     y, _ = group_norm(*settings, activated=activated, codes=False)
     codes, scales = group_norm(*settings, activated=activated, codes=True)
-    wanted, wanted_scales = quantize_images(y)
+    wanted, wanted_scales = conv_reference.quantized_images(y)
     assert scales is not None
     assert codes.stride() == x.stride()
     torch.testing.assert_close(scales, wanted_scales, rtol=2.0**-20, atol=0)

@@ -3,12 +3,22 @@
 import pytest
 import torch
 from support import RUNNABLE
+from torch import Tensor
 
 from halfbyte.kernels import conv_reference
 from halfbyte.kernels.cpu.codegen import runtime
-from halfbyte.kernels.cpu.quantize.images import quantize_images
+from halfbyte.kernels.cpu.quantize import images
 
 SHAPES = [(1, 4, 3, 5), (3, 7, 9, 70), (2, 64, 65, 33), (1, 1, 1, 1)]  # the third: a share for each of two threads
+
+
+def quantize_images(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of images that lie one after the other without gaps, and the scales."""
+    call, codes = images.prepare(len(x), x[0].numel(), x.dtype), torch.empty_like(x, dtype=torch.int8)
+    scales = torch.empty(len(x), dtype=torch.float32)
+    images.pack_tensors(call.buffer, images.TENSORS, x.data_ptr(), codes.data_ptr(), scales.data_ptr())
+    runtime.runner()(call.address, call.threads)
+    return codes, scales
 
 
 @pytest.mark.parametrize("isa", RUNNABLE, ids=lambda isa: isa.name)

@@ -333,7 +333,7 @@ def _read(key: str) -> str | None:
     path = _path(key)
     try:
         found = None if path is None else json.loads(path.read_text(encoding="utf-8"))["trouble"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) else None
 

@@ -24,7 +24,7 @@ class Neon(ISA):
     tuning = tunings.NEON
 
     def spread(self, a: Value, element: str, at: int) -> Value:
-        # Products take an operand's lane for free. A register has four; what it reads beyond a short unit is still the record's.
+        # Products take a lane of a register as an operand for free: load all 16 bytes. Beyond a short unit they are still the record's.
         size = bytes_of(element)
         lanes = 16 // size
         return a.load(f"<{lanes} x {element}>", at & ~15, size).shuffle([at % 16 // size] * self.lanes)

@@ -126,11 +126,12 @@ def _passes(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
 
 
 def cached_plan(kernel: LinearKernel, rows: int, threads: int) -> tuple[bytes, int]:
-    """Return the arguments of a part of M rows, and the bytes of scratch memory that it takes; cached for each Python thread."""
+    """Return the arguments of a part of so many rows, and its bytes of scratch memory, a multiple of 64; cached for each Python thread."""
     key = kernel.number, rows, threads
     plan = PLANS.experts.get(key)
     if plan is None:
-        plan = PLANS.experts[key] = _plan(kernel, rows, threads)
+        buffer, size = kernel.arguments(rows, threads)
+        plan = PLANS.experts[key] = buffer.raw, round_up(size, 64)
     return plan
 
 
@@ -161,9 +162,3 @@ def _pass(kernel: LinearKernel, parts: Sequence[_Part], operands: tuple[Tensor, 
     # Arguments go by position, as names take a microsecond.
     arguments = _pack(*_phases(kernel.isa), runtime.openmp_address(), 0, ctypes.addressof(blocks), len(parts))
     run_native(ctypes.create_string_buffer(arguments, len(arguments)), threads)
-
-
-def _plan(kernel: LinearKernel, m: int, threads: int) -> tuple[bytes, int]:
-    """Return the arguments of a part of M rows, and the bytes of scratch memory that it takes, a multiple of 64."""
-    buffer, size = kernel.arguments(m, threads)
-    return buffer.raw, round_up(size, 64)

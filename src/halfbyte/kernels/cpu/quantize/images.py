@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
 
 from halfbyte.kernels.cpu.codegen import runtime
 from halfbyte.kernels.cpu.codegen.arguments import Block
@@ -144,12 +143,3 @@ def prepare(batch: int, elements: int, dtype: torch.dtype) -> Call:
     first, second = (compiled(build, ImagesSpec(work, kind_of(dtype)), current()) for work in get_args(_Work))
     fields = {"second_phase": second, "extremes": memory.data_ptr(), "batch": batch, "elements": elements, "threads": threads}
     return Call.of(arguments(IMAGES, first, fields), threads, memory)
-
-
-def quantize_images(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the codes of images, not empty, that lie one after the other without gaps, and the scales."""
-    call, codes = prepare(len(x), x[0].numel(), x.dtype), torch.empty_like(x, dtype=torch.int8)
-    scales = torch.empty(len(x), dtype=torch.float32, device="cpu")
-    pack_tensors(call.buffer, TENSORS, x.data_ptr(), codes.data_ptr(), scales.data_ptr())
-    runtime.runner()(call.address, call.threads)
-    return codes, scales

@@ -173,7 +173,7 @@ class _Attend(Emitter):
         before = self._row(self.largest, self.floats)
         largest = [f.variable(value) for value in before]
         for j in f.loop(count, step=_TOGETHER):
-            totals = self._zeros(_TOGETHER * _VECTORS)
+            totals = [f.variable(f.value(self.floats, 0.0)) for _ in range(_TOGETHER * _VECTORS)]
             keys = self.keys + (start + j) * (2 * dim)
             for pair in f.loop(dim // 2):
                 q = self._row(self.queries + pair * self.row, self.ints)
@@ -217,9 +217,6 @@ class _Attend(Emitter):
                     self._dot(totals[c * _VECTORS : (c + 1) * _VECTORS], p, self._pair(at, 4 * c))
             for i, total in enumerate(totals):
                 rows[i // _VECTORS].store(total.value, i % _VECTORS * 4 * self.isa.lanes, 4)
-
-    def _zeros(self, count: int) -> list[Variable]:
-        return [self.f.variable(self.f.value(self.floats, 0.0)) for _ in range(count)]
 
     def _dot(self, totals: list[Variable], rows: list[Value], pair: Value) -> None:
         for total, row in zip(totals, rows, strict=True):

@@ -241,7 +241,8 @@ class _Whole(Emitter):
     def _score_vectors(self, queries: list[_Query], first: Value, vectors: int, largest: list[Variable]) -> None:
         """Store the scores of so many vectors of keys from key `first` on, where a group of contiguous keys begins."""
         f, n, step = self.f, self.lanes, _VECTORS * self.lanes
-        totals, column, ints = self._accumulators(vectors), self.keys + first * (4 * self.spec.dim), vector("i32", self.lanes)
+        totals = [f.variable(f.value(self.floats, 0.0)) for _ in range(_ROWS * vectors)]
+        column, ints = self.keys + first * (4 * self.spec.dim), vector("i32", self.lanes)
         for d in f.loop(self.spec.dim):
             self._multiply_add(totals, [query.x + d * 4 for query in queries], column + d * (4 * step))
         scale, cap = WHOLE.load_floats(self.args, "scale")
@@ -258,9 +259,6 @@ class _Whole(Emitter):
                 score = visible.select(score, float("-inf"))
                 self.scores.store(score, (self.padded * i + at) * 4, self.bytes)
                 largest[i].value = score.max_keeping_nan(largest[i].value)
-
-    def _accumulators(self, vectors: int) -> list[Variable]:
-        return [self.f.variable(self.f.value(self.floats, 0.0)) for _ in range(_ROWS * vectors)]
 
     def _multiply_add(self, totals: list[Variable], factors: list[Value], vectors: Value) -> None:
         """Add each row's factor times the same vectors to the row's totals."""

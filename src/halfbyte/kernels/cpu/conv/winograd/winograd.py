@@ -115,7 +115,7 @@ class _Winograd(Emitter):
             part, chunk = item % parts, item // parts
             first = chunk * get("chunk_tiles")
             stop = f.umin(first + get("chunk_tiles"), get("tiles"))
-            of_classes = [self._common(first, stop, get(f"class_start_{n}"), get(f"class_stop_{n}")) for n, _ in self.classes]
+            of_classes = [self._overlap(first, stop, get(f"class_start_{n}"), get(f"class_stop_{n}")) for n, _ in self.classes]
             with f.when(transformed.value.differs(chunk)):
                 for shape in self.shapes:
                     for tile in self._tiles(shape, first, stop):
@@ -132,15 +132,15 @@ class _Winograd(Emitter):
 
     # Tiles
 
-    def _common(self, first: Value, stop: Value, start: Value, end: Value) -> _Range:
-        """Return the tiles that are both in first … stop - 1 and in start … end - 1."""
+    def _overlap(self, first: Value, stop: Value, start: Value, end: Value) -> _Range:
+        """Return the tiles that are both in first … stop - 1 and in start … end - 1, maybe none."""
         start, end = first.below(start).select(start, first), self.f.umin(stop, end)
         return _Range(start, start.below(end).select(end - start, 0))
 
     def _tiles(self, shape: int, first: Value, stop: Value) -> Iterator[Value]:
         """Emit a loop over the tiles first … stop - 1 that have this shape, an index of SHAPES."""
         end = self.get(f"shape_start_{shape + 1}") if shape + 1 < len(SHAPES) else self.get("tiles")
-        start, count = self._common(first, stop, self.get(f"shape_start_{shape}"), end)
+        start, count = self._overlap(first, stop, self.get(f"shape_start_{shape}"), end)
         return self.f.loop(start + count, start)
 
     def _products_of(self, tile: Value) -> Value:
@@ -203,8 +203,8 @@ class _Winograd(Emitter):
                 lines = [self.buffer.load(self.isa.shorts, (i * PIXELS + j) * vector_bytes, vector_bytes) for i in range(vertical.pixels)]
                 for row, value in zip(vertical.positions, vertical.input_transform(lines), strict=True):
                     n, positions = self._class_of(row, column)
-                    first = places[n] + c * (2 * positions.group)
-                    first.store(value, plane_bytes[n] * (ORDER[row, column] - positions.first), vector_bytes)
+                    first_plane = places[n] + c * (2 * positions.group)
+                    first_plane.store(value, plane_bytes[n] * (ORDER[row, column] - positions.first), vector_bytes)
                 f.fence()
 
     def _class_of(self, row: int, column: int) -> tuple[int, PositionClass]:
@@ -296,23 +296,21 @@ class _Winograd(Emitter):
             is_whole.select(stride, f.value("i64", out_block * element_bytes)),
         )
 
-        def copy(residual: Value | None) -> None:
-            """Copy the outputs that exist from the output tile; or to it what lies `residual` bytes behind them."""
+        def outputs() -> Iterator[tuple[Value, Value]]:
+            """Emit loops over the outputs that exist; yield the address of each one, and of its place in the output tile."""
             for i in f.loop(high):
                 for j in f.loop(wide):
                     for c in f.loop(channels):
                         output = out + i * line + j * stride + c * element_bytes
-                        of_tile = self.output_tile + ((i * OUTPUTS + j) * out_block + c) * element_bytes
-                        if residual is None:
-                            output.store(of_tile.load(self.stored, 0, element_bytes), 0, element_bytes)
-                        else:
-                            of_tile.store((output + residual).load(self.stored, 0, element_bytes), 0, element_bytes)
+                        yield output, self.output_tile + ((i * OUTPUTS + j) * out_block + c) * element_bytes
 
         residual = None
         if self.spec.residual:
-            residual = is_whole.select(get("residual"), 0)
+            residual = is_whole.select(get("residual"), 0)  # in the output tile residuals lie where outputs are written
             with f.when(is_whole.equals(0)):
-                copy(get("residual"))
+                residual_offset = get("residual")
+                for output, of_tile in outputs():
+                    of_tile.store((output + residual_offset).load(self.stored, 0, element_bytes), 0, element_bytes)
         table = self.pointer("bias") + block * (4 * out_block)
         for v in f.loop(2):
             offset = v * (4 * self.isa.lanes)
@@ -324,7 +322,8 @@ class _Winograd(Emitter):
                 scale = (self.pointer("scales") + b * 4).load("float", 0, 4).splat(self.isa.lanes) * scales.load(self.isa.floats, 0, 4)
                 self._scale(SHAPES[shape], products + offset, scale, table + offset, half, residual)
         with f.when(is_whole.equals(0)):
-            copy(None)
+            for output, of_tile in outputs():
+                output.store(of_tile.load(self.stored, 0, element_bytes), 0, element_bytes)
 
     def _sums_by_column(self, shape: TileShape, products: Value) -> Iterator[tuple[int, list[Value]]]:
         """Emit the transform of a tile's products, a vector of channels, and yield each column of the tile with the sums y of its rows."""
