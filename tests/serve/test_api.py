@@ -5,10 +5,14 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import language_model
 import pytest
+import transformers
 from serving import POSITIONS, Server, make_model, serve
+from test_gguf_tokenizer import with_byte_tokens
 
 from halfbyte.language.model import LanguageModel
 from halfbyte.serve import completions
@@ -66,6 +70,22 @@ def test_a_chat_is_that_of_the_model(client: Any, model: LanguageModel) -> None:
     assert found.usage.prompt_tokens == len(expected.prompt_ids)
     parts = [{"role": "developer", "content": "the lazy dog"}, {"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
     assert client.chat.completions.create(messages=parts, **GREEDY).choices[0].message.content == expected.text
+
+
+def test_a_completion_goes_on_with_the_space_of_its_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SentencePiece removes the space that begins a text: that of a completion is in the middle of one."""
+    settings = {"bos_token": "<s>", "eos_token": "<|x|>", "chat_template": language_model.TEMPLATE}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=with_byte_tokens(True), **settings)  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(language_model, "make_tokenizer", lambda: tokenizer)
+    model = make_model(tmp_path / "sentencepiece")
+    word = model.tokenizer.encode("the", add_special_tokens=False)[0]
+    text, always = model.tokenizer.decode([word]), {"logit_bias": {str(word): 100}, "max_tokens": 2}
+    with serve(model) as server:
+        assert server.complete("on", echo=True, **always).json()["choices"][0]["text"] == f"on {text} {text}"
+        assert server.complete(model.tokenizer.encode("on"), **always).json()["choices"][0]["text"] == f" {text} {text}"
+        assert server.chat(**always).json()["choices"][0]["message"]["content"] == f"{text} {text}"
+    said = model.generate("on", max_new_tokens=4)
+    assert f"on{said.text}" == model.tokenizer.decode([*said.prompt_ids, *said.ids])
 
 
 @pytest.mark.parametrize("n", [1, 3])
