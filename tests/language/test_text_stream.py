@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_gguf_tokenizer import byte_level, sentencepiece
+from test_gguf_tokenizer import byte_level, with_byte_tokens
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -30,13 +29,6 @@ def simple(model: Any, decoder: Any) -> Any:
 
 def words(*tokens: str) -> dict[str, int]:
     return {token: i for i, token in enumerate(tokens)}
-
-
-def with_byte_tokens(prefix: bool) -> Any:
-    """A SentencePiece vocabulary whose byte tokens are ordinary ones, as in models."""
-    described = json.loads(sentencepiece(prefix).to_str())
-    described["added_tokens"] = [token for token in described["added_tokens"] if not token["content"].startswith("<0x")]
-    return Backend.from_str(json.dumps(described))
 
 
 TOKENS = ("a", ".", "?", "!", ",", "'", "n't", "'m", "'s", "'ve", "'re", "s", "it")
@@ -125,6 +117,18 @@ def test_bytes_that_are_characters_or_not(kind: str, data: st.DataObject) -> Non
     assert None not in ids
     assert "".join(streamed(actual, ids)[0]) == actual.decode(ids)  # type: ignore[arg-type]
     assert "".join(together(actual, ids, data)) == actual.decode(ids)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "sentencepiece with prefix"])
+@settings(max_examples=60, deadline=None)
+@given(prefix=st.text("the 狐🦊é", max_size=24), text=st.text("fox 狐🦊é", min_size=1, max_size=24))
+def test_a_text_goes_on_after_its_prefix(kind: str, prefix: str, text: str) -> None:
+    actual = tokenizer(kind)
+    head, tail = actual.encode(prefix), actual.encode(prefix + text)
+    if tail[: len(head)] != head:  # a token has characters of both
+        head = []
+    stream = TextStream(actual, prefix=head)
+    assert actual.decode(head) + "".join([stream.push(id) for id in tail[len(head) :]] + [stream.flush()]) == actual.decode(tail)
 
 
 def _bytes() -> list[int]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import language_model
 import pytest
+import transformers
 from serving import POSITIONS, Server, make_model, serve
+from test_gguf_tokenizer import with_byte_tokens
 
 from halfbyte.language.model import LanguageModel
 from halfbyte.serve import completions
 from halfbyte.serve.chat import Answer
+from halfbyte.serve.formats import TokenTexts
 from halfbyte.serve.structured import Grammars
 
 openai = pytest.importorskip("openai")
@@ -65,6 +70,22 @@ def test_a_chat_is_that_of_the_model(client: Any, model: LanguageModel) -> None:
     assert found.usage.prompt_tokens == len(expected.prompt_ids)
     parts = [{"role": "developer", "content": "the lazy dog"}, {"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
     assert client.chat.completions.create(messages=parts, **GREEDY).choices[0].message.content == expected.text
+
+
+def test_a_completion_goes_on_with_the_space_of_its_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SentencePiece removes the space that begins a text: that of a completion is in the middle of one."""
+    settings = {"bos_token": "<s>", "eos_token": "<|x|>", "chat_template": language_model.TEMPLATE}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=with_byte_tokens(True), **settings)  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(language_model, "make_tokenizer", lambda: tokenizer)
+    model = make_model(tmp_path / "sentencepiece")
+    word = model.tokenizer.encode("the", add_special_tokens=False)[0]
+    text, always = model.tokenizer.decode([word]), {"logit_bias": {str(word): 100}, "max_tokens": 2}
+    with serve(model) as server:
+        assert server.complete("on", echo=True, **always).json()["choices"][0]["text"] == f"on {text} {text}"
+        assert server.complete(model.tokenizer.encode("on"), **always).json()["choices"][0]["text"] == f" {text} {text}"
+        assert server.chat(**always).json()["choices"][0]["message"]["content"] == f"{text} {text}"
+    said = model.generate("on", max_new_tokens=4)
+    assert f"on{said.text}" == model.tokenizer.decode([*said.prompt_ids, *said.ids])
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -148,8 +169,11 @@ def test_log_probabilities(client: Any, model: LanguageModel) -> None:
     assert all(len(entry.top_logprobs) == 3 and entry.top_logprobs[0].logprob >= entry.top_logprobs[2].logprob for entry in entries)
     found = client.completions.create(prompt=PROMPT, logprobs=3, **GREEDY).choices[0]
     assert found.logprobs.token_logprobs == pytest.approx([choice.logprob for choice in expected.choices], abs=1e-5)
-    assert "".join(found.logprobs.tokens) == found.text
-    assert found.logprobs.text_offset[:2] == [0, len(found.logprobs.tokens[0])]
+    texts = TokenTexts(model.tokenizer)
+    assert found.logprobs.tokens == [texts.text(choice.id) for choice in expected.choices]
+    assert b"".join(bytes(entry.bytes or []) for entry in entries).decode("utf-8", "replace") == content.choices[0].message.content
+    for token, offset in zip(found.logprobs.tokens, found.logprobs.text_offset, strict=True):
+        assert found.text.startswith(token, offset) or token == "<s>" or "\ufffd" in found.text[: offset + 1]
 
 
 def test_a_seed_decides_and_bias_excludes(client: Any, model: LanguageModel) -> None:
@@ -272,6 +296,20 @@ def test_calls_in_parallel_can_be_excluded(server: Server, monkeypatch: pytest.M
     assert most == [None, None, 1, 1]
 
 
+def test_a_template_that_ignores_tools(server: Server, model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt_tokens = server.chat(tools=[WEATHER]).json()["usage"]["prompt_tokens"]
+    monkeypatch.setitem(model.tokenizer.chat_templates, "tool_use", model.tokenizer.chat_templates["default"])
+    monkeypatch.setitem(model.tokenizer.chat_templates, "default", "<s>user: {{ messages[0].content }}</s>")
+    assert server.chat(tools=[WEATHER]).json()["usage"]["prompt_tokens"] == prompt_tokens
+    assert server.chat().json()["usage"]["prompt_tokens"] < prompt_tokens
+    monkeypatch.delitem(model.tokenizer.chat_templates, "tool_use")
+    found = server.chat(tools=[WEATHER])
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "tools")
+    assert "ignores tools: leave them out, or demand a call by tool_choice" in found.json()["error"]["message"]
+    assert server.chat(tools=[WEATHER], tool_choice="none").status_code == 200
+    assert server.chat(tools=[WEATHER], tool_choice="required", max_tokens=200).json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
 # What is refused
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -301,12 +339,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"functions": [{"name": "x"}]}, "functions is not supported"),
     ({"guided_json": {"type": "integer"}}, "guided_json is not supported"),
     ({"min_tokens": 4}, "min_tokens is not supported"),
+    ({"truncate_prompt_tokens": 4}, "truncate_prompt_tokens is not supported"),
+    ({"skip_special_tokens": False}, "skip_special_tokens is not supported"),
+    ({"add_generation_prompt": False}, "add_generation_prompt is not supported"),
+    ({"continue_final_message": True}, "continue_final_message is not supported"),
+    ({"echo": True}, "echo is not supported"),
+    ({"n_predict": 4}, "n_predict is not supported"),
     ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "add it"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}}, "schema"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}}, "'time'"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, " tool_choice.type"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
@@ -338,6 +383,7 @@ def test_what_is_wrong_is_said(server: Server, settings: dict[str, Any], said: s
         (True, {"ignore_eos": None}),
         (True, {"modalities": ["text"]}),
         (True, {"guided_json": None, "min_tokens": 0, "stop_token_ids": [], "use_beam_search": False, "response_format": {"type": "text"}}),
+        (True, {"skip_special_tokens": True, "add_generation_prompt": None, "echo": False}),
         (False, {"echo": None, "logprobs": None, "best_of": None, "suffix": ""}),
     ],
 )
@@ -350,11 +396,11 @@ def test_what_changes_nothing_is_taken(server: Server, chats: bool, settings: di
     ("settings", "said"),
     [
         ({"prompt": ""}, "no tokens"),
-        ({"prompt": []}, "prompt"),
+        ({"prompt": []}, "prompt: List should have at least 1 item"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": [1, -1]}, "token ids"),
         ({"prompt": [1, 10**30]}, "token ids"),
-        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt.1: Input should be a valid string"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
@@ -388,7 +434,13 @@ def test_no_json(server: Server, body: bytes) -> None:
 def test_other_paths_and_methods(server: Server, method: str, path: str, status: int) -> None:
     found = server.client.request(method, path)
     assert found.status_code == status
-    assert found.json()["error"]["message"]
+    error = found.json()["error"]
+    assert (error["code"], f"{method} " in error["message"]) == ("not_found" if status == 404 else "method_not_allowed", True)
+
+
+def test_clients_of_the_responses_api_are_told_what_to_use(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not have the Responses API; use /v1/chat/completions"):
+        client.responses.create(model="tiny", input="a")
 
 
 def test_an_unknown_model_and_a_service_that_is_not_there(server: Server, client: Any) -> None:
@@ -405,8 +457,8 @@ def test_a_body_is_json_by_its_type(server: Server) -> None:
 
 
 def test_unknown_fields_are_named(server: Server) -> None:
-    found = server.complete(mirostat=2, user="me")
-    assert (found.status_code, found.headers["halfbyte-ignored"]) == (200, "mirostat")
+    found = server.complete(keep_alive=2, user="me")
+    assert (found.status_code, found.headers["halfbyte-ignored"]) == (200, "keep_alive")
     assert server.complete(min_tokens=0, prompt_logprobs=None, stop_token_ids=[]).status_code == 200, "what other servers take for none"
     split: dict[str, Any] = {"x\r\nSet-Cookie: a": 1}
     assert server.complete(**split).headers["halfbyte-ignored"] == "x??Set-Cookie: a"

@@ -96,6 +96,10 @@ def test_reranking(server: Server, rows: Any) -> None:
     expected = [rows[1] @ rows[0], rows[2] @ rows[0]]
     assert [result["relevance_score"] for result in found["results"]] == pytest.approx(expected, abs=1e-5)
     assert found["results"][0]["document"] == {"text": "quit"}
+    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] > 0
+    for path in ("/rerank", "/v2/rerank"):  # as vLLM's server and Cohere's clients call it
+        again = server.post(path, query=TEXTS[0], documents=[TEXTS[2], {"text": TEXTS[1]}], top_n=5).json()
+        assert again["results"] == found["results"]
     assert "document" in server.post("/v1/rerank", query=TEXTS[0], documents=TEXTS, return_documents=None).json()["results"][0]
     found = server.post("/v1/rerank", query=TEXTS[0], documents=TEXTS, top_n=1, return_documents=False).json()
     assert [list(result) for result in found["results"]] == [["index", "relevance_score"]]
@@ -107,12 +111,16 @@ def test_reranking(server: Server, rows: Any) -> None:
         ("/v1/embeddings", {"input": []}, "input"),
         ("/v1/embeddings", {}, "input"),
         ("/v1/embeddings", {"input": ["a"] * 41}, "40 texts"),
-        ("/v1/embeddings", {"input": ["a", "b " * 5000]}, "tokens at most, got 5002 in text 1"),
+        ("/v1/embeddings", {"input": ["a", "b " * 5000]}, "tokens at most, got 5002 in input.1: divide it"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": -1}, "truncate_prompt_tokens is not supported here"),
         ("/v1/embeddings", {"input": "a", "dimensions": 7}, "dimensions"),
         ("/v1/embeddings", {"input": [-1]}, "token ids"),
         ("/v1/embeddings", {"input": [10**9]}, "token ids"),
         ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        ("/v1/rerank", {"query": "a", "documents": ["b " * 5000]}, "got 5002 in documents.0: divide it"),
+        ("/v1/rerank", {"query": "a " * 5000, "documents": ["b"]}, "got 5002 in query: divide it"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "max_tokens_per_doc is not supported here"),
         ("/v1/chat/completions", {"model": "minilm", "messages": [{"role": "user", "content": "a"}]}, "does not write text"),
     ],
 )

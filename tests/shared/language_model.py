@@ -12,7 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 TEXT = "the quick brown fox jumps over the lazy dog while the slow red hen sleeps under an old oak tree\n" * 40
-TEMPLATE = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
+TEMPLATE = (
+    "{% if tools %}<s>tools: {{ tools | tojson }}</s>{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
 
 
 def make_decoder(kind: str, **settings: Any) -> Any:

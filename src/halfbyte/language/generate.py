@@ -210,13 +210,16 @@ class Batch:
         has_slot = self._waiting and len(self._active) < self._capacity
         return bool(self._preempted or (has_slot and (self._prefilled < self._model.prefill_chunk or not self._active)))
 
-    def submit(self, prompt_ids: Sequence[int], sampling: Sampling, processors: Sequence[LogitsProcessor] = ()) -> Generation:
+    def submit(
+        self, prompt_ids: Sequence[int], sampling: Sampling, processors: Sequence[LogitsProcessor] = (), *, is_chat: bool = False
+    ) -> Generation:
         """Add a sequence, which starts with one of the next steps.
 
         Args:
             prompt_ids: Token ids of the prompt.
             sampling: How its tokens are chosen.
             processors: Change its logits before a token is chosen.
+            is_chat: Its text begins anew; that of other prompts goes on, with the space that SentencePiece removes from a beginning.
 
         Raises:
             ArgumentError: The prompt is empty, has ids that the model does not have, or is longer than the model's positions.
@@ -236,7 +239,7 @@ class Batch:
             raise ArgumentError(f"the prompt has {len(ids)} tokens, and {longest}: use a shorter text{more}")
         if asked is not None and asked > left:
             raise ArgumentError(f"max_new_tokens is at most {left} after {len(ids)} tokens, as {longest}, got {asked}: use less{more}")
-        stream = TextStream(self._tokenizer, sampling.stop)
+        stream = TextStream(self._tokenizer, sampling.stop, () if is_chat else ids)
         generation = Generation(ids, sampling, min(wanted, left), stream, processors=processors)
         with self.lock:
             self._waiting.append(generation)

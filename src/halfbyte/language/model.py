@@ -216,14 +216,14 @@ class LanguageModel:
         """
         chosen = _sampling(sampling, settings)
         if _is_several(prompts):
-            several = [self._ids(prompt) for prompt in prompts]
+            several = [(self._ids(prompt), _is_chat(prompt)) for prompt in prompts]
             self._batch.free()
             batch = self.batch(min(len(several), self.most_sequences))
-            generations = [batch.submit(ids, chosen) for ids in several]
+            generations = [batch.submit(ids, chosen, is_chat=is_chat) for ids, is_chat in several]
             for _ in steps(batch, generations):
                 pass
             return generations
-        generation = self._batch.submit(self._ids(prompts), chosen)
+        generation = self._batch.submit(self._ids(prompts), chosen, is_chat=_is_chat(prompts))
         for _ in steps(self._batch, [generation]):
             pass
         return generation
@@ -244,7 +244,7 @@ class LanguageModel:
 
     def submit(self, prompt: str | Sequence[int] | Sequence[Message], sampling: Sampling | None = None, **settings: object) -> Generation:
         """Prepare a generation for `stream_of`; the same arguments as `stream`."""
-        return self._batch.submit(self._ids(prompt), _sampling(sampling, settings))
+        return self._batch.submit(self._ids(prompt), _sampling(sampling, settings), is_chat=_is_chat(prompt))
 
     def stream_of(self, generation: Generation) -> Iterator[str]:
         """Generate the text of one generation that `submit` has prepared, piece by piece."""
@@ -317,7 +317,8 @@ class LanguageModel:
             UnsupportedError: The model has no chat template.
             CheckpointError: The template fails, or refuses the messages.
         """
-        template = self.tokenizer.chat_templates.get("default")
+        templates = self.tokenizer.chat_templates
+        template = templates.get("tool_use" if variables.get("tools") and "tool_use" in templates else "default")
         if template is None:
             raise UnsupportedError(f"the tokenizer of {self.path} has no chat template: write the prompt as a text")
         settings: dict[str, Any] = {**self.tokenizer.special_tokens, **variables}
@@ -327,7 +328,7 @@ class LanguageModel:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         values: list[Any] = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray) else [None]
-        if values and all(isinstance(value, Mapping) for value in values):
+        if _is_chat(values):
             return self.tokenizer.encode(self.chat_prompt(values), add_special_tokens=False)
         if not all(type(value) is int for value in values):
             raise ArgumentError(f"a prompt is a text, token ids or messages, got {type(prompt).__name__}: pass one of these")
@@ -457,6 +458,10 @@ def _is_several(prompts: object) -> bool:
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return False
     return bool(prompts) and all(isinstance(prompt, Sequence) for prompt in prompts)
+
+
+def _is_chat(prompt: object) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(message, Mapping) for message in prompt)
 
 
 def _sampling(sampling: Sampling | None, settings: Mapping[str, Any]) -> Sampling:

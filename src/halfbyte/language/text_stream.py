@@ -22,7 +22,7 @@ class TextStream:
     """The text of one sequence, piece by piece, up to a stop string.
 
     What `push` and `extend` return, one after the other, and then `flush`, is what `tokenizer.decode` gives for all ids, cut before the
-    first stop string that is complete.
+    first stop string that is complete; behind a `prefix`, what it gives for both without the text of the prefix.
 
     Attributes:
         finished: Whether a stop string has come; ids that are pushed afterwards are ignored.
@@ -34,12 +34,13 @@ class TextStream:
         print(stream.flush())
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prefix: Sequence[int] = ()) -> None:
         """Start an empty text.
 
         Args:
             tokenizer: The model's tokenizer.
             stop: Strings that end the text; they are not part of it.
+            prefix: Token ids of the text that it continues.
 
         Raises:
             ArgumentError: A stop string is empty, which would end every text before it begins.
@@ -47,7 +48,7 @@ class TextStream:
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
             raise ArgumentError(f"stop is a list of strings of one character or more, got {stop!r}: pass such a list")
         self.finished = False
-        self._raw = _RawStream(tokenizer)
+        self._raw = _RawStream(tokenizer, prefix)
         self._clean_up = tokenizer.clean_up
         self._unclean = ""  # decoded, and not cleaned up yet
         self._stop = _StopStrings(stop)
@@ -105,7 +106,7 @@ class _RawStream:
     decoder then does what it does to the beginning of a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prefix: Sequence[int]) -> None:
         self._backend = tokenizer.backend
         self._skipped = tokenizer.special_ids
         steps = decoder_steps(tokenizer.backend)
@@ -113,9 +114,12 @@ class _RawStream:
         self._bytes_in_characters = "ByteLevel" in kinds
         self._bytes_as_tokens = "ByteFallback" in kinds
         self._streams = all(step.get("type") in _LOCAL_STEPS or _replaces_one_character(step) for step in steps)
-        self._context: list[int] = []
+        start = max(0, len(prefix) - _CONTEXT)
+        while start and self._bytes_as_tokens and _is_byte(self._token(prefix[start]) or ""):  # a run of bytes is decoded as a whole
+            start -= 1
+        self._context = [id for id in prefix[start:] if self._token(id) is not None]
         self._tokens: list[int] = []
-        self._emitted = 0
+        self._emitted = len(self._decode(self._context))
 
     def extend(self, ids: Sequence[int], look_ahead: bool) -> tuple[str, str]:
         """Append tokens.
@@ -129,8 +133,7 @@ class _RawStream:
         """
         last = None
         for id in ids:
-            token = None if id in self._skipped else self._backend.id_to_token(id)
-            if token is not None:
+            if (token := self._token(id)) is not None:
                 last = token
                 self._tokens.append(id)
         if last is None:
@@ -162,6 +165,10 @@ class _RawStream:
         last = self._tokens[-_CONTEXT:]
         if alone := self._decode(last):
             self._context, self._tokens, self._emitted = last, [], len(alone)
+
+    def _token(self, id: int) -> str | None:
+        """Return a token as it is in the vocabulary; None if it has no text."""
+        return None if id in self._skipped else self._backend.id_to_token(id)
 
     def _decode(self, ids: list[int]) -> str:
         return self._backend.decode(ids, False)

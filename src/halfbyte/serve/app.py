@@ -74,7 +74,7 @@ def build(services: Services, settings: Settings) -> ASGIApp:
         Route("/v1/chat/completions", handlers.chat, methods=["POST"]),
         Route("/load_model", handlers.load, methods=["POST"]),
         Route("/v1/embeddings", handlers.embed, methods=["POST"]),
-        Route("/v1/rerank", handlers.rerank, methods=["POST"]),
+        *(Route(path, handlers.rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),  # for Cohere's clients, too
     ]
     error_handlers = {HTTPException: _routing_error, ApiError: _api_error, Exception: _internal_error}
     paths = frozenset(route.path for route in routes)
@@ -86,9 +86,16 @@ def build(services: Services, settings: Settings) -> ASGIApp:
 
 async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = "allows another method" if error.status_code == 405 else "is none of this server's"
-    message = f"{request.method} {request.url.path[:200]}: this path {what}; see /v1/models, /v1/completions and /v1/chat/completions"
-    return ApiError(error.status_code, message, "not_found", headers=dict(error.headers or {})).reply()
+    asked, headers = f"{request.method} {request.url.path[:200]}", dict(error.headers or {})
+    if error.status_code == 405:
+        message = f"{asked}: this path has another method; use {headers.get('allow', 'POST')}"
+        return ApiError(405, message, "method_not_allowed", headers=headers).reply()
+    if request.url.path.startswith("/v1/responses"):
+        message = f"{asked}: this server does not have the Responses API; use /v1/chat/completions"
+    else:
+        paths = "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/rerank or /v1/models"
+        message = f"{asked}: this path is none of this server's; use {paths}"
+    return ApiError(error.status_code, message, "not_found", headers=headers).reply()
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

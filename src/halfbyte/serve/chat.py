@@ -30,7 +30,7 @@ def prompt(model: LanguageModel, request: ChatRequest) -> str:
         The prompt, special tokens included.
 
     Raises:
-        ApiError: `chat_template_kwargs` has a variable that the template gets anyway.
+        ApiError: `chat_template_kwargs` has a variable that the template gets anyway, or the template ignores tools.
         UnsupportedError: The model has no chat template.
         CheckpointError: The template does not take these messages.
     """
@@ -41,9 +41,18 @@ def prompt(model: LanguageModel, request: ChatRequest) -> str:
             raise ApiError(
                 400, f"chat_template_kwargs has the template's own variables, got {name}: leave it out", param="chat_template_kwargs"
             )
-    if request.tools and request.tool_choice != "none":
-        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
-    return model.chat_prompt(messages, **variables)
+    if not request.tools or request.tool_choice == "none":
+        return model.chat_prompt(messages, **variables)
+    tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+    text = model.chat_prompt(messages, **{**variables, "tools": tools})
+    if request.tool_choice in (None, "auto") and text == model.chat_prompt(messages, **{**variables, "tools": None}):
+        raise ApiError(
+            400,
+            "the chat template of this model ignores tools: leave them out, or demand a call by tool_choice",
+            "unsupported_value",
+            "tools",
+        )
+    return text
 
 
 def _plain(message: Message) -> dict[str, object]:

@@ -135,10 +135,11 @@ class TextService:
             prompts = request.prompts
         bias = [Bias(request.logit_bias, self._model.spec.vocabulary)] if request.logit_bias else []
         grammar = None if schema is None else self._grammars.json_schema(schema)
-        add_special_tokens = not isinstance(request, ChatRequest)  # a chat template writes its own
+        is_chat = isinstance(request, ChatRequest)  # whose template writes its own special tokens
+        special = not is_chat if request.add_special_tokens is None else request.add_special_tokens
         echoes, total = [], 0
         for text in prompts:
-            ids = self._ids(text, add_special_tokens)
+            ids = self._ids(text, special)
             total += len(ids)
             new_tokens = self._new_tokens(request, len(ids))
             echo = isinstance(request, CompletionRequest) and request.echo
@@ -147,7 +148,7 @@ class TextService:
                 index = len(engine_request.jobs)  # also chooses the seed: sequences of one prompt differ
                 sampling = request.sampling(self._defaults, new_tokens, index)
                 processors: list[Processor] = [*bias, *([] if grammar is None else [grammar.copy()])]  # a grammar follows its sequence
-                engine_request.jobs.append(Job(index, ids, sampling, processors))
+                engine_request.jobs.append(Job(index, ids, sampling, processors, is_chat))
                 echoes.append(echoed)
         return _Prepared(engine_request, echoes, total, names, most_calls)
 

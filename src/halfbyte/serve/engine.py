@@ -73,6 +73,7 @@ class Job:
     prompt_ids: list[int]
     sampling: Sampling
     processors: Sequence[Processor] = ()
+    is_chat: bool = False
     generation: Generation | None = None
     sent_tokens: int = 0
     sent_text: int = 0
@@ -356,7 +357,7 @@ class Engine:
                     self._inbox.put(job)  # `_end_all` finds it
                 return False
             try:
-                job.generation = self._batch.submit(job.prompt_ids, job.sampling, job.processors)
+                job.generation = self._batch.submit(job.prompt_ids, job.sampling, job.processors, is_chat=job.is_chat)
                 self._jobs[job.generation] = job
             except HalfbyteError as e:
                 self._notify([self._change(job, "cancelled", ApiError(400, str(e)))])

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -14,27 +16,54 @@ from functools import lru_cache
 from halfbyte import __version__
 from halfbyte.language.sampling.sampler import Choice
 from halfbyte.language.tokenizer import Tokenizer
+from halfbyte.language.tokenizer_folder import decoder_steps
 from halfbyte.serve.engine import Request
 from halfbyte.serve.replies import dumps, event
 
 Calls = list[dict[str, object]]  # tool calls, as OpenAI's API has them
+# The characters that byte-level tokenizers spell bytes with: those that print are themselves, the others follow from U+0100 on.
+_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES = {chr(byte): byte for byte in _PRINTED}
+_BYTES |= {chr(0x100 + i): byte for i, byte in enumerate(byte for byte in range(0x100) if byte not in _PRINTED)}
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTexts:
-    """Texts and bytes of single tokens, for log probabilities."""
+    """Bytes of single tokens, for log probabilities."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.text = lru_cache(maxsize=1 << 14)(self._text)
+        self._backend = tokenizer.backend
+        kinds = {step.get("type") for step in decoder_steps(tokenizer.backend)}
+        self._bytes_in_characters, self._bytes_as_tokens = "ByteLevel" in kinds, "ByteFallback" in kinds
+        self._added, self._special = frozenset(tokenizer.backend.get_added_tokens_decoder()), tokenizer.special_ids
+        self.bytes = lru_cache(maxsize=1 << 14)(self._bytes)
 
-    def _text(self, token: int) -> str:
-        text = self._tokenizer.backend.decode([token], False)
-        return text or self._tokenizer.backend.id_to_token(token) or ""
+    def _bytes(self, token: int) -> bytes:
+        """Return what a token adds to a text, in UTF-8: often not whole characters, and of special tokens nothing."""
+        if token in self._special:
+            return b""
+        name = self._backend.id_to_token(token) or ""
+        if token not in self._added and self._bytes_in_characters and all(character in _BYTES for character in name):
+            return bytes(_BYTES[character] for character in name)
+        if self._bytes_as_tokens and _BYTE.fullmatch(name):
+            return bytes([int(name[3:5], 16)])
+        # Behind itself: decoders remove the space of the token that begins a text.
+        alone = self._backend.decode([token], False)
+        return self._backend.decode([token, token], False)[len(alone) :].encode()
 
     def entry(self, token: int, logprob: float) -> dict[str, object]:
-        """Return a token as /v1/chat/completions has it."""
-        text = self.text(token)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode("utf-8", "replace"))}
+        """Return a token as /v1/chat/completions has it; bytes that are no characters are escaped in its text, as OpenAI's API does."""
+        data = self.bytes(token)
+        return {"token": self._escaped(token), "logprob": max(logprob, -9999.0), "bytes": list(data) or None}
+
+    def text(self, token: int) -> str:
+        """Return the text of a token as /v1/completions has it: OpenAI's API marks one that is not whole characters with "bytes:"."""
+        data, text = self.bytes(token), self._escaped(token)
+        return f"bytes:{text}" if data and text.encode() != data else text
+
+    def _escaped(self, token: int) -> str:
+        return self.bytes(token).decode("utf-8", "backslashreplace") or self._backend.id_to_token(token) or ""
 
 
 def usage(request: Request, prompt_tokens: int) -> dict[str, object]:
@@ -62,7 +91,7 @@ class CompletionFormat:
         self._tokens = tokens
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._head["system_fingerprint"] = f"halfbyte-{__version__}"
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, tuple[codecs.IncrementalDecoder, int]] = {}
         self._text_events: dict[int, list[bytes]] = {}
 
     def document(self, choices: Sequence[Mapping[str, object]], usage: dict[str, object] | None, *, chunk: bool) -> dict[str, object]:
@@ -110,14 +139,14 @@ class CompletionFormat:
     def _logprobs(self, index: int, choices: Sequence[Choice] | None) -> dict[str, object] | None:
         if choices is None:
             return None
-        texts = [self._tokens.text(choice.id) for choice in choices]
-        offset, offsets = self._offsets.get(index, 0), []
-        for text in texts:
+        decoder, offset = self._offsets.get(index) or (_UTF8("replace"), 0)
+        offsets = []
+        for choice in choices:
             offsets.append(offset)
-            offset += len(text)
-        self._offsets[index] = offset
+            offset += len(decoder.decode(self._tokens.bytes(choice.id)))
+        self._offsets[index] = decoder, offset
         return {
-            "tokens": texts,
+            "tokens": [self._tokens.text(choice.id) for choice in choices],
             "token_logprobs": [max(choice.logprob, -9999.0) for choice in choices],
             "top_logprobs": [{self._tokens.text(id): max(value, -9999.0) for id, value in choice.top} for choice in choices],
             "text_offset": offsets,

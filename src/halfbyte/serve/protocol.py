@@ -9,15 +9,20 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, Json, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from halfbyte.language.sampling.sampler import Sampling
 from halfbyte.serve.replies import ApiError
 
 _NO_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}  # of OpenAI's own service
 _REFUSED = {"suffix", "functions", "function_call", "audio", "modalities", "prediction", "web_search_options"}
-# Extensions by vLLM's and llama.cpp's servers: without them, the answer is not what was asked for.
+# Extensions by vLLM's, llama.cpp's and Cohere's servers: without them, the answer is not what was asked for.
 _REFUSED |= {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "json_schema"}
-_REFUSED |= {"stop_token_ids", "min_tokens", "bad_words", "prompt_logprobs", "use_beam_search"}
+_REFUSED |= {"stop_token_ids", "min_tokens", "bad_words", "prompt_logprobs", "use_beam_search", "allowed_token_ids", "logprob_token_ids"}
+_REFUSED |= {"echo", "continue_final_message", "documents", "chat_template", "prompt_embeds", "include_stop_str_in_output"}
+_REFUSED |= {"return_token_ids", "return_tokens_as_token_ids", "thinking_token_budget", "truncate_prompt_tokens", "max_tokens_per_doc"}
+_REFUSED |= {"n_predict", "repeat_penalty", "typical_p", "mirostat"}
+_REFUSED_IF_FALSE = {"skip_special_tokens", "add_generation_prompt"}
 
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 
@@ -73,6 +78,7 @@ class GenerationRequest(ApiRequest):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    add_special_tokens: StrictBool | None = None
     ignore_eos: StrictBool | None = None
 
     @property
@@ -291,7 +297,8 @@ def parse(kind: type[R], body: bytes) -> R:
     except ValidationError as e:
         raise _invalid(e) from e
     for name, value in (request.model_extra or {}).items():
-        if name in _REFUSED and value and (name, value) != ("modalities", ["text"]):
+        is_refused = value is False if name in _REFUSED_IF_FALSE else name in _REFUSED and value
+        if is_refused and (name, value) != ("modalities", ["text"]):
             raise ApiError(400, f"{name} is not supported here: leave it out", "unsupported_parameter", name)
     return request
 
@@ -299,7 +306,7 @@ def parse(kind: type[R], body: bytes) -> R:
 def _invalid(error: ValidationError) -> ApiError:
     """Return the error for the first invalid field; of a union's alternatives that for the one that matches farthest."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"]))
+    first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=_reach)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON ({first['msg']}): send one JSON object", "invalid_json")
     place = [str(part) for part in first["loc"] if not _is_alternative(part)]
@@ -308,6 +315,13 @@ def _invalid(error: ValidationError) -> ApiError:
     return ApiError(400, f"{what}; see the API's reference for what is allowed", "invalid_type", param)
 
 
+def _reach(error: ErrorDetails) -> tuple[int, bool, list[int]]:
+    """Return how far an alternative of a union matches: in depth, whether its type is right, and how many elements of lists are."""
+    place = [part for part in error["loc"] if not _is_alternative(part)]
+    return len(place), not error["type"].endswith("_type"), [part for part in place if isinstance(part, int)]
+
+
 def _is_alternative(part: int | str) -> bool:
     """Return whether a part of a field's place is not a name in the request, but pydantic's for an alternative of a union."""
-    return isinstance(part, str) and (not part.isidentifier() or part in ("str", "int", "bool", "constrained-str"))
+    models = (NamedTool.__name__, Document.__name__)
+    return isinstance(part, str) and (not part.isidentifier() or part in ("str", "int", "bool", *models))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ class VectorService:
                 400, f"embeddings have {self.encoder.dimensions} dimensions, got {request.dimensions}: leave it out", param="dimensions"
             )
         given = [request.input] if isinstance(request.input, str) or isinstance(request.input[0], int) else request.input
-        rows, tokens = await self._embeddings(given, receive)
+        rows, tokens = await self._embeddings(given, receive, "input.{}".format)
         reply = partial(self._reply, rows, tokens, is_base64=request.encoding_format == "base64")
         return await asyncio.get_running_loop().run_in_executor(self._executor, reply)
 
@@ -56,13 +56,14 @@ class VectorService:
         else:
             data = rows.tolist()
         items = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(data)]
-        return json_reply({"object": "list", "data": items, "model": self.name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+        return json_reply({"object": "list", "data": items, "model": self.name, "usage": _usage(tokens)})
 
     async def rerank(self, request: RerankRequest, receive: Receive) -> Response:
         """Answer POST /v1/rerank."""
         documents = [document if isinstance(document, str) else document.text for document in request.documents]
         query, document = self.encoder.prompt("query"), self.encoder.prompt("document")
-        rows, tokens = await self._embeddings([query + request.query, *(document + text for text in documents)], receive)
+        texts = [query + request.query, *(document + text for text in documents)]
+        rows, tokens = await self._embeddings(texts, receive, lambda index: f"documents.{index - 1}" if index else "query")
         scores = (rows[1:] @ rows[0]).tolist()
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
         results = [
@@ -73,14 +74,15 @@ class VectorService:
             }
             for index in order
         ]
-        return json_reply({"id": f"rerank-{uuid.uuid4().hex}", "model": self.name, "results": results, "usage": {"total_tokens": tokens}})
+        return json_reply({"id": f"rerank-{uuid.uuid4().hex}", "model": self.name, "results": results, "usage": _usage(tokens)})
 
-    async def _embeddings(self, given: Sequence[str | list[int]], receive: Receive) -> tuple[Tensor, int]:
+    async def _embeddings(self, given: Sequence[str | list[int]], receive: Receive, field: Callable[[int], str]) -> tuple[Tensor, int]:
         """Encode texts, and cancel that if the client disconnects.
 
         Args:
             given: The texts, or their token ids.
             receive: ASGI's, by which a disconnection is noticed.
+            field: Returns the place of a text in the request, by its index.
 
         Returns:
             Embeddings float32 [texts, dimensions] of length 1, and the number of tokens of all texts.
@@ -89,15 +91,13 @@ class VectorService:
             ApiError: A text is too long or not Unicode, there are too many, or the time is over.
         """
         if len(given) > self._settings.inputs:
-            raise ApiError(400, f"a request has {self._settings.inputs} texts at most, got {len(given)}: ask several times", param="input")
+            raise ApiError(400, f"a request has {self._settings.inputs} texts at most, got {len(given)}: ask several times")
         loop = asyncio.get_running_loop()
-        texts, counts = await loop.run_in_executor(self._executor, partial(self._read, given))
+        texts, counts = await loop.run_in_executor(self._executor, partial(self._read, given, field))
         most = self.encoder.most_tokens
         if most is not None and max(counts) > most:
-            at = counts.index(max(counts))
-            raise ApiError(
-                400, f"a text has {most} tokens at most, got {counts[at]} in text {at}: divide it", "context_length_exceeded", "input"
-            )
+            at = field(counts.index(max(counts)))
+            raise ApiError(400, f"a text has {most} tokens at most, got {max(counts)} in {at}: divide it", "context_length_exceeded", at)
         future = asyncio.wrap_future(self.encoder.encode(texts))
         try:
             async with asyncio.timeout(self._settings.seconds), watching(receive, future.cancel):
@@ -111,12 +111,16 @@ class VectorService:
         self._metrics.embedded(sum(counts))
         return rows, sum(counts)
 
-    def _read(self, given: Sequence[str | list[int]]) -> tuple[list[str], list[int]]:
+    def _read(self, given: Sequence[str | list[int]], field: Callable[[int], str]) -> tuple[list[str], list[int]]:
         """Return texts, those of token ids too, and how many tokens each has."""
         texts = [text if isinstance(text, str) else self.encoder.decode(text) for text in given]
-        for text in texts:
+        for index, text in enumerate(texts):
             try:
                 text.encode()
             except UnicodeEncodeError as e:
-                raise ApiError(400, f"a text has a lone surrogate at character {e.start}: send UTF-8", param="input") from e
+                raise ApiError(400, f"{field(index)} has a lone surrogate at character {e.start}: send UTF-8", param=field(index)) from e
         return texts, self.encoder.count(texts)
+
+
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": tokens, "total_tokens": tokens}

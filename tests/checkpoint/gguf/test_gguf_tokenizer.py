@@ -59,6 +59,13 @@ def sentencepiece(prefix: bool) -> Any:
     return built
 
 
+def with_byte_tokens(prefix: bool) -> Any:
+    """A SentencePiece vocabulary whose byte tokens are ordinary ones, as in models."""
+    described = json.loads(sentencepiece(prefix).to_str())
+    described["added_tokens"] = [token for token in described["added_tokens"] if not token["content"].startswith("<0x")]
+    return Tokenizer.from_str(json.dumps(described))
+
+
 def written(folder: Path, backend: Any, drop: tuple[str, ...] = (), **settings: Any) -> tuple[Path, Any, list[str]]:
     """A GGUF file with nothing but the tokenizer."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", **settings)

@@ -256,8 +256,9 @@ def test_only_one_file_imports_vllm() -> None:
     assert importing == {"api.py"}
 
 
-def test_the_section_is_what_vllm_reads(tmp_path: Path) -> None:
+def test_the_section_is_what_vllm_reads(tables: list[dict[Any, list[type]]]) -> None:
     """vLLM looks for `quant_method` in the config."""
+    register.register()
     section = json.loads(json.dumps(describe({"lm_head": Module(as_format("q4_0"), (64, 32))})))
     assert section["quant_method"] in api.QUANTIZATION_METHODS
 

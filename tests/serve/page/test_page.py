@@ -6,12 +6,13 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from browser import Browser, chromium, needs_chromium
 from serving import Server, make_model, serve
 
-from halfbyte.language.generate import Batch
+from halfbyte.language.generate import Batch, Generation
 from halfbyte.serve.page import page
 
 
@@ -78,7 +79,11 @@ def test_a_conversation(browser: Browser, server: Server, monkeypatch: pytest.Mo
 def test_text_streams_and_stops(browser: Browser, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     step, submit = Batch.step, Batch.submit
     monkeypatch.setattr(Batch, "step", lambda self: (time.sleep(0.01), step(self))[1])
-    monkeypatch.setattr(Batch, "submit", lambda self, ids, sampling, *more: submit(self, ids, replace(sampling, ignore_eos=True), *more))
+
+    def endless(self: Batch, ids: Any, sampling: Any, *more: Any, **settings: Any) -> Generation:
+        return submit(self, ids, replace(sampling, ignore_eos=True), *more, **settings)
+
+    monkeypatch.setattr(Batch, "submit", endless)
     browser.run("document.getElementById('temperature').value = 2")
     ask(browser, "the quick brown fox", 3000)
     browser.wait("running && document.querySelector('.body').textContent.length > 5")
