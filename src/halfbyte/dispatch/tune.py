@@ -110,13 +110,13 @@ def written(gpu: Gpu) -> Path | None:
     return path if path is not None and gpu.name not in _unsaved and path.is_file() else None
 
 
-def keep(gpu: Gpu, problem: Problem, times: Times) -> None:
+def keep(gpu: Gpu, problem: Problem, times: Times, path: Path | None = None) -> None:
     """Add to this machine's table. Two processes or threads may do so at once: the later one wins, and the file is whole at any time.
 
     Where it can't be written, this process alone knows the times, and a warning says so once.
     """
+    path = path or table_path(gpu)
     if gpu.name not in _unsaved:
-        path = table_path(gpu)
         reason: object = env.NO_HOME
         try:
             if path is not None:
