@@ -20,7 +20,7 @@ from halfbyte.checkpoint.foreign.folders import _matches
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import Codes, as_format
 from halfbyte.io import gguf
-from halfbyte.io.weights import gptq
+from halfbyte.io.weights import compressed_tensors, gptq
 from halfbyte.nn.modules.experts import QuantExperts
 from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.quantizers import absmax
@@ -232,6 +232,18 @@ def test_experts_are_stacked_as_codes(odd: str, tmp_path: Path) -> None:
 
 
 # What is refused
+
+
+def test_groups_of_compressed_tensors_that_do_not_divide_the_inputs(folders: Path, tmp_path: Path) -> None:
+    codes = random_codes(as_format("int4_g24"), (64, 32))
+    parts = {f"{PROJ}.{name}".replace(".", "__"): tensor for name, tensor in compressed_tensors.write(codes, None, packed=True).items()}
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 24}
+    settings = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    folder = copied(folders / "compressed-tensors", tmp_path / "m", **settings)
+    found = load_tensors(edited(folder, **parts, **{f"{PROJ}.weight_zero_point".replace(".", "__"): None}))[f"{PROJ}.weight"]
+    assert isinstance(found, Codes)
+    assert str(found.format) == "int4_g24"
+    assert torch.equal(found.dequantize(torch.float64), codes.dequantize(torch.float64))
 
 
 def transforms(*places: str) -> dict[str, Any]:

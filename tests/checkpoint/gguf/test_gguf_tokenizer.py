@@ -244,6 +244,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for wrong in (-1, 2, True):
         with pytest.raises(CheckpointError, match=rf"eos_token_id is {wrong}, and its tokens are 0 … 1: it is damaged"):
             load(model="gpt2", tokens=["a", "b"], merges=[], eos_token_id=wrong)
+    with pytest.raises(CheckpointError, match="padding_token_id is -1"):
+        load(model="gpt2", tokens=["a", "b"], merges=[], padding_token_id=-1)
+    without = load(model="gpt2", tokens=["a", "b"], merges=[], eos_token_id=1, padding_token_id=2, unknown_token_id=9)
+    assert (without.eos_token, without.pad_token, without.unk_token) == ("b", None, None)
 
 
 def test_a_token_that_would_fill_the_memory_with_its_halves(tmp_path: Path) -> None:

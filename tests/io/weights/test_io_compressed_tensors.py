@@ -51,7 +51,7 @@ def test_what_is_written_is_the_definition_and_is_read(fmt: str, shape: tuple[in
         w = torch.empty(shape, dtype=torch.float64)
         w[:, slice(None) if order is None else order.long()] = codes.dequantize(torch.float64)
         assert torch.equal(definition(parts, codes.format.bits), w)
-        back, its_order = ct.read(parts, codes.format.bits, "m")
+        back, its_order = ct.read(parts, codes.format.bits, None, "m")
         assert same(back, codes)
         assert (its_order is None and order is None) or torch.equal(its_order, order)  # type: ignore[arg-type]
 
@@ -75,13 +75,28 @@ def test_the_library_dequantizes_the_same(fmt: str, shape: tuple[int, int]) -> N
 def test_one_scale_for_all_and_points_that_are_not_packed() -> None:
     weight, scale = torch.randint(-128, 128, (4, 6), dtype=torch.int8), torch.tensor([0.5])
     for parts in ({"weight": weight, "weight_scale": scale}, {"weight": weight, "weight_scale": scale[0]}):
-        codes, _ = ct.read(parts, 8, "m")
+        codes, _ = ct.read(parts, 8, None, "m")
         assert str(codes.format) == "int8_channel"
         assert torch.equal(codes.dequantize(), weight * 0.5)
     four = random_codes(as_format("int4_g16_zp"), (5, 32))
     parts = ct.write(four, None, packed=True)
     assert four.zero is not None
-    assert same(ct.read(parts | {"weight_zero_point": (four.zero.to(torch.int16) - 8).to(torch.int8)}, 4, "m")[0], four)
+    assert same(ct.read(parts | {"weight_zero_point": (four.zero.to(torch.int16) - 8).to(torch.int8)}, 4, None, "m")[0], four)
+
+
+@pytest.mark.parametrize("fmt", ["int4_g32", "int4_g64_zp", "int8_g64"])
+@pytest.mark.parametrize("k", [80, 96, 100, 128])
+def test_groups_of_the_config_that_do_not_divide_the_inputs(fmt: str, k: int) -> None:
+    codes = random_codes(as_format(fmt), (5, k))
+    size = codes.format.block
+    parts = ct.write(codes, None, packed=True)
+    assert same(ct.read(parts, codes.format.bits, size, "m")[0], codes)
+    # Another size than the tensor's: that of the tensor, if there is one.
+    if k % codes.scale.shape[1] == 0:
+        assert ct.read(parts, codes.format.bits, 16, "m")[0].format.block == k // codes.scale.shape[1]
+    parts["weight_scale"] = torch.ones(5, 7)
+    with pytest.raises(CheckpointError, match="7 scales for each"):
+        ct.read(parts, codes.format.bits, size, "m")
 
 
 @pytest.mark.parametrize("part", ["weight_packed", "weight_scale", "weight_zero_point", "weight_shape"])
@@ -89,10 +104,10 @@ def test_damaged_parts(part: str) -> None:
     parts = ct.write(random_codes(as_format("int4_g16_zp"), (16, 64)), None, packed=True)
     for value in (parts[part].double() + 0.5, parts[part][:-1], parts[part][None]):
         with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
-            ct.read(parts | {part: value}, 4, "m")
+            ct.read(parts | {part: value}, 4, None, "m")
     for points in (torch.zeros(16, 3), torch.zeros(5), torch.zeros(0, 4), torch.zeros(16, 4, 2)):  # not packed
         with pytest.raises(CheckpointError, match=r"m\.weight_zero_point is int8 .*: the checkpoint is damaged"):
-            ct.read(parts | {"weight_zero_point": points.to(torch.int8)}, 4, "m")
+            ct.read(parts | {"weight_zero_point": points.to(torch.int8)}, 4, None, "m")
     for missing in ("weight_shape", "weight_scale"):
         with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
-            ct.read({name: tensor for name, tensor in parts.items() if name != missing}, 4, "m")
+            ct.read({name: tensor for name, tensor in parts.items() if name != missing}, 4, None, "m")

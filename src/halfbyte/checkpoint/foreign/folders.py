@@ -262,11 +262,15 @@ def _ct_entry(parts: Parts, group: Mapping[str, object], dtype: torch.dtype, not
     blocks = scale.shape[1] if len(scale.shape) == 2 else 1
     points = compressed_tensors.points_of(parts.only(["weight_zero_point"]).tensors(), bits, (shape[0], blocks), parts.module)
     symmetric = points is None or bool((points == zero_points.middle(bits)).all())
-    size = shape[1] // blocks if blocks > 1 else 0
-    fmt = Format(bits, size or "channel", "none" if symmetric else "point", parts.scale_dtype("weight_scale"))
-    order = _order(parts, "weight_g_idx", shape[1], max(1, shape[1] // max(1, blocks)))
+    weights = group.get("weights")
+    said = weights.get("group_size") if isinstance(weights, dict) else None
+    size = compressed_tensors.group_size_of(shape[1], blocks, said, parts.module)
+    fmt = Format(bits, "channel" if size < 0 else size, "none" if symmetric else "point", parts.scale_dtype("weight_scale"))
+    order = _order(parts, "weight_g_idx", shape[1], zero_points.block_of(size, shape[1]))
     quantized = Quantized(fmt, "compressed-tensors", order, *_activation(group))
-    return parts.entry(TensorSpec(dtype, shape), lambda _: compressed_tensors.read(parts.tensors(), bits, parts.module)[0], quantized)
+    return parts.entry(
+        TensorSpec(dtype, shape), lambda _: compressed_tensors.read(parts.tensors(), bits, said, parts.module)[0], quantized
+    )
 
 
 def _ct_bits(parts: Parts, group: Mapping[str, object], notes: list[str]) -> int:

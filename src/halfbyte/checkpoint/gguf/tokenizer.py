@@ -203,10 +203,13 @@ def save(path: Path, folder: Path) -> list[str]:
 
 
 def _special_tokens(metadata: Mapping[str, Value], tokens: Sequence[str]) -> dict[str, str]:
-    """Return the texts of special tokens by transformers' names."""
+    """Return the texts of special tokens by transformers' names. Some files pad with, or take for unknown text, a token that the vocabulary
+    lacks: they do without, as in llama.cpp."""
     special = {}
     for name, key in {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}.items():
         if (number := metadata.get(f"tokenizer.ggml.{key}_token_id")) is None:
+            continue
+        if type(number) is int and number >= len(tokens) and key in {"unknown", "padding"}:
             continue
         if type(number) is not int or not 0 <= number < len(tokens):
             what = f"the GGUF file's tokenizer.ggml.{key}_token_id is {short(number)}"

@@ -9,7 +9,7 @@
                      weight_g_idx       int [K]  the block of each input, where they are not in order (see gptq.py)
     w = weight_scale * (q - weight_zero_point)
 
-All of this follows from dtypes and shapes, except the number of bits, which the config gives.
+All of this follows from dtypes and shapes, except the number of bits and, where groups do not divide K, their size, which the config gives.
 
 Source: github.com/vllm-project/compressed-tensors, compressors/pack_quantized and naive_quantized
 """
@@ -31,8 +31,8 @@ PACKED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", 
 INTEGER = ("weight", "weight_scale", "weight_zero_point", "weight_g_idx")
 
 
-def read(parts: Mapping[str, Tensor], bits: int, where: str) -> tuple[Codes, Tensor | None]:
-    """The weight [N, K], and the order of its columns (int32 [K]) where it is not that of the inputs."""
+def read(parts: Mapping[str, Tensor], bits: int, group_size: object, where: str) -> tuple[Codes, Tensor | None]:
+    """The weight [N, K], and the order of its columns (int32 [K]) where it is not that of the inputs. `group_size` is the config's."""
     if "weight_packed" in parts:
         data, n, k = _packed(parts, bits, where)
     else:
@@ -42,17 +42,15 @@ def read(parts: Mapping[str, Tensor], bits: int, where: str) -> tuple[Codes, Ten
     if scale is not None and scale.numel() == 1 and scale.dim() < 2 and n:  # one scale for all: the same for each channel
         parts = {**parts, "weight_scale": scale.reshape(1, 1).expand(n, 1).contiguous()}
     scale = zero_points.take(parts, "weight_scale", zero_points.SCALES, (n, None), where)
-    blocks = scale.shape[1]
-    if blocks == 0 or k % blocks:
-        raise CheckpointError(f"{where} has {blocks} scales for each {k} inputs, which do not divide them: the checkpoint is damaged")
+    size = group_size_of(k, scale.shape[1], group_size, where)
     order = None
     if "weight_g_idx" in parts:
         g_idx = zero_points.take(parts, "weight_g_idx", (torch.int32, torch.int64), (k,), where)
-        order = order_of(g_idx, k // blocks, where) if bool((g_idx >= 0).all()) else None  # all -1: not used
+        order = order_of(g_idx, zero_points.block_of(size, k), where) if bool((g_idx >= 0).all()) else None  # all -1: not used
     if order is not None:
         data = zero_points.reorder(data, bits, order)
-    zero = points_of(parts, bits, (n, blocks), where)
-    return zero_points.codes_of(bits, k // blocks if blocks > 1 else -1, k, data, scale, zero), order
+    zero = points_of(parts, bits, (n, scale.shape[1]), where)
+    return zero_points.codes_of(bits, size, k, data, scale, zero), order
 
 
 def write(codes: Codes, order: Tensor | None, *, packed: bool) -> dict[str, Tensor]:
@@ -78,6 +76,22 @@ def write(codes: Codes, order: Tensor | None, *, packed: bool) -> dict[str, Tens
 def why_not(fmt: Format, shape: tuple[int, ...]) -> str | None:
     """Why a weight cannot be written, or None."""
     return zero_points.why_not(fmt, shape, (4, 8), n_multiple=1, k_multiple=1)
+
+
+def group_size_of(k: int, groups: int, said: object, where: str) -> int:
+    """Return how many of `k` inputs share one of `groups` scales, -1 where all do: what the config says if that gives as many, the last
+    for fewer inputs; else the size that divides them.
+
+    Raises:
+        CheckpointError: Neither fits.
+    """
+    if groups == 1:
+        return -1
+    if type(said) is int and said > 0 and -(-k // said) == groups:
+        return said
+    if groups == 0 or k < groups or k % groups:
+        raise CheckpointError(f"{where} has {groups} scales for each {k} inputs, which do not divide them: the checkpoint is damaged")
+    return k // groups
 
 
 def shape_of(packed: tuple[int, ...], shape: Tensor, bits: int, where: str) -> tuple[int, int]:
