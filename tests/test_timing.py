@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import pytest
 
-from halfbyte import timing
+from halfbyte import locks, timing
 from halfbyte.errors import ArgumentError
 from halfbyte.locks import FairLock
 from halfbyte.timing import Timing, interleave, measure, time_text
@@ -154,3 +158,70 @@ def test_a_loop_does_not_keep_others_waiting() -> None:
     stop.set()
     thread.join(10)
     assert max(waited) <= 4  # the turn in progress, and one where this thread was not scheduled; a plain lock: hundreds
+
+
+def _interrupted(lock: FairLock, at: int) -> bool:
+    """Enter two blocks of a lock, with KeyboardInterrupt before line number `at` of its code that is run; return whether there is one."""
+    count = last = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count, last
+        if frame.f_code.co_filename != locks.__file__:
+            return None
+        is_end_of_with = event == "line" and frame.f_lineno < last
+        last = frame.f_lineno
+        if event in ("call", "line") and not is_end_of_with:  # CPython raises none there, nor as a function returns
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with lock, lock:
+            pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def _is_free(lock: FairLock) -> bool:
+    """Whether another thread gets the lock, and the queue before it."""
+    got = list[bool]()
+    other = threading.Thread(target=lambda: got.extend([lock._next.acquire(timeout=1), lock.acquire(timeout=1)]))
+    other.start()
+    other.join()
+    return got == [True, True]
+
+
+def test_the_lock_is_free_after_an_interrupt_in_any_of_its_lines() -> None:
+    at = 1
+    while _interrupted(lock := FairLock(), at):
+        assert _is_free(lock), f"locked after KeyboardInterrupt in line {at}"
+        at += 1
+    assert at > 15
+
+
+def test_the_lock_is_free_after_signals_at_any_time() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    lock, interrupts, rounds = FairLock(), 0, 0
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        while interrupts < 400:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 2e-5 + interrupts % 40 * 1e-6)
+                while True:
+                    with lock, lock:
+                        rounds += 1
+            except KeyboardInterrupt:
+                interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert rounds
+    assert _is_free(lock)

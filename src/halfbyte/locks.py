@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from threading import Lock, get_ident
+from _thread import RLock
+from threading import Condition, Lock
 
 
-class FairLock:
+class FairLock(RLock):  # type: ignore[misc]  # final for type checkers only
     """A reentrant lock that a thread which waits gets before the one that released it.
 
     A plain lock goes back to a thread that releases it and takes it again at once, as a loop does: others wait until the loop ends. Here
     the first of those that wait holds `_next`, where the loop queues behind it.
+
+    Ctrl-C raises KeyboardInterrupt after any call, also within a method that is written in Python. So `__exit__` is that of RLock, which is
+    not interrupted, and `__enter__` notes in the same call whether it acquired the lock.
 
     Example:
         with FairLock() as lock, lock:
@@ -17,22 +21,27 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self._next, self._lock = Lock(), Lock()
-        self._owner: int | None = None
-        self._depth = 0
+        self._next, self._condition = Lock(), Condition(self)
 
-    def __enter__(self) -> FairLock:
+    def __enter__(self) -> FairLock:  # type: ignore[override]
         """Wait for the lock, unless this thread has it."""
-        if self._owner != get_ident():
-            with self._next:
-                self._lock.acquire()
-            self._owner = get_ident()
-        self._depth += 1
-        return self
+        acquired: list[bool] = []
+        try:
+            if self._is_owner():
+                acquired.extend(map(self.acquire, (True,)))
+            else:
+                with self._next:
+                    acquired.extend(map(self.acquire, (True,)))  # one call, so that no interrupt comes between its two effects
+            return self
+        except BaseException:
+            if acquired:
+                self.release()
+            raise
 
-    def __exit__(self, *_: object) -> None:
-        """Release the lock with the last of the blocks that this thread is in."""
-        self._depth -= 1
-        if not self._depth:
-            self._owner = None
-            self._lock.release()
+    def _is_owner(self) -> bool:
+        """Whether this thread has the lock: what a Condition requires."""
+        try:
+            self._condition.notify(0)
+        except RuntimeError:
+            return False
+        return True

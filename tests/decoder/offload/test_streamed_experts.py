@@ -75,6 +75,12 @@ def test_after_the_last_layers_the_first_ones_cross(specs: Models, monkeypatch: 
         assert copied == at_first
         assert all(torch.equal(streamed.add(layer, x), expected[layer]) for layer in range(layers))
         assert copied[len(at_first) :] == [2, 3, 4, 0, 1][:layers]
+    copied.clear()
+    alone = StreamedExperts({0: mixture}, torch.device("cpu"))
+    for _ in range(2):
+        alone.begin()
+        assert torch.equal(alone.add(0, x), expected[0])
+    assert copied == [0]  # a single layer stays in the slot
 
 
 @pytest.mark.parametrize("kind", ["Qwen3MoeDecoderLayer", "Qwen2MoeDecoderLayer", "GptOssDecoderLayer"])

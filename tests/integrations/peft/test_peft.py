@@ -15,7 +15,7 @@ from halfbyte.nn.modules.quantized import QuantLinear
 
 peft = pytest.importorskip("peft")
 # peft's own: of torch's, and that a layer without a bias cannot be merged with one.
-pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore:.*lora_bias")]
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}") for text in (":FutureWarning", ".*lora_bias", "merging rounds")]
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100}
 IDS = torch.arange(3, 21).view(2, 9)
@@ -86,6 +86,41 @@ def test_merging_quantizes_again_and_unmerging_gives_the_codes_back() -> None:
     assert all(
         torch.equal(m.codes().data, old) for m, old in zip([m for m in model.modules() if isinstance(m, QuantLinear)], codes, strict=True)
     )
+
+
+def test_several_adapters_are_rounded_once_and_the_user_is_told() -> None:
+    model = adapted(hb.quantize_(llama(), "int4_g32"), ["q_proj"], init_lora_weights=False)
+    for name in ("second", "third"):
+        model.add_adapter(name, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    names, base = ["default", "second", "third"], layer.get_base_layer()
+    weight = sum((layer.get_delta_weight(name).detach().double() for name in names), base.weight.dequantize().double())
+    before = base.codes().data.clone()
+    with pytest.warns(UserWarning, match=r"rounds the sums of weights and adapters to int4_g32, .*load the adapters onto model.dequantize"):
+        layer.merge(adapter_names=["default"])
+    with pytest.warns(UserWarning, match="Already following adapters were merged"):  # peft's
+        layer.merge(adapter_names=["second", "third"])
+    assert layer.merged_adapters == names
+    once = hb.quantize(weight.float(), "int4_g32")
+    assert (base.codes().data == once.data).float().mean() > 0.99  # sums in float32 may round to the other side; twice rounded: .8
+    torch.nn.init.constant_(layer.lora_B["default"].weight, float("nan"))
+    layer.unmerge()
+    layer.merge(adapter_names=["second"])
+    merged = base.codes().data.clone()
+    with pytest.warns(UserWarning, match="Already"), pytest.raises(ValueError, match="The adapter default seems to be broken"):
+        layer.merge(safe_merge=True, adapter_names=["default"])
+    assert layer.merged_adapters == ["second"]
+    assert torch.equal(base.codes().data, merged)
+    layer.unmerge()
+    assert torch.equal(base.codes().data, before)
+
+
+def test_adapters_are_merged_exactly_where_the_warning_says(tmp_path: Path) -> None:
+    model = adapted(hb.quantize_(llama(), FORMAT), init_lora_weights=False)
+    unmerged = logits(model)
+    model.save_pretrained(tmp_path)
+    merged = peft.PeftModel.from_pretrained(hb.quantize_(llama(), FORMAT).dequantize(), tmp_path).merge_and_unload()
+    torch.testing.assert_close(logits(merged), unmerged, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("settings", "error"), [({"init_lora_weights": "pissa"}, "frozen"), ({"init_lora_weights": "olora"}, "frozen")])

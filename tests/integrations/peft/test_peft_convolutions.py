@@ -35,6 +35,7 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
 CONFIG = {"r": 2, "lora_alpha": 4, "target_modules": ["conv"]}
 
 
+@pytest.mark.filterwarnings("ignore:merging rounds")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LAYERS)
 def test_as_on_float_layers(name: str, dtype: torch.dtype) -> None:

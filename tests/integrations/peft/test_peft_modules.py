@@ -34,6 +34,7 @@ from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear, QuantModu
 peft = pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:merging rounds"),
     pytest.mark.filterwarnings("ignore:.*tie_word_embeddings"),
     pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers"),
 ]

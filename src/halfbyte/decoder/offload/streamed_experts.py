@@ -98,11 +98,12 @@ class StreamedExperts:
         """Start to copy the experts of the first layers, unless they crossed after the last layers of the prompt before."""
         if not self._slot:
             self._staging, self._slot = ([_Buffer(size, self._device) for size in sizes] for sizes in self._sizes)
-        first, following = self._order[0], self._after(self._order[0])
-        if (self._ready, self._staged) != (first, following):
+        first, *following = self._order[:2]
+        if self._ready != first or (following and self._staged != following[0]):
             self._copy(first)
             self._repack()
-            self._copy(following)
+            for layer in following:
+                self._copy(layer)
 
     def add(self, layer: int, x: Tensor) -> Tensor:
         """Compute x + experts(norm(x)) of a layer, and start to copy the experts of a later one.

@@ -10,6 +10,7 @@ in modules.py and prompts.py. This module is imported together with peft's LoRA 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
@@ -35,7 +36,7 @@ from halfbyte.nn.modules.experts import QuantExperts
 from halfbyte.nn.modules.permuted import PermutedLinear
 from halfbyte.nn.modules.quantized import QuantEmbedding, QuantLinear, QuantModule
 from halfbyte.nn.modules.subclassed import float_skeleton
-from halfbyte.nn.modules.weight_view import AnyPacked, pack_like
+from halfbyte.nn.modules.weight_view import AnyPacked, WeightView, pack_like
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig
@@ -58,7 +59,7 @@ class _Requantized(nn.Module):
     merged_adapters: list[str]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add adapters to the weight and quantize it again to its format, which rounds the sum. `unmerge` restores the original."""
+        """Add adapters to the original weight and quantize the sum to its format, which rounds it. `unmerge` restores the original."""
         base: object = self.get_base_layer()
         if not isinstance(base, QuantModule):  # the model was dequantized
             super().merge(safe_merge, adapter_names)  # type: ignore[misc]
@@ -74,16 +75,34 @@ class _Requantized(nn.Module):
             raise UnsupportedError(
                 f"adapters cannot be merged into a quantized weight if {reason}: keep them apart, or dequantize the model"
             )
-        for name in names:
-            with torch.no_grad():
-                weight = base.weight.float() + self.get_delta_weight(name).float()
-            if safe_merge and not torch.isfinite(weight).all():
-                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
-            codes = quantize_weight(base.kind, weight, base.packed.codes_format, "absmax", f"the weight with {name}", fold_of(base))
-            if self._before_merge is None:
-                self._before_merge = base.packed
-            self._put(base, pack_like(base.packed, codes, base.packed.device))
-            self.merged_adapters.append(name)
+        if not names:
+            return
+        warnings.warn(
+            f"merging rounds the sums of weights and adapters to {base.packed.codes_format}, which changes the model's outputs: for exact "
+            "sums, load the adapters onto model.dequantize() and merge them there",
+            stacklevel=2,
+        )
+        merged, packed = [*self.merged_adapters, *names], base.packed
+        before = packed if self._before_merge is None else self._before_merge
+        self._put(base, before)  # the sum of all adapters is rounded once
+        try:
+            packed = self._sum(base, merged, safe_merge)
+        finally:
+            self._put(base, packed)
+        self._before_merge, self.merged_adapters = before, merged
+
+    def _sum(self, base: QuantModule, adapters: list[str], safe_merge: bool) -> AnyPacked:
+        """The weight plus adapters, summed in float32 and quantized to the format of the weight."""
+        view = cast(WeightView, base.weight)
+        with torch.no_grad():
+            weight: Tensor = WeightView(view.packed, torch.float32, view.shape, view.rows, steps=view.steps, base=view.base)
+            for name in adapters:
+                weight = weight + self.get_delta_weight(name).float()
+                if safe_merge and not torch.isfinite(weight).all():
+                    raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+        named = f"the weight with {', '.join(adapters)}"
+        codes = quantize_weight(base.kind, weight, base.packed.codes_format, "absmax", named, fold_of(base))
+        return pack_like(base.packed, codes, base.packed.device)
 
     def unmerge(self) -> None:
         """Remove all merged adapters."""
