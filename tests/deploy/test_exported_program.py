@@ -165,6 +165,28 @@ class _Branching(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
+class _Chunked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.contiguous() * 2 if x.shape[0] < 64 else x + x  # as diffusers' Upsample2D, whose forward depends on the batch
+
+
+def test_sizes_of_1_vary_and_those_that_a_forward_depends_on_are_limited() -> None:
+    traced, call = example.example_of(nn.Linear(4, 4).eval(), [torch.randn(1, 4)], {"input": {0: "batch"}}).trace()
+    assert traced.module()(torch.zeros(3, 4)).shape == (3, 4)
+    assert call.most == {"batch": 65536}
+    assert call.inputs["input"].shape == (1, 4)
+    traced, call = example.example_of(_Chunked().eval(), [torch.randn(2, 4)], {"x": {0: "batch"}}).trace()
+    assert traced.module()(torch.ones(63, 4)).sum() == 63 * 8
+    assert call.most == {"batch": 63}
+
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(2, 4) + 1
+
+    with pytest.raises(UnsupportedError, match=r"cannot trace Fixed \(You marked batch as dynamic but your code specialized it to"):
+        example.example_of(Fixed().eval(), [torch.randn(2, 4)], {"x": {0: "batch"}}).trace()
+
+
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, linear = torch.randn(2, 4), nn.Sequential(nn.Linear(4, 4)).eval()
     with pytest.raises(UnsupportedError, match=r"torch\.export cannot trace _Branching"):

@@ -16,6 +16,7 @@ import halfbyte as hb
 from halfbyte import ops
 from halfbyte.deploy import onnx_graph, onnx_static
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError
+from halfbyte.nn.fused import FusedLinear
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -82,6 +83,57 @@ def test_language_models(build: Callable[[], nn.Module], fmt: str, compute: str,
         wanted = exact(**inputs)[0]
         allowed = 4 * max(error(model(**inputs)[0], wanted), torch.finfo(torch.float32).eps)
         assert error(computed(tmp_path / "m.onnx", **inputs), wanted) <= allowed
+
+
+@pytest.mark.parametrize("build", [bert, llama])
+@torch.no_grad()
+def test_optimized_language_models(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """Layers that are computed together have products of their own in the file, and attention is torch's."""
+    torch.manual_seed(0)
+    model = hb.quantize_(build(), hb.Config("q8_0", compute="float"))
+    exact, layers = dequantized(model), sum(isinstance(m, hb.QuantLinear) for m in model.modules())
+    hb.optimize_(model)
+    assert any(isinstance(m, FusedLinear) for m in model.modules())
+    assert hb.export_onnx(model, tmp_path / "m.onnx") == []
+    assert operators(tmp_path / "m.onnx")["MatMulNBits"] == layers
+    for batch, tokens in ((1, 1), (3, 20)):
+        ids, mask = torch.randint(96, (batch, tokens)), torch.ones(batch, tokens, dtype=torch.int64)
+        mask[1:, 15:] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        wanted = exact(**inputs)[0]
+        allowed = 4 * max(error(model(**inputs)[0], wanted), torch.finfo(torch.float32).eps)
+        assert error(computed(tmp_path / "m.onnx", **inputs), wanted) <= allowed
+
+
+@torch.no_grad()
+def test_a_unet_whose_input_and_output_have_one_name(tmp_path: Path) -> None:
+    """A file with two values of one name does not load, so that one result is `out_sample`. Batches are limited as in diffusers."""
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    sizes = {"block_out_channels": (16,), "down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
+    unet = diffusers.UNet2DModel(sample_size=8, layers_per_block=1, norm_num_groups=8, **sizes).eval()
+    hb.quantize_(unet, hb.Config("q8_0", compute="float"))
+    inputs = {"sample": torch.randn(1, 3, 8, 8), "timestep": torch.tensor([500])}
+    hb.export_onnx(unet, tmp_path / "m.onnx", inputs, {"sample": {0: "batch"}, "timestep": {0: "batch"}})
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    assert [output.name for output in session.get_outputs()] == ["out_sample"]
+    for batch in (1, 3):
+        inputs = {"sample": torch.randn(batch, 3, 8, 8), "timestep": torch.full((batch,), 500)}
+        # As below; about 20 layers follow each other, and norms between them divide by their inputs' size.
+        assert error(computed(tmp_path / "m.onnx", **inputs), unet(**inputs).sample.double()) < 256 * torch.finfo(torch.float32).eps
+
+
+@torch.no_grad()
+def test_a_squeeze_that_does_nothing(tmp_path: Path) -> None:
+    class Squeezed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x).squeeze(1).squeeze(-1)
+            return y
+
+    model = hb.quantize_(Squeezed(nn.Linear(32, 1)), hb.Config("int8_channel", compute="float")).eval()
+    hb.export_onnx(model, tmp_path / "m.onnx", [torch.randn(2, 3, 32)], {"x": {0: "batch"}})
+    x = torch.randn(5, 3, 32)
+    torch.testing.assert_close(computed(tmp_path / "m.onnx", x=x), model(x))
 
 
 @pytest.mark.parametrize("fmt", ["int8_tensor", "int8_channel", "q4_1", "int4_g32_zp", "iq4_nl", "int5_g32"])
@@ -182,6 +234,14 @@ def test_what_onnx_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     x, model = torch.randn(2, 32), hb.quantize_(nn.Sequential(nn.Linear(32, 8)), "q8_0").eval()
     with pytest.raises(ArgumentError, match=r"lacks: write model\.onnx"):
         hb.export_onnx(model, tmp_path / "model", [x])
+
+    half = hb.quantize_(nn.Sequential(nn.Linear(32, 8).bfloat16()), "q8_0").eval()
+    with pytest.raises(
+        ArgumentError, match=r"float32 or float16, got a Sequential in bfloat16: call model\.float\(\), and pass such inputs"
+    ):
+        hb.export_onnx(half, tmp_path / "model.onnx", [x.bfloat16()])
+    hb.export_onnx(half.float(), tmp_path / "model.onnx", [x])
+    (tmp_path / "model.onnx").unlink()
 
     class Spectrum(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 
 from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError, check_type
 
@@ -58,39 +59,64 @@ class Example:
         inputs: The tensors by name, in order.
         sizes: For each input the names of its sizes that vary; the others stay as they are.
         most: The largest of such a size, by its name.
+        model: The class of the model, for errors.
     """
 
     module: nn.Module
     inputs: Mapping[str, Tensor]
     sizes: Mapping[str, Sizes]
     most: Mapping[str, int]
+    model: str = ""
 
     def of(self, module: nn.Module) -> Example:
         """The same call of another module."""
         return replace(self, module=_Positional(module))
 
-    def trace(self) -> ExportedProgram:
-        """The program of the model.
+    def trace(self) -> tuple[ExportedProgram, Example]:
+        """The program of the model, and this call with the largest sizes for which the model computes the same operations.
 
         Raises:
             UnsupportedError: torch.export cannot follow its forward.
         """
         symbols = {name: Dim(name, min=1, max=most) for name, most in self.most.items()}
         shapes = tuple({at: symbols[size] for at, size in self.sizes.get(name, {}).items()} for name in self.inputs)
+        inputs = tuple(_repeated(tensor, self.sizes.get(name, {})) for name, tensor in self.inputs.items())
         try:
             with torch.no_grad():
-                return torch.export.export(self.module, tuple(self.inputs.values()), dynamic_shapes=(shapes,), strict=False)
+                return torch.export.export(self.module, inputs, dynamic_shapes=(shapes,), strict=False), self
         except HalfbyteError:
             raise
         except Exception as error:  # whatever a forward raises
-            model = getattr(self.module, "model", self.module)
+            suggestion, *_ = str(error).split("\n\n")
+            if (most := self._limited(suggestion, shapes)) is not None:
+                return replace(self, most=most).trace()
             remedy = "rewrite what depends on the values of tensors, or export the part of the model that does not"
-            raise UnsupportedError(f"torch.export cannot trace {type(model).__name__} ({first_line(error)}): {remedy}") from error
+            raise UnsupportedError(f"torch.export cannot trace {self.model} ({first_line(error)}): {remedy}") from error
+
+    def _limited(self, message: str, shapes: tuple[dict[int, Dim], ...]) -> dict[str, int] | None:
+        """The smaller sizes that an error of torch.export suggests, for a forward that does something else beyond them; None for others."""
+        try:
+            refined = refine_dynamic_shapes_from_suggested_fixes(message, list(shapes))
+        except Exception:  # of an error of other words
+            return None
+        most = dict(self.most)
+        for name, dims in zip(self.inputs, refined, strict=True):
+            for at, size in self.sizes.get(name, {}).items():
+                most[size] = min(most[size], getattr(dims[at], "max", 0))  # an integer is a size that does not vary
+        return most if most != self.most and min(most.values()) > 1 else None
+
+
+def _repeated(tensor: Tensor, sizes: Sizes) -> Tensor:
+    """The tensor with sizes of 2 where it has 1 and they vary: torch.export takes a size of 1 as one that does not."""
+    for at in (at for at in sizes if tensor.shape[at] == 1):
+        tensor = torch.cat([tensor, tensor], at)
+    return tensor
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    """The first line of what an error says, or its class; of torch.export's list of sizes that cannot vary the first of these."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[1 if lines[0].startswith("Constraints violated") and lines[1:] else 0].lstrip(" -")[:300]
 
 
 def example_of(model: nn.Module, inputs: Inputs | None, sizes: Mapping[str, Sizes] | None, context: int | None = None) -> Example:
@@ -111,7 +137,7 @@ def example_of(model: nn.Module, inputs: Inputs | None, sizes: Mapping[str, Size
     if inputs is None:
         if sizes is not None:
             raise ArgumentError("sizes names dimensions of inputs, got no inputs: pass both")
-        return _known(model, context)
+        return replace(_known(model, context), model=type(model).__name__)
     by_name = isinstance(inputs, Mapping)
     if not isinstance(inputs, Mapping):
         parameters = inspect.signature(model.forward).parameters.values()
@@ -125,7 +151,8 @@ def example_of(model: nn.Module, inputs: Inputs | None, sizes: Mapping[str, Size
             got = {name: list(tensor.shape) for name, tensor in inputs.items()}
             raise ArgumentError(f"sizes names dimension {at} of {name}, got inputs of shapes {got}: name a dimension of one of them")
     module = _Plain(model, tuple(inputs) if by_name else ())
-    return Example(module, inputs, sizes, {size: _MOST for varying in sizes.values() for size in varying.values()})
+    most = {size: _MOST for varying in sizes.values() for size in varying.values()}
+    return Example(module, inputs, sizes, most, type(model).__name__)
 
 
 def _known(model: nn.Module, context: int | None) -> Example:

@@ -4,6 +4,7 @@
     halfbyte::conv2d                 Conv with a weight of DequantizeLinear: int8 codes
     halfbyte::embedding              Gather of codes and scales, and their product
     halfbyte::dequantize, _conv      a constant
+    halfbyte::attend_whole           torch's attention
 
 A weight that none of these can hold is a constant in floating point; `replace_ops` says which.
 """
@@ -120,6 +121,17 @@ class _Convolution(nn.Module):
         return _finished(y, residual, low, high)
 
 
+class _Attention(nn.Module):
+    """halfbyte::attend_whole"""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        return functional.scaled_dot_product_attention(query, key, value, mask, scale=self.scale).transpose(1, 2)
+
+
 class _Constant(nn.Module):
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -139,6 +151,7 @@ def replace_ops(traced: fx.GraphModule) -> list[str]:
         UnsupportedError: The model has an op that ONNX has no form for.
     """
     notes: list[str] = []
+    _erase_squeezes(traced)
     for node in list(traced.graph.nodes):
         if node.op != "call_function" or getattr(node.target, "namespace", "") != "halfbyte":
             continue
@@ -157,6 +170,16 @@ def replace_ops(traced: fx.GraphModule) -> list[str]:
     traced.delete_all_unused_submodules()
     traced.recompile()
     return notes
+
+
+def _erase_squeezes(traced: fx.GraphModule) -> None:
+    """Erase torch's squeeze of a dimension of another size than 1: it does nothing, and ONNX's fails."""
+    for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.squeeze.dim):
+        x, dim = node.args
+        size = x.meta["val"].shape[dim]
+        if not isinstance(size, int) or size != 1:
+            node.replace_all_uses_with(x)
+            traced.graph.erase_node(node)
 
 
 def _codes(traced: fx.GraphModule, node: fx.Node, format: str, n: int, k: int) -> Codes:
@@ -230,6 +253,10 @@ def _dequantize_conv(traced: fx.GraphModule, weight: fx.Node, format: str, sizes
     return _Constant(convolution.dequantize(_packed_filter(traced, weight, format, sizes), dtype)), [], "it is read as a whole"
 
 
+def _attend_whole(traced: fx.GraphModule, query: Argument, key: Argument, value: Argument, mask: Argument, scale: float) -> _Form:
+    return _Attention(scale), [query, key, value, mask], None
+
+
 _FORMS: dict[str, Callable[..., _Form]] = {
     "linear": _linear,
     "linear_gelu": _linear_gelu,
@@ -238,4 +265,5 @@ _FORMS: dict[str, Callable[..., _Form]] = {
     "dequantize": _dequantize,
     "conv2d": _conv2d,
     "dequantize_conv": _dequantize_conv,
+    "attend_whole": _attend_whole,
 }

@@ -16,6 +16,7 @@ from halfbyte.checkpoint.native.folder import replacing_file
 from halfbyte.deploy.example import Example, Inputs, Sizes, example_of, first_line
 from halfbyte.errors import ArgumentError, CheckpointError, UnsupportedError, model_path
 from halfbyte.io.onnx import FILE_LIMIT, import_onnx
+from halfbyte.nn.modules.quantized import QuantModule
 
 OPSET = 22  # the newest that torch 2.8 to 2.13 write
 
@@ -27,7 +28,7 @@ def export_onnx(
 
     Linear layers become MatMulNBits of com.microsoft, which ONNX Runtime has; with `compute="float"` it computes in float32, else it rounds
     activations to int8 by block, as halfbyte does. Weight-only convolutions read int8 codes by DequantizeLinear. A network on int8 codes is
-    written as QDQ. What ONNX cannot hold is stored in floating point.
+    written as QDQ. What ONNX cannot hold is stored in floating point. A result by the name of an input, such as `sample`, is `out_sample`.
 
     Args:
         model: In evaluation mode, float32 or float16, on a CPU.
@@ -39,7 +40,7 @@ def export_onnx(
         A sentence for each weight that is stored in floating point.
 
     Raises:
-        ArgumentError: The inputs are not known.
+        ArgumentError: The inputs are not known, or the model is in bfloat16.
         UnsupportedError: The model has an operation that ONNX has no form for, or takes more than 2 GB.
         CheckpointError: onnx or onnxscript is not installed, or the file cannot be written; what was there is unchanged then.
 
@@ -60,9 +61,11 @@ def export_onnx(
     except ImportError as error:
         raise CheckpointError("torch writes ONNX with the package onnxscript: pip install 'halfbyte[onnx]'") from error
     example = example_of(model, inputs, sizes)
-    graph = example.of(with_qdq(example.module)).trace().module()
+    _check_dtypes(model, example)
+    traced, example = example.of(with_qdq(example.module)).trace()
+    graph = traced.module()
     notes = replace_ops(graph)
-    program = _translate(example, example.of(graph).trace())
+    program = _translate(example, example.of(graph).trace()[0])
     content = program.model_proto.SerializeToString()
     if len(content) > FILE_LIMIT:
         raise UnsupportedError(f"the model takes {len(content)} bytes as ONNX, and a file holds {FILE_LIMIT}: quantize more, to fewer bits")
@@ -71,17 +74,29 @@ def export_onnx(
     return notes
 
 
+def _check_dtypes(model: nn.Module, example: Example) -> None:
+    """Raise ArgumentError for a model in bfloat16, which ONNX Runtime does not load on CPUs."""
+    dtypes = {tensor.dtype for tensor in (*example.inputs.values(), *model.parameters(), *model.buffers())}
+    dtypes |= {module.dtype for module in model.modules() if isinstance(module, QuantModule)}
+    if torch.bfloat16 in dtypes:
+        got = f"got a {example.model} in bfloat16"
+        raise ArgumentError(f"an ONNX file is for float32 or float16, {got}: call model.float(), and pass such inputs")
+
+
 def _translate(example: Example, traced: ExportedProgram) -> ONNXProgram:
     """torch's own ONNX program."""
-    outputs = traced.call_spec.out_spec
-    names = {"input_names": list(example.inputs)} | ({"output_names": list(outputs.context)} if outputs.type is dict else {})
+    outputs, names = traced.call_spec.out_spec, None
+    if outputs.type is dict:
+        names = [f"out_{name}" if name in example.inputs else name for name in outputs.context]
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     try:
         logger.setLevel(logging.ERROR)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.onnx.export(traced, **names, opset_version=OPSET, dynamo=True, optimize=True, verbose=False)
+            program = torch.onnx.export(
+                traced, input_names=list(example.inputs), output_names=names, opset_version=OPSET, dynamo=True, optimize=True, verbose=False
+            )
         assert program is not None  # with dynamo=True
         return program
     except Exception as error:  # of many classes

@@ -17,8 +17,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.onnx.ops import symbolic
 
+from halfbyte import ops
 from halfbyte.layouts.convolution import channels_first
 from halfbyte.nn.described import LEAST, MOST, Scale
+from halfbyte.nn.fused import FusedLinear
+from halfbyte.nn.modules.quantized import QuantLinear
 from halfbyte.nn.static.integer import (
     AveragePool,
     Dequantize,
@@ -152,8 +155,11 @@ class _Dequantize(nn.Module):
 
 
 def with_qdq(module: nn.Module) -> nn.Module:
-    """A copy of a model that shares its tensors, in which modules on int8 codes have their QDQ forms."""
+    """A copy of a model that shares its tensors: modules on int8 codes have their QDQ forms in it, fused layers their own weights."""
     match module:
+        case FusedLinear():
+            packed, how = ops.pack(module.codes(), "cpu"), (module.compute, module.activation)
+            return QuantLinear(packed, module.bias, *how, dtype=module.dtype)
         case Quantize():
             return _Quantize(module.scale)
         case Dequantize():

@@ -181,7 +181,7 @@ def export_program(
     check_counts("the KV cache of an exported program", context=[context])
     example = example_of(model, inputs, sizes, context)
     example = replace(example, inputs={name: tensor.contiguous() for name, tensor in example.inputs.items()})
-    traced = example.trace()
+    traced, example = example.trace()
     devices = {tensor.device.type for tensor in (*example.inputs.values(), *model.parameters(), *model.buffers())}
     if len(devices) > 1:
         raise ArgumentError(f"a program runs on one device, got a model and inputs on {', '.join(sorted(devices))}: move all to one")
@@ -220,8 +220,9 @@ def _compile(traced: ExportedProgram, example: Example, package: Path) -> None:
             raise UnsupportedError("AOTInductor needs a C++ compiler, and there is none: install g++, or name one in CXX") from error
         if found := next((cause for cause in causes if isinstance(cause, OSError)), None):
             raise found from error
-        name = type(getattr(example.module, "model", example.module)).__name__
-        raise UnsupportedError(f"AOTInductor cannot compile {name} ({first_line(error)}): export a part of it, or as ONNX") from error
+        raise UnsupportedError(
+            f"AOTInductor cannot compile {example.model} ({first_line(error)}): export a part of it, or as ONNX"
+        ) from error
 
 
 def _causes(error: BaseException) -> Sequence[BaseException]:

@@ -87,6 +87,13 @@ def quantize_(
         return _quantize_expanded_(model, config, calibration, progress)
 
 
+def nothing_to_quantize(model: nn.Module, decisions: Decisions) -> ArgumentError:
+    """The error for a model all of whose modules stay as they are, with the reason of one that a user would expect to be quantized."""
+    kept = sorted(decisions.items(), key=lambda item: item[1] == NOT_A_KIND)
+    why = f": {kept[0][0] or 'it'} stays as it is ({kept[0][1]})" if kept else ", which has no weights"
+    return ArgumentError(f"there is nothing to quantize in {type(model).__name__}{why}")
+
+
 def _quantize_expanded_(
     model: nn.Module, config: Config, calibration: Calibration | Tensor | Iterable[object] | None, progress: Progress | None
 ) -> nn.Module:
@@ -109,9 +116,7 @@ def _quantize_expanded_(
         setattr(model, CONFIG_ATTRIBUTE, config)
         return model
     if not formats:
-        kept = sorted(decisions.items(), key=lambda item: item[1] == NOT_A_KIND)
-        why = f": {kept[0][0] or 'it'} stays as it is ({kept[0][1]})" if kept else ", which has no weights"
-        raise ArgumentError(f"there is nothing to quantize in {type(model).__name__}{why}")
+        raise nothing_to_quantize(model, decisions)
     if config.activations == "static":
         return _quantize_static_(model, config, decisions, calibration)
     notes: list[str] = [others] if others else []

@@ -278,6 +278,11 @@ def test_a_component_that_is_quantized_twice(folder: Path, tmp_path: Path) -> No
     [
         (hb.HalfbyteConfig(), ArgumentError, r"HalfbyteConfig\(\) without a format reads GGUF files, and this model is float: write"),
         (hb.HalfbyteConfig("q8_0", skip=["nothing.*"]), ArgumentError, r"'nothing\.\*' matches no module"),
+        (
+            hb.HalfbyteConfig("q8_0", skip=["*"]),
+            ArgumentError,
+            r"nothing to quantize in UNet2DConditionModel: conv_in stays as it is \(skip pa",
+        ),
     ],
 )
 def test_configs_that_cannot_be(folder: Path, config: hb.HalfbyteConfig, error: type[Exception], message: str) -> None:

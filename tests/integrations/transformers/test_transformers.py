@@ -180,6 +180,8 @@ def test_a_tied_head_multiplies_as_before(tmp_path: Path) -> None:
 def test_what_cannot_be_quantized_says_so(folder: Path) -> None:
     with pytest.raises(ArgumentError, match=r"matches no module.*lm_head"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0", skip=["lm_heads"]))
+    with pytest.raises(ArgumentError, match=r"there is nothing to quantize in \w+: .* stays as it is \(skip pattern '\*'\)"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=HalfbyteConfig("q4_0", skip=["*"]))
     with pytest.raises(ArgumentError, match="settings"):
         HalfbyteConfig(Config("q4_0"), skip=[])
     with pytest.raises(ArgumentError, match=r"no setting load_in_4bit, .* for example HalfbyteConfig\(\"int4_g64\"\)"):

@@ -39,8 +39,8 @@ from halfbyte.integrations.transformers.weights_in_files import (
     read_codes,
 )
 from halfbyte.nn.candidates import candidates
-from halfbyte.nn.config import Config, check_patterns, choose, formats_of
-from halfbyte.nn.convert import after_quantizing, quantize_
+from halfbyte.nn.config import Config, choose, formats_of
+from halfbyte.nn.convert import after_quantizing, nothing_to_quantize, quantize_
 from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.kinds import pack_weight
 from halfbyte.nn.modules.quantized import QuantModule
@@ -135,8 +135,10 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
 
     def _decide(self, model: nn.Module, config: Config, blocks: set[str]) -> None:
         found = candidates(model, without_data=True)
-        check_patterns(config, found)
-        formats = formats_of(choose(found, config))
+        decisions = choose(found, config)
+        formats = formats_of(decisions)
+        if not formats and not blocks:
+            raise nothing_to_quantize(model, decisions)
         for name in [name for name in formats if f"{name}{_WEIGHT}" in blocks]:
             if isinstance(model.get_submodule(name), nn.Linear):  # whose codes are taken over
                 del formats[name]

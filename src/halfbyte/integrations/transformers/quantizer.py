@@ -51,7 +51,7 @@ from halfbyte.integrations.transformers.weights_in_files import (
 from halfbyte.nn.calibration.calibrate import Calibration
 from halfbyte.nn.candidates import candidates
 from halfbyte.nn.config import Config, choose, formats_of, take_calibration, with_known_settings
-from halfbyte.nn.convert import after_quantizing, quantize_
+from halfbyte.nn.convert import after_quantizing, nothing_to_quantize, quantize_
 from halfbyte.nn.dequantized import dequantize_
 from halfbyte.nn.kinds import FLOAT_MODULES
 from halfbyte.nn.modules.expanded import collapse_, expand_, expanded
@@ -236,7 +236,10 @@ class HalfbyteQuantizer(HfQuantizer):
             weights = candidates(model, without_data=True)
         # transformers ties weights after reading. Until then tied modules have a parameter each, and `weight` says which are the same.
         weights = [replace(weight, weight=self._tied_to.get(weight.name, weight.name)) for weight in weights]
-        self._formats = formats_of(choose(weights, config))
+        decisions = choose(weights, config)
+        self._formats = formats_of(decisions)
+        if not self._formats:
+            raise nothing_to_quantize(model, decisions)
         self._expert_stacks = {weight.name for weight in weights if weight.kind == "Experts" and weight.name in self._formats}
 
     def _insert_placeholders(self, model: Part) -> None:
