@@ -49,6 +49,15 @@ def test_a_class_token_smaller_than_a_step_of_codes_is_kept(tmp_path: Path) -> N
     assert hb.report(loaded).notes == hb.report(network).notes
 
 
+def test_noise_is_measured_in_inference_mode_too() -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        model = _ClassToken().eval()  # its parameters are inference tensors
+        x, expected = images(1), model(images(1))
+        network = hb.quantize_(model, hb.Config("int8_channel", activations="static"), [images(0)])
+        assert float((network(x) - expected).norm() / expected.norm()) < 0.1 * 5**0.5
+
+
 def _copy(model: nn.Module) -> nn.Module:
     copied = type(model)().eval()
     copied.load_state_dict(model.state_dict())

@@ -54,6 +54,7 @@ def calibration_of(model: nn.Module) -> Calibrated | None:
     return record if isinstance(record, Calibrated) else None
 
 
+@torch.inference_mode(False)  # whose tensors have no gradients, which output_noise.py takes
 def build_integer_network(
     model: nn.Module,
     batches: Iterable[object],

@@ -40,6 +40,7 @@ def output_noise(traced: fx.GraphModule, scales: Mapping[str, Scale], images: Te
     Returns:
         By the names of `scales`; results that no gradient reaches are left out.
     """
+    images = images.clone()  # an inference tensor has no gradients
     parts = images[:_IMAGES].split(1) if images.dim() >= 4 else (images,)
     repeats = max(1, _BACKWARDS // max(1, len(parts)))
     noise: defaultdict[str, float] = defaultdict(float)
