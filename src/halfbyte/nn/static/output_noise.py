@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from halfbyte.nn.described import Scale
 from halfbyte.nn.static.ranges import rounding_error
@@ -87,12 +89,12 @@ class _ErrorRecorder(fx.Interpreter):
         """Return the floating-point outputs for images that depend on some result."""
         found: list[Tensor] = []
 
-        def collect(value: object) -> object:
+        def collect(value: Argument) -> Argument:
             if isinstance(value, Tensor) and value.dtype in FLOATS and value.requires_grad and value.numel():
                 found.append(value)
             return value
 
-        fx.node.map_aggregate(self.run(images), collect)
+        fx.node.map_aggregate(cast("Argument", self.run(images)), collect)
         return found
 
     def run_node(self, n: fx.Node) -> object:
