@@ -64,9 +64,12 @@ def test_outputs_are_those_of_the_input_as_it_is_and_of_no_other_layer() -> None
             first = together.q_proj(x)
             first *= 2  # neither refused nor seen by the next call
             assert torch.equal(together.q_proj(x), alone.q_proj(x))
-    together.q_proj(x)
-    x.mul_(3)
-    assert torch.equal(together.k_proj(x), alone.k_proj(x))
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            x = torch.randn(3, 72)  # torch counts no writes to one of inference mode
+            together.q_proj(x)
+            x.mul_(3)
+            assert torch.equal(together.k_proj(x), alone.k_proj(x))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -254,8 +257,19 @@ class _Mixed(nn.Module):
 def test_an_activation_of_another_layer_stays() -> None:
     model, x = quantize_(nn.Sequential(_Mixed()).eval(), Config("q8_0", compute="float")), torch.randn(2, 5, 64)
     wanted = model(x)
-    assert "activation_fn" not in str(fused(model))
+    reason = "_Mixed is not seen to pass what fc1 returns to activation_fn alone"
+    assert fused(model) == (f"0: fc1+activation_fn are not computed together: {reason}",)
     torch.testing.assert_close(model(x), wanted)
+
+
+def test_an_activation_whose_forward_was_replaced_or_that_is_watched_stays() -> None:
+    replaced = quantize_(nn.Sequential(Mlp(nn.GELU())), Config("q8_0", compute="float"))
+    replaced[0].forward = lambda x: replaced[0].fc2(replaced[0].fc1(x))
+    assert fused(replaced) == ("0: fc1+act are not computed together: Mlp is not seen to pass what fc1 returns to act alone",)
+    watched = quantize_(nn.Sequential(Mlp(nn.GELU())), Config("q8_0", compute="float"))
+    watched[0].fc1.register_forward_hook(lambda *_: None)
+    assert fused(watched) == ("0: fc1+act are not computed together: fc1 has hooks, a forward of its own or a bias to train",)
+    assert type(watched[0].fc1) is QuantLinear
 
 
 def test_saved_and_reported_as_if_alone(tmp_path: Path) -> None:
@@ -323,16 +337,23 @@ def test_a_state_dict_of_dense_weights_for_sparse_ones() -> None:
 
 def test_what_differs_stays() -> None:
     model = quantize_(nn.Sequential(Block()), Config("q4_0", overrides={"*.k_proj": "q8_0"}, skip=["*.up_proj"]))
-    assert not fused(model)
+    differ = "another format, width, device, compute, dtype or scale per tensor than neighbours"
+    said = f"q_proj+k_proj+v_proj are not computed together: {differ}: "
+    skipped = "gate_proj+up_proj are not computed together: up_proj is a Linear"
+    assert fused(model)[0].startswith(
+        f"0: {said}q_proj, k_proj, v_proj; q_proj+k_proj are not computed together: {differ}: q_proj, k_proj; {skipped}"
+    )
     assert type(model[0].q_proj) is QuantLinear
     some = quantize_(nn.Sequential(Block()), Config("q4_0", overrides={"*.v_proj": "q8_0"}, skip=["*.up_proj"]))
-    assert fused(some) == ("0: computed together: q_proj+k_proj",)
+    assert fused(some) == (f"0: computed together: q_proj+k_proj; {said}v_proj; {skipped}",)
+    assert fused(some) == (f"0: computed together: q_proj+k_proj; {said}v_proj; {skipped}",), "said once"
     assert type(some[0].v_proj) is QuantLinear
     scaled = quantize_(nn.Sequential(Block()), Config("int4_tensor"))
-    assert not fused(scaled), "each has a scale of its own"
+    assert "computed together: " not in fused(scaled)[0].replace("are not computed together: ", ""), "each has a scale of its own"
     hooked = quantize_(nn.Sequential(Block()), "q4_0")
     hooked[0].q_proj.register_forward_hook(lambda *_: None)
-    assert fused(hooked) == ("0: computed together: gate_proj+up_proj",)
+    watched = "are not computed together: q_proj has hooks, a forward of its own or a bias to train"
+    assert fused(hooked) == (f"0: q_proj+k_proj+v_proj {watched}; q_proj+k_proj {watched}; computed together: gate_proj+up_proj",)
     paired = fuse_(quantize_(nn.Sequential(Block()), "q4_0"), siblings=[("k_proj", "v_proj")])
     assert report(paired).notes == ("0: computed together: k_proj+v_proj",)
 

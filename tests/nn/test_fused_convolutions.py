@@ -125,6 +125,36 @@ def test_nothing_to_fuse() -> None:
     hooked = quantized(_Block())
     hooked.act.register_forward_hook(lambda *_: None)
     assert type(hb.fuse_(hooked)) is _Block
+    assert hb.report(hooked).notes == ("nothing is fused into its own convolutions: act in it has hooks or a forward of its own",)
+
+
+class _Branches(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class _TwoInputs(_Block):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(_Branches, "torch.fx cannot trace it (symbolically traced variables"), (_TwoInputs, "its forward takes more than one tensor")],
+)
+def test_the_report_says_why_nothing_is_fused(kind: type[_Block], reason: str) -> None:
+    (note,) = hb.report(hb.fuse_(quantized(kind()))).notes
+    assert note.startswith(f"nothing is fused into its own convolutions: {reason}")
+    (note,) = hb.report(hb.fuse_(quantized(_Block()).train())).notes
+    assert note == "nothing is fused into its own convolutions: it is in training mode"
+
+
+def test_the_report_says_that_batch_norms_were_not_folded() -> None:
+    model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU())
+    (note,) = hb.report(hb.fuse_(quantized(copy.deepcopy(model)))).notes
+    assert note == "torch computes the batch norms behind 1 convolutions: call fold_batch_norms_ before quantize_"
+    notes = hb.report(hb.fuse_(quantized(hb.fold_batch_norms_(model.eval())))).notes
+    assert notes == ("within the convolutions before them: 0 additions, 1 activations", "1: folded into the layer before")
 
 
 @torch.no_grad()

@@ -15,12 +15,9 @@ keeps the outputs for an input until each sibling was called with it.
 
 from __future__ import annotations
 
-import dis
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
-from types import CodeType
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -34,6 +31,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
+from halfbyte.nn.call_order import passes_on
 from halfbyte.nn.described import RESIDUAL
 from halfbyte.nn.fused_blocks import fuse_blocks_
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
@@ -41,10 +39,12 @@ from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.packed_check import digest
 from halfbyte.nn.modules.quantized import DerivedLinear, QuantLinear, QuantModule, why_not_hooks
 from halfbyte.nn.modules.weight_view import AnyPacked, WeightView, traced
-from halfbyte.nn.report import REMARK
+from halfbyte.nn.report import REMARK, add_remark
 from halfbyte.ops.tensors import geglu
 
 _Approximate = Literal["none", "tanh"]
+_TOGETHER = "computed together: "
+_WATCHED = "hooks, a forward of its own or a bias to train"  # of a module that `_is_watched`
 
 # Names of children that their parent in transformers or diffusers calls in this order with the same tensor
 SIBLINGS = (
@@ -80,7 +80,7 @@ def fuse_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS, activa
 
     Neighbours that differ in format, width, device, compute or dtype of their biases are not fused. Convolutions are in modules in
     evaluation that torch.fx can trace, and that take one tensor. A saved model is the same with and without. The notes of `report(model)`
-    list what was fused.
+    list what was fused, and what was not and why. Between siblings, nothing may write to their input on a GPU in inference mode.
 
     Args:
         model: A quantized model.
@@ -130,10 +130,17 @@ def _fuse_siblings(parent: nn.Module, names: Sequence[str]) -> None:
     places = [_place(parent, name) for name in names]
     layers = [layer for place in places if type(layer := place.layer) is QuantLinear and not _is_watched(layer)]
     if len(layers) < len(names):
+        if layers and (reason := _why_no_siblings(names, places)) is not None:
+            _remark_alone(parent, names, reason)
         return
+    single = list[str]()
     for _, neighbours in groupby(zip(names, places, layers, strict=True), lambda each: _fusion_key(each[2])):
         fused_names, fused_places, linears = zip(*neighbours, strict=True)
-        if len(linears) < 2 or len({linear.bias.dtype for linear in linears if linear.bias is not None}) > 1:
+        if len(linears) < 2:
+            single += fused_names
+            continue
+        if len({linear.bias.dtype for linear in linears if linear.bias is not None}) > 1:
+            _remark_alone(parent, fused_names, "their biases have several dtypes")
             continue
         group = _Group.of(linears)
         branches = [place.home for place in fused_places if isinstance(place.home, LowRankLinear)]
@@ -142,6 +149,19 @@ def _fuse_siblings(parent: nn.Module, names: Sequence[str]) -> None:
         for i, (place, linear) in enumerate(zip(fused_places, linears, strict=True)):
             setattr(place.home, place.name, FusedLinear(group, i, linear))
         _remark(parent, fused_names)
+    if single:
+        _remark_alone(
+            parent, names, f"another format, width, device, compute, dtype or scale per tensor than neighbours: {', '.join(single)}"
+        )
+
+
+def _why_no_siblings(names: Sequence[str], places: Sequence[_Place]) -> str | None:
+    """Return which of these children cannot be fused and why; None where one does not exist, or is fused already."""
+    layers = [(name, place.layer) for name, place in zip(names, places, strict=True)]
+    if any(layer is None or isinstance(layer, FusedLinear) for _, layer in layers):
+        return None
+    unquantized = [f"{name} is a {type(layer).__name__}" for name, layer in layers if type(layer) is not QuantLinear]
+    return [*unquantized, *(f"{name} has {_WATCHED}" for name, layer in layers if layer and _is_watched(layer))][0]
 
 
 def _fuse_diffusers_activation(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -161,33 +181,16 @@ def _fuse_diffusers_activation(model: nn.Module, path: str, module: nn.Module) -
 def _fuse_gelu(parent: nn.Module, name: str, function: str) -> None:
     """Fuse the child `name` with the child `function` after it, if these are a quantized linear layer and a GELU that takes its output."""
     linear, approximate = parent._modules.get(name), _gelu(parent._modules.get(function))
-    if type(linear) is not QuantLinear or _is_watched(linear) or approximate is None:
+    if type(linear) is not QuantLinear or approximate is None:
         return
-    if _calls_in_turn(type(parent), name, function):
+    if _is_watched(linear):
+        _remark_alone(parent, (name, function), f"{name} has {_WATCHED}")
+    elif "forward" in vars(parent) or not passes_on(type(parent), name, function):
+        _remark_alone(parent, (name, function), f"{type(parent).__name__} is not seen to pass what {name} returns to {function} alone")
+    else:
         setattr(parent, name, GeluLinear(linear, approximate))
         setattr(parent, function, nn.Identity())
         _remark(parent, (name, function))
-
-
-def _calls_in_turn(parent: type[nn.Module], name: str, function: str) -> bool:
-    """Whether the methods of a class of modules that use both of these children use nothing between them, as SegFormer a convolution.
-
-    Their bytecode loads and calls `name`, then loads and calls `function`; or, in `function(name(x))`, loads one after the other.
-    """
-    methods = [inspect.unwrap(value) for cls in parent.__mro__ for key, value in vars(cls).items() if not key.startswith("__")]
-    codes = [code for method in methods if (code := getattr(method, "__code__", None)) and {name, function} <= {*code.co_names}]
-    return bool(codes) and all(_in_turn(code, name, function) for code in codes)
-
-
-def _in_turn(code: CodeType, name: str, function: str) -> bool:
-    """`_calls_in_turn` of one method."""
-    uses = [
-        str(step.argval) if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else ""  # "" is a call
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "CALL", "CALL_KW", "CALL_FUNCTION_EX")
-    ]
-    places = [at for at, use in enumerate(uses) if use == function]
-    return all(uses[at + 1 : at + 2] == [name] or uses[max(at - 2, 0) : at + 2] == [name, "", function, ""] for at in places)
 
 
 class _Place(NamedTuple):
@@ -209,8 +212,16 @@ def _place(parent: nn.Module, name: str) -> _Place:
 
 def _remark(parent: nn.Module, names: Sequence[str]) -> None:
     """Note for the report that children of a module are computed together."""
-    before = getattr(parent, REMARK, None)
-    setattr(parent, REMARK, f"{'computed together: ' if before is None else f'{before}, '}{'+'.join(names)}")
+    before, joined = getattr(parent, REMARK, ""), "+".join(names)
+    if before.rpartition("; ")[2].startswith(_TOGETHER):
+        setattr(parent, REMARK, f"{before}, {joined}")
+    else:
+        add_remark(parent, _TOGETHER + joined)
+
+
+def _remark_alone(parent: nn.Module, names: Sequence[str], reason: str) -> None:
+    """Note for the report why children of a module are not computed together."""
+    add_remark(parent, f"{'+'.join(names)} are not computed together: {reason}")
 
 
 def _is_watched(module: nn.Module) -> bool:
@@ -253,16 +264,21 @@ class _Outputs(NamedTuple):
         x: The input.
         state: What they depend on besides the input's identity: `_state_of` it, and whether low-rank branches were added.
         by_layer: Those that no layer has returned, by the index of their layer: each is returned once, as its reader may write to it.
+        copy: Of an input on a CPU whose writes torch does not count. On GPUs, a comparison with it would wait for them.
     """
 
     x: Tensor
     state: tuple[object, ...]
     by_layer: dict[int, Tensor]
+    copy: Tensor | None
+
+    def are_of(self, x: Tensor, state: tuple[object, ...]) -> bool:
+        """Return whether these are the outputs for x as it is now."""
+        return self.x is x and self.state == state and (self.copy is None or torch.equal(self.copy, x))
 
 
 def _state_of(x: Tensor, others: Iterable[Tensor]) -> tuple[object, ...]:
-    """Return the versions of x and of other tensors, and torch's modes. Writes to inference tensors, and those that torch.compile traces,
-    are not counted."""
+    """Return the versions of x and of other tensors, and torch's modes; torch.compile traces writes to x."""
     if torch.compiler.is_dynamo_compiling():
         return (torch.is_grad_enabled(),)
     device = x.device.type
@@ -368,8 +384,7 @@ class _Group:
     def part(self, x: Tensor, of: FusedLinear, whole: Packed, *, low_rank: bool = False) -> Tensor:
         """Return the outputs for x of one of the layers. The first one that is called computes those of all, with the weight `whole`."""
         cached, state = self.cached_outputs, (*_state_of(x, self._parameters(low_rank)), low_rank)
-        is_current = cached is not None and cached.x is x and cached.state == state
-        output = cached.by_layer.pop(of.index, None) if cached is not None and is_current else None
+        output = cached.by_layer.pop(of.index, None) if cached is not None and cached.are_of(x, state) else None
         if output is None:
             if low_rank:
                 inner = functional.linear(x, torch.cat([branch.low_rank_in.to(x.dtype) for branch in self.branches]))
@@ -379,7 +394,8 @@ class _Group:
                 y = ops.linear(x, whole, self.bias, compute=of.compute, activation=of.activation)
             starts = accumulate(self.sizes, initial=0)  # slices, as outputs of split() must not be written to where gradients are wanted
             outputs = (y.narrow(-1, start, size) for start, size in zip(starts, self.sizes, strict=False))
-            cached = _Outputs(x, state, dict(enumerate(outputs)))
+            uncounted = not torch.compiler.is_compiling() and x.is_cpu and version_of(x) is None
+            cached = _Outputs(x, state, dict(enumerate(outputs)), x.clone() if uncounted else None)
             output = cached.by_layer.pop(of.index)
         # The last one frees the outputs.
         self.cached_outputs = cached if of.index < len(self.sizes) - 1 else None
@@ -491,7 +507,9 @@ class FusedLinear(DerivedLinear):
         whole, bias = self._whole, self._parameters["bias"]
         if whole is self._group.packed and bias is self._group.biases[self._index]:
             return self._group.part(x, self, whole)
-        if self._has_part and _exports() and not any(bias is not None for bias in self.biases):
+        # torch.export with strict=False traces the Python code itself, and replaces parameters and buffers meanwhile.
+        exports = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+        if self._has_part and exports and not any(bias is not None for bias in self.biases):
             return self._group.part(x, self, whole)
         # Other code has put tensors in the places of this layer's, for this call perhaps. So does torch.export, and the biases of the other
         # layers are then unknown.
@@ -573,11 +591,6 @@ class Geglu(nn.Module):
         if type(proj) is not QuantLinear or why_not_hooks(proj) is not None:
             return geglu(proj(hidden_states))
         return ops.linear_geglu(hidden_states, proj.packed, proj.bias, compute=proj.compute, activation=proj.activation)
-
-
-def _exports() -> bool:
-    """Whether torch.export traces the Python code itself (strict=False): parameters and buffers are replaced by others meanwhile."""
-    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
 
 
 def _part(group: _Group, index: int) -> Packed:

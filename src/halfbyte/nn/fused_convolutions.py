@@ -29,7 +29,7 @@ from torch import fx, nn
 from halfbyte.nn.modules.conv import QuantConv2d, QuantConvTranspose2d
 from halfbyte.nn.modules.quantized import QuantModule, has_hooks
 from halfbyte.nn.modules.subclassed import with_signature
-from halfbyte.nn.report import REMARK
+from halfbyte.nn.report import REMARK, add_remark
 from halfbyte.nn.static.memory_format import MemoryFormats
 from halfbyte.nn.static.tracing import (
     ADDS,
@@ -56,8 +56,10 @@ def fuse_convolutions_(model: nn.Module) -> None:
     """
     if isinstance(model, QuantModule | _Fused) or not any(isinstance(module, QuantConv2d) for module in model.modules()):
         return
-    graph = None if model.training else _traced(model)
-    if graph is None:
+    graph = _traced(model)
+    if isinstance(graph, str):
+        if any(isinstance(child, QuantConv2d) for child in model.children()):
+            add_remark(model, f"nothing is fused into its own convolutions: {graph}")
         for child in model.children():
             fuse_convolutions_(child)
             for grandchild in child.children() if isinstance(child, nn.Sequential) else ():  # which `model` may call one by one
@@ -66,13 +68,15 @@ def fuse_convolutions_(model: nn.Module) -> None:
     modules = dict(model.named_modules())
     sums, activations = _fuse_additions(graph, modules), _fuse_activations(graph, modules)
     in_channels_last = _keep_channels_last(graph, modules)
+    if norms := sum(_is_norm_of_convolution(node, modules) for node in graph.nodes):
+        add_remark(model, f"torch computes the batch norms behind {norms} convolutions: call fold_batch_norms_ before quantize_")
     if not sums + activations + in_channels_last:
         return
     _replace_pools(graph, modules)
     remark = f"in channels_last from one convolution to the next: {in_channels_last} convolutions"
     if sums + activations:
         remark = f"within the convolutions before them: {sums} additions, {activations} activations"
-    setattr(model, REMARK, remark)
+    add_remark(model, remark)
     forward = type(fx.GraphModule(model, graph)).forward  # with its source where tracebacks find it
     members: dict[str, object] = {"fused": forward, "inner": TracedModules.of(model), "__module__": type(model).__module__}
     members["forward"] = with_signature(cast("FunctionType", _Fused.forward), type(model).forward)
@@ -133,17 +137,21 @@ class _Tracer(Tracer):
         return isinstance(m, QuantModule) or super().is_leaf_module(m, module_qualified_name)
 
 
-def _traced(model: nn.Module) -> fx.Graph | None:
-    """Return the graph of `model`; None where torch.fx cannot trace it, it takes several arguments, or an inner module is overridden."""
-    inner = [module for module in model.modules() if module is not model]
-    if "forward" in vars(model) or any(has_hooks(module) or "forward" in vars(module) for module in inner):
-        return None
+def _traced(model: nn.Module) -> fx.Graph | str:
+    """Return the graph of `model`, or the reason why there is none."""
+    if model.training:
+        return "it is in training mode"
+    if "forward" in vars(model):
+        return "it has a forward of its own"
+    for name, module in model.named_modules():
+        if module is not model and (has_hooks(module) or "forward" in vars(module)):
+            return f"{name} in it has hooks or a forward of its own"
     if [p.kind for p in inspect.signature(model.forward).parameters.values()] != [inspect.Parameter.POSITIONAL_OR_KEYWORD]:
-        return None
+        return "its forward takes more than one tensor"
     try:
         return _Tracer().trace(model)
-    except Exception:  # whatever a forward raises that is given no tensor
-        return None
+    except Exception as error:  # whatever a forward raises that is given no tensor
+        return f"torch.fx cannot trace it ({str(error).strip().partition('. ')[0] or type(error).__name__})"
 
 
 def _fuse_additions(graph: fx.Graph, modules: _Modules) -> int:
@@ -218,6 +226,12 @@ def _is_convolution(node: fx.Node, modules: _Modules) -> bool:
     """Whether a node calls a quantized convolution; not one of a subclass with a forward of its own, which takes no residual or clamp."""
     module = module_of(node, modules)
     return isinstance(module, QuantConv2d) and module.float_class is None
+
+
+def _is_norm_of_convolution(node: fx.Node, modules: _Modules) -> bool:
+    """Whether a node is a batch norm of a convolution's result, which `fold_batch_norms_` could have folded."""
+    source = node.args[0] if node.args else None
+    return isinstance(module_of(node, modules), nn.BatchNorm2d) and isinstance(source, fx.Node) and _is_unfused(source, modules)
 
 
 def _clamp_of(node: fx.Node, modules: _Modules) -> _Clamp | None:

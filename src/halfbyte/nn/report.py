@@ -201,6 +201,13 @@ def _row(name: str, module: nn.Module, reason: str | None, seen: dict[int, str])
     return Row(name, module.kind, shape, fmt, None, before + extra, after + extra, module.error, tied_to, module.codes_shape[-1])
 
 
+def add_remark(module: nn.Module, text: str) -> None:
+    """Add to a module's REMARK, once."""
+    before = getattr(module, REMARK, None)
+    if before is None or text not in before.split("; "):
+        setattr(module, REMARK, text if before is None else f"{before}; {text}")
+
+
 def remarks(model: nn.Module) -> tuple[str, ...]:
     """The modules' REMARKs, equal ones merged: "model.layers.0 and 31 more: …"."""
     names: dict[str, list[str]] = defaultdict(list)

@@ -382,6 +382,10 @@ def test_nan_becomes_the_least_code() -> None:
         ({"calibration": [images(1) * float("nan")]}, "hold numbers from nan to nan"),
         ({"calibration": [images(1).double()]}, "calibration takes images of float32, bfloat16 or float16, got torch.float64: convert"),
         ({"calibration": [images(1) * 1e30]}, "hold numbers from -"),
+        (
+            {"calibration": [images(1).to(torch.uint8)]},
+            r"fails for calibration images of torch.uint8 \(.*: pass what it takes, such as images",
+        ),
         ({"calibration": None}, "needs calibration, which was not given: pass calibration=images"),
         ({"calibration": 3}, "takes batches of images, got int: pass a DataLoader"),
         ({"calibration": hb.Calibration(torch.ones(1, 32, dtype=torch.int64))}, "takes batches of images, got halfbyte.Calibration"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import halfbyte as hb
 from halfbyte.errors import UnsupportedError
 from halfbyte.nn.static.tracing import IDENTITIES_IN_EVAL, IN_PLACE_OPERATORS, TracedModules, Tracer, graph_of, writes_first_input
 
@@ -145,3 +146,27 @@ def test_what_counts_as_an_identity_is_one_in_evaluation(kind: type[nn.Module]) 
     assert torch.equal(module(x), x)
     assert not TracedModules.of(_Calls(module)).in_training()
     assert TracedModules.of(_Calls(module.train())).in_training() == (kind is not nn.Identity)
+
+
+class _Caches(nn.Module):
+    """It stores a bias for each device, as timm's LeViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.bias, self.cache = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.Parameter(torch.randn(1, 16, 1, 2)), {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key = str(x.device)
+        if key not in self.cache:
+            self.cache[key] = self.bias[..., :1]
+        return self.norm(self.conv(x)) + self.cache[key]  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_a_trace_leaves_nothing_in_the_caches_of_modules() -> None:
+    model, x = _Caches().eval(), torch.randn(1, 16, 4, 4)
+    wanted = model(x)
+    hb.fold_batch_norms_(model)  # traces it, and fuse_ does again
+    hb.fuse_(hb.quantize_(model, hb.Config("int8_channel", compute="float")))
+    assert list(model.cache) == ["cpu"]
+    torch.testing.assert_close(model(x), wanted, rtol=0.05, atol=0.05)  # of int8 weights

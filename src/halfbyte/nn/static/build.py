@@ -19,16 +19,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from halfbyte.errors import ArgumentError, UnsupportedError
+from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.nn.config import Observer
 from halfbyte.nn.described import CALIBRATION_KEY, Calibrated
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.modules.quantized import keep_hooks
+from halfbyte.nn.report import add_notes
 from halfbyte.nn.static.bias_correction import BiasCorrector, Layer, LayerWeight
 from halfbyte.nn.static.equalization import equalize_
 from halfbyte.nn.static.moments import InputMoments
 from halfbyte.nn.static.network import IntegerNetwork
+from halfbyte.nn.static.output_noise import MOST_NOISE, output_noise
 from halfbyte.nn.static.prepare import prepare
 from halfbyte.nn.static.ranges import RangeObserver
 from halfbyte.nn.static.rewriter import GraphRewriter
@@ -52,6 +54,7 @@ def calibration_of(model: nn.Module) -> Calibrated | None:
     return record if isinstance(record, Calibrated) else None
 
 
+@torch.inference_mode(False)  # whose tensors have no gradients, which output_noise.py takes
 def build_integer_network(
     model: nn.Module,
     batches: Iterable[object],
@@ -81,12 +84,14 @@ def build_integer_network(
     corrector = BiasCorrector(traced, lambda name, layer: quantize_layer(name, layer, ranges.moments.get(name)))
     images: Iterable[Tensor] = map(_images_of, [batches] if isinstance(batches, Tensor) else batches)
     after_moments: list[_Batch] = []  # bias correction takes the weights, and these the moments of all batches
+    sample: Tensor | None = None
     with torch.no_grad():
         if equalize:
             images = list(images)
             equalize_(traced, images)
         for x in images:
-            ranges.run(x)
+            sample = x if sample is None and x.numel() else sample
+            _observe(ranges, x)
             batch = _Batch(x, dict(ranges.means))
             if with_moments:
                 after_moments.append(batch)
@@ -94,11 +99,21 @@ def build_integer_network(
                 corrector.collect(*batch)
         for batch in after_moments:
             corrector.collect(*batch)
-    if not ranges.has_seen_images:
+    if not ranges.has_seen_images or sample is None:
         raise ArgumentError("there are no calibration images of float32, bfloat16 or float16: pass at least one batch")
     count = len(normed_layers)
     notes = (f"{count} batch norm{' was' if count == 1 else 's were'} folded into the layers before",) if count else ()
-    return GraphRewriter(traced, ranges.scales(), corrector.weights()).rewrite(notes)
+    scales, weights = ranges.scales(), corrector.weights()
+    noise = output_noise(traced, scales, sample)
+    why_float: dict[str, str] = {}
+    while True:
+        rewriter = GraphRewriter(traced, scales, weights, why_float)
+        network = rewriter.rewrite(notes)
+        too_loud = {name: noise[name] for name in rewriter.rounded if noise.get(name, 0.0) > MOST_NOISE}
+        if not too_loud:
+            return network
+        why_float |= {name: f"codes of {name} would change the outputs by {share**0.5:.0%}" for name, share in too_loud.items()}
+        scales = {name: scale for name, scale in scales.items() if name not in too_loud}
 
 
 def rebuild_integer_network(model: nn.Module, record: Calibrated) -> IntegerNetwork:
@@ -128,6 +143,7 @@ def rebuild_integer_network(model: nn.Module, record: Calibrated) -> IntegerNetw
 
     network = GraphRewriter(traced, record.scales, zeros).rewrite(())
     network.meta[CALIBRATION_KEY] = record
+    add_notes(network, record.notes)
     return network
 
 
@@ -141,6 +157,23 @@ def become_(model: nn.Module, network: IntegerNetwork) -> None:
             f"a {type(model).__name__} cannot become another module in place ({e}): wrap it, nn.Sequential(module)"
         ) from e
     model.__dict__ = network.__dict__
+
+
+def _observe(ranges: RangeObserver, images: Tensor) -> None:
+    """Run images through the float network.
+
+    Raises:
+        ArgumentError: It does not take their integers.
+    """
+    try:
+        ranges.run(images)
+    except RuntimeError as error:
+        if images.is_floating_point() or isinstance(error, HalfbyteError):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise ArgumentError(
+            f"the network fails for calibration images of {images.dtype} ({reason}): pass what it takes, such as images.float() / 255"
+        ) from error
 
 
 def _images_of(batch: object) -> Tensor:

@@ -126,7 +126,7 @@ class RangeObserver(fx.Interpreter):
             case "mse":
                 samples = torch.cat(self._samples[name])
                 choices = [Scale.of_range(low * shrink, high * shrink) for shrink in _SHRINKS]
-                return min(choices, key=lambda scale: _squared_error(samples, scale))
+                return min(choices, key=lambda scale: float(rounding_error(samples, scale).square().sum()))
             case _:
                 raise unreachable(self._observer, "the observer of a static network,")
 
@@ -137,6 +137,8 @@ def _sample(value: Tensor) -> Tensor:
     return flat[random_places(flat.numel(), _SAMPLES, flat.device)].to(torch.float32, copy=True)  # later operations write in place
 
 
-def _squared_error(x: Tensor, scale: Scale) -> float:
+def rounding_error(x: Tensor, scale: Scale) -> Tensor:
+    """Return what the codes of x stand for less x, float32."""
+    x = x.float()
     codes = (x / scale.step + scale.zero).round().clamp(LEAST, MOST)
-    return float(((codes - scale.zero) * scale.step - x).square().sum())
+    return (codes - scale.zero) * scale.step - x

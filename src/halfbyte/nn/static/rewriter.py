@@ -11,6 +11,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -76,10 +77,13 @@ class GraphRewriter:
         traced: The float network, prepared (prepare.py).
         scales: Of each result that can become codes, by the name of its node in `traced`.
         weights: The quantized weight of each layer, or the reason why it stays in floating point.
+        why_float: The reasons why results that have no scale stay in floating point, by the names of their nodes.
     """
 
-    def __init__(self, traced: fx.GraphModule, scales: Mapping[str, Scale], weights: Weights) -> None:
-        self._traced, self._scales, self._weights = traced, scales, weights
+    def __init__(
+        self, traced: fx.GraphModule, scales: Mapping[str, Scale], weights: Weights, why_float: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self._traced, self._scales, self._weights, self._why_float = traced, scales, weights, why_float
         self._modules = dict(traced.named_modules())
         self._read_modules = read_modules(traced.graph)
         self._dtype = parameter_dtype(traced)
@@ -108,6 +112,11 @@ class GraphRewriter:
         network = IntegerNetwork(self._root, self._graph, type(self._traced).__name__)
         network.meta[CALIBRATION_KEY] = Calibrated(dict(self._scales), tuple(self._float_layers), (*notes, *self._notes))
         return network.eval()
+
+    @property
+    def rounded(self) -> list[str]:
+        """The names of the results that are rounded to codes of their own scale, after `rewrite`."""
+        return [node.name for node, codes in self._int8_of.items() if codes.scale is self._scales[node.name]]
 
     # After all nodes were visited
 
@@ -194,8 +203,9 @@ class GraphRewriter:
 
     def _rule(self, node: fx.Node) -> _Rule | str:
         """Return the rule for a node, or why it runs in floating point: "" where its operation has no rule, or other numbers than codes."""
-        if not self._scales.keys() >= {node.name, *(source.name for source in _inputs(node))}:
-            return ""
+        if without_scale := [n.name for n in (node, *_inputs(node)) if n.name not in self._scales]:
+            has_rule = self._layer_of(node) is not None or self._operation_rule(node) is not None
+            return next((self._why_float[name] for name in without_scale if has_rule and name in self._why_float), "")
         if (layer := self._layer_of(node)) is not None:
             return self._layer_rule(node, layer)
         rule, module = self._operation_rule(node), self._module(node)

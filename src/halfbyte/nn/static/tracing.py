@@ -69,6 +69,13 @@ class Tracer(fx.Tracer):
         self.defaults = defaults
         self._failure: tuple[Exception, str] | None = None  # the last one, and the path of the innermost module that raised it
 
+    def trace(self, root: nn.Module | Callable[..., object], concrete_args: dict[str, object] | None = None) -> fx.Graph:
+        try:
+            return super().trace(root, concrete_args)
+        finally:
+            if isinstance(root, nn.Module):
+                _forget_proxies(root)
+
     def create_args_for_root(
         self, root_fn: Callable[..., object], is_module: bool, concrete_args: dict[str, object] | tuple[object, ...] | None = None
     ) -> tuple[object, list[object]]:
@@ -117,6 +124,13 @@ class Tracer(fx.Tracer):
             return None
         first = next(iter(inspect.signature(self.root.get_submodule(str(target)).forward).parameters.values()), None)
         return first.name if first is not None and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else None
+
+
+def _forget_proxies(model: nn.Module) -> None:
+    """Remove the proxies that forwards stored in dictionaries of their modules (LeViT's biases): the next trace would read them."""
+    for attribute in [value for module in model.modules() for value in vars(module).values() if isinstance(value, dict)]:
+        for key in [key for key, value in attribute.items() if isinstance(value, fx.Proxy)]:
+            del attribute[key]
 
 
 def graph_of(model: nn.Module, purpose: str, otherwise: str, *, defaults: bool) -> fx.Graph:

@@ -145,3 +145,14 @@ def test_outputs_of_a_pool_are_counted_in_int32(monkeypatch: pytest.MonkeyPatch)
         few_images, images = (torch.empty(n, 1, 1 << 9, 1 << 9, dtype=torch.int8, device="cuda") for n in ((1 << 13) - 1, 1 << 13))
         assert pool_ops.kernel_pool(few_images, pool) is not None
         assert pool_ops.kernel_pool(images, pool) is None
+
+
+def test_blocks_of_a_pixel_fit_a_grid() -> None:
+    """`_ranges` has a program for each block of channels along the grid's second dimension, of at most 65 535."""
+    hopper, channels = GPUS["sm_90"], 32 * ((1 << 16) - 1)
+    sizes = Filter(as_format("q8_0"), 32, channels, (1, 1))
+    problem = ConvProblem(sizes, Window(), 1, (8, 8), torch.float16, compute="int8", activation="block")
+    assert dynamic.supports(problem, hopper) is None
+    more = replace(problem, sizes=replace(sizes, channels=channels + 32))
+    assert dynamic.supports(more, hopper) == "65536 blocks of a pixel's channels are more than the 65535 of a grid's second dimension"
+    assert dynamic.supports(replace(more, activation="row"), hopper) is None, "one range for all channels"

@@ -51,6 +51,7 @@ from halfbyte.machine import Gpu
 _PIXELS = 16  # of which a program of `_ranges` reads a block
 _MOST_PIXELS = (1 << 31) - _PIXELS  # of all images, whose numbers are int32, the last program's masked ones, too
 _MOST_CHANNELS = 128  # that it reads at a time
+_MOST_BLOCKS = (1 << 16) - 1  # of a pixel: the second dimension of its grid
 _INFINITY_BITS = tl.constexpr(0x7F800000)  # of float32; magnitudes are compared as these integers, NaN being the largest
 _MAGNITUDE_BITS = tl.constexpr(0x7FFFFFFF)
 
@@ -79,7 +80,14 @@ def supports(problem: ConvProblem, gpu: Gpu) -> str | None:
         return f"sums of {geo.block} products may overflow an int32"
     if (pixels := problem.batch * problem.image[0] * problem.image[1]) > _MOST_PIXELS:
         return f"{pixels} pixels of the images are more than the {_MOST_PIXELS} that are counted in int32"
+    if (blocks := problem.sizes.padded // geo.block) > _MOST_BLOCKS and _has_block_scales(problem):
+        return f"{blocks} blocks of a pixel's channels are more than the {_MOST_BLOCKS} of a grid's second dimension"
     return None
+
+
+def _has_block_scales(problem: ConvProblem) -> bool:
+    """Return whether x has a scale for each block of the weight, not for each patch."""
+    return not scaling_of(problem.activation).whole_row and convolution.gpu_geometry(problem.sizes).block_rows > 1
 
 
 def configs(problem: ConvProblem, gpu: Gpu) -> tuple[Config, ...]:
@@ -103,8 +111,7 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
     """Launch the convolution of x [B, H, W, C] in memory and a weight of layout "gpu_tiles"; out is [M, Co], bias [Co], residual [M,
     Co]."""
     sizes, geo = problem.sizes, convolution.gpu_geometry(problem.sizes)
-    whole_row, with_offset = scaling_of(problem.activation)
-    block_scales = not whole_row and geo.block_rows > 1
+    with_offset, block_scales = scaling_of(problem.activation).with_offset, _has_block_scales(problem)
     pixels = problem.batch * problem.image[0] * problem.image[1]
     block = geo.block if block_scales else sizes.padded
     blocks = sizes.padded // block
