@@ -12,6 +12,6 @@ Quantizing in place
   dequantized.py  the float forms of modules, of a model or of layers that are trained
 Faster
   fused.py, fused_convolutions.py    `fuse_`; fused_blocks.py, fused_transformers.py: blocks of diffusers on CPUs
-  call_order.py   which child of a module gets what another one returns
+  data_flow.py    whether the output of one submodule feeds only another one
   frozen.py       whether a module is still what something was compiled from
 """

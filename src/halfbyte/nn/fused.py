@@ -31,7 +31,7 @@ from halfbyte.formats.codes import Codes
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
-from halfbyte.nn.call_order import passes_on
+from halfbyte.nn.data_flow import feeds_only
 from halfbyte.nn.described import RESIDUAL
 from halfbyte.nn.fused_blocks import fuse_blocks_
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
@@ -185,8 +185,9 @@ def _fuse_gelu(parent: nn.Module, name: str, function: str) -> None:
         return
     if _is_watched(linear):
         _remark_alone(parent, (name, function), f"{name} has {_WATCHED}")
-    elif "forward" in vars(parent) or not passes_on(type(parent), name, function):
-        _remark_alone(parent, (name, function), f"{type(parent).__name__} is not seen to pass what {name} returns to {function} alone")
+    elif "forward" in vars(parent) or not feeds_only(type(parent), name, function):
+        reason = f"the source of {type(parent).__name__} does not show that only {function} reads the output of {name}"
+        _remark_alone(parent, (name, function), reason)
     else:
         setattr(parent, name, GeluLinear(linear, approximate))
         setattr(parent, function, nn.Identity())
