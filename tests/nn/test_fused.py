@@ -258,7 +258,7 @@ def test_an_activation_of_another_layer_stays() -> None:
     model, x = quantize_(nn.Sequential(_Mixed()).eval(), Config("q8_0", compute="float")), torch.randn(2, 5, 64)
     wanted = model(x)
     reason = "the source of _Mixed does not show that only activation_fn reads the output of fc1"
-    assert fused(model) == (f"0: fc1+activation_fn are not computed together: {reason}",)
+    assert fused(model) == (f"0: fc1+activation_fn are not all computed together: {reason}",)
     torch.testing.assert_close(model(x), wanted)
 
 
@@ -266,10 +266,10 @@ def test_an_activation_whose_forward_was_replaced_or_that_is_watched_stays() -> 
     replaced = quantize_(nn.Sequential(Mlp(nn.GELU())), Config("q8_0", compute="float"))
     replaced[0].forward = lambda x: replaced[0].fc2(replaced[0].fc1(x))
     reason = "the source of Mlp does not show that only act reads the output of fc1"
-    assert fused(replaced) == (f"0: fc1+act are not computed together: {reason}",)
+    assert fused(replaced) == (f"0: fc1+act are not all computed together: {reason}",)
     watched = quantize_(nn.Sequential(Mlp(nn.GELU())), Config("q8_0", compute="float"))
     watched[0].fc1.register_forward_hook(lambda *_: None)
-    assert fused(watched) == ("0: fc1+act are not computed together: fc1 has hooks, a forward of its own or a bias to train",)
+    assert fused(watched) == ("0: fc1+act are not all computed together: fc1 has hooks, a forward of its own or a bias to train",)
     assert type(watched[0].fc1) is QuantLinear
 
 
@@ -338,23 +338,21 @@ def test_a_state_dict_of_dense_weights_for_sparse_ones() -> None:
 
 def test_what_differs_stays() -> None:
     model = quantize_(nn.Sequential(Block()), Config("q4_0", overrides={"*.k_proj": "q8_0"}, skip=["*.up_proj"]))
-    differ = "another format, width, device, compute, dtype or scale per tensor than neighbours"
-    said = f"q_proj+k_proj+v_proj are not computed together: {differ}: "
-    skipped = "gate_proj+up_proj are not computed together: up_proj is a Linear"
-    assert fused(model)[0].startswith(
-        f"0: {said}q_proj, k_proj, v_proj; q_proj+k_proj are not computed together: {differ}: q_proj, k_proj; {skipped}"
-    )
+    skipped = "gate_proj+up_proj are not all computed together: up_proj is a Linear"
+    said = "q_proj+k_proj+v_proj are not all computed together: k_proj differs from q_proj in format, v_proj differs from k_proj in format"
+    assert fused(model)[0].startswith(f"0: {said}; {skipped}")
     assert type(model[0].q_proj) is QuantLinear
     some = quantize_(nn.Sequential(Block()), Config("q4_0", overrides={"*.v_proj": "q8_0"}, skip=["*.up_proj"]))
-    assert fused(some) == (f"0: computed together: q_proj+k_proj; {said}v_proj; {skipped}",)
-    assert fused(some) == (f"0: computed together: q_proj+k_proj; {said}v_proj; {skipped}",), "said once"
+    said = "q_proj+k_proj+v_proj are not all computed together: v_proj differs from k_proj in format"
+    assert fused(some) == (f"0: computed together: q_proj+k_proj; {said}; {skipped}",)
+    assert fused(some) == (f"0: computed together: q_proj+k_proj; {said}; {skipped}",), "said once"
     assert type(some[0].v_proj) is QuantLinear
     scaled = quantize_(nn.Sequential(Block()), Config("int4_tensor"))
-    assert "computed together: " not in fused(scaled)[0].replace("are not computed together: ", ""), "each has a scale of its own"
+    assert "computed together: " not in fused(scaled)[0].replace("are not all computed together: ", ""), "each has a scale of its own"
     hooked = quantize_(nn.Sequential(Block()), "q4_0")
     hooked[0].q_proj.register_forward_hook(lambda *_: None)
-    watched = "are not computed together: q_proj has hooks, a forward of its own or a bias to train"
-    assert fused(hooked) == (f"0: q_proj+k_proj+v_proj {watched}; q_proj+k_proj {watched}; computed together: gate_proj+up_proj",)
+    watched = "are not all computed together: q_proj has hooks, a forward of its own or a bias to train"
+    assert fused(hooked) == (f"0: q_proj+k_proj+v_proj {watched}; computed together: gate_proj+up_proj",)
     paired = fuse_(quantize_(nn.Sequential(Block()), "q4_0"), siblings=[("k_proj", "v_proj")])
     assert report(paired).notes == ("0: computed together: k_proj+v_proj",)
 

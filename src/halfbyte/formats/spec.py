@@ -205,7 +205,7 @@ class Format:
     def of_floats(cls, dtype: torch.dtype) -> Format:
         """Return the format that holds any tensor of `dtype` without rounding: each element is a block, with scale = w and q = 1.
 
-        By it, kernels for codes multiply by weights that were not quantized. These take 3 to 4 times their memory on a CPU.
+        Kernels for codes thus multiply by weights that were not quantized, which take 3 to 4 times their memory on a CPU.
         """
         return cls(4, 1, scale=dtype)
 

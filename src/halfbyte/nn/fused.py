@@ -15,9 +15,10 @@ keeps the outputs for an input until each sibling was called with it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -28,6 +29,7 @@ from halfbyte import ops
 from halfbyte.bounded import count_write, version_of
 from halfbyte.errors import ArgumentError, UnsupportedError, check_type
 from halfbyte.formats.codes import Codes
+from halfbyte.formats.spec import Format
 from halfbyte.layouts import cpu_tiles, gpu_tiles
 from halfbyte.layouts.base import Packed
 from halfbyte.layouts.sparse import SPARSITY
@@ -39,11 +41,12 @@ from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.packed_check import digest
 from halfbyte.nn.modules.quantized import DerivedLinear, QuantLinear, QuantModule, why_not_hooks
 from halfbyte.nn.modules.weight_view import AnyPacked, WeightView, traced
-from halfbyte.nn.report import REMARK, add_remark
+from halfbyte.nn.report import REMARK, add_remark, drop_remarks
 from halfbyte.ops.tensors import geglu
 
 _Approximate = Literal["none", "tanh"]
 _TOGETHER = "computed together: "
+_ALONE = "are not all computed together: "
 _WATCHED = "hooks, a forward of its own or a bias to train"  # of a module that `_is_watched`
 
 # Names of children that their parent in transformers or diffusers calls in this order with the same tensor
@@ -150,9 +153,9 @@ def _fuse_siblings(parent: nn.Module, names: Sequence[str]) -> None:
             setattr(place.home, place.name, FusedLinear(group, i, linear))
         _remark(parent, fused_names)
     if single:
-        _remark_alone(
-            parent, names, f"another format, width, device, compute, dtype or scale per tensor than neighbours: {', '.join(single)}"
-        )
+        pairs = pairwise(zip(names, map(_fusion_key, layers), strict=True))
+        differences = [f"{b} differs from {a} in {what}" for (a, old), (b, new) in pairs if (what := _difference(old, new))]
+        _remark_alone(parent, names, ", ".join(differences))
 
 
 def _why_no_siblings(names: Sequence[str], places: Sequence[_Place]) -> str | None:
@@ -212,8 +215,10 @@ def _place(parent: nn.Module, name: str) -> _Place:
 
 
 def _remark(parent: nn.Module, names: Sequence[str]) -> None:
-    """Note for the report that children of a module are computed together."""
-    before, joined = getattr(parent, REMARK, ""), "+".join(names)
+    """Note for the report that children of a module are computed together, which may not have been so before."""
+    joined = "+".join(names)
+    drop_remarks(parent, rf"^{re.escape(joined)} {_ALONE}")
+    before = getattr(parent, REMARK, "")
     if before.rpartition("; ")[2].startswith(_TOGETHER):
         setattr(parent, REMARK, f"{before}, {joined}")
     else:
@@ -221,8 +226,10 @@ def _remark(parent: nn.Module, names: Sequence[str]) -> None:
 
 
 def _remark_alone(parent: nn.Module, names: Sequence[str], reason: str) -> None:
-    """Note for the report why children of a module are not computed together."""
-    add_remark(parent, f"{'+'.join(names)} are not computed together: {reason}")
+    """Note for the report why children of a module are not all computed together, unless it says so of more of them."""
+    noted = [text.partition(f" {_ALONE}") for text in getattr(parent, REMARK, "").split("; ")]
+    if not any(mark and {*names} < {*subject.split("+")} for subject, mark, _ in noted):
+        add_remark(parent, f"{'+'.join(names)} {_ALONE}{reason}")
 
 
 def _is_watched(module: nn.Module) -> bool:
@@ -251,11 +258,26 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _fusion_key(linear: QuantLinear) -> tuple[object, ...]:
-    """Return the properties that fused siblings have in common."""
+class _FusionKey(NamedTuple):
+    """The properties that fused siblings have in common. Layers with one scale per tensor cannot share it: each has a number of its own."""
+
+    format: Format
+    width: int
+    device: torch.device
+    scale: int
+    dtype: torch.dtype
+    compute: str
+    activation: object
+
+
+def _fusion_key(linear: QuantLinear) -> _FusionKey:
     fmt, k, device = linear.packed.codes_format, linear.packed.shape[1], linear.packed.device
-    layer_id = id(linear) if fmt.block == "tensor" else 0  # layers with one scale per tensor cannot share it
-    return fmt, k, device, layer_id, linear.dtype, linear.compute, linear.activation
+    return _FusionKey(fmt, k, device, id(linear) if fmt.block == "tensor" else 0, linear.dtype, linear.compute, linear.activation)
+
+
+def _difference(a: _FusionKey, b: _FusionKey) -> str:
+    """Return the names of the properties in which two layers differ."""
+    return " and ".join(name for name, x, y in zip(_FusionKey._fields, a, b, strict=True) if x != y)
 
 
 class _Outputs(NamedTuple):

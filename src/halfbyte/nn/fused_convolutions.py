@@ -29,7 +29,7 @@ from torch import fx, nn
 from halfbyte.nn.modules.conv import QuantConv2d, QuantConvTranspose2d
 from halfbyte.nn.modules.quantized import QuantModule, has_hooks
 from halfbyte.nn.modules.subclassed import with_signature
-from halfbyte.nn.report import REMARK, add_remark
+from halfbyte.nn.report import REMARK, add_remark, drop_remarks
 from halfbyte.nn.static.memory_format import MemoryFormats
 from halfbyte.nn.static.tracing import (
     ADDS,
@@ -44,6 +44,8 @@ from halfbyte.nn.static.tracing import (
 )
 from halfbyte.ops.conv.pool import max_pool2d
 
+_NOTHING_FUSED = "nothing is fused into its own convolutions"
+_NORMS = "torch computes the batch norms"
 _Modules = Mapping[str, nn.Module]  # of the traced module, by the names that are the targets of its graph's nodes
 _Clamp = tuple[float, float]
 
@@ -59,7 +61,7 @@ def fuse_convolutions_(model: nn.Module) -> None:
     graph = _traced(model)
     if isinstance(graph, str):
         if any(isinstance(child, QuantConv2d) for child in model.children()):
-            add_remark(model, f"nothing is fused into its own convolutions: {graph}")
+            add_remark(model, f"{_NOTHING_FUSED}: {graph}")
         for child in model.children():
             fuse_convolutions_(child)
             for grandchild in child.children() if isinstance(child, nn.Sequential) else ():  # which `model` may call one by one
@@ -68,8 +70,9 @@ def fuse_convolutions_(model: nn.Module) -> None:
     modules = dict(model.named_modules())
     sums, activations = _fuse_additions(graph, modules), _fuse_activations(graph, modules)
     in_channels_last = _keep_channels_last(graph, modules)
+    drop_remarks(model, f"^{_NOTHING_FUSED}|^{_NORMS}")
     if norms := sum(_is_norm_of_convolution(node, modules) for node in graph.nodes):
-        add_remark(model, f"torch computes the batch norms behind {norms} convolutions: call fold_batch_norms_ before quantize_")
+        add_remark(model, f"{_NORMS} behind {norms} convolutions: call fold_batch_norms_ before quantize_")
     if not sums + activations + in_channels_last:
         return
     _replace_pools(graph, modules)

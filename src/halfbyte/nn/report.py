@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -206,6 +207,16 @@ def add_remark(module: nn.Module, text: str) -> None:
     before = getattr(module, REMARK, None)
     if before is None or text not in before.split("; "):
         setattr(module, REMARK, text if before is None else f"{before}; {text}")
+
+
+def drop_remarks(module: nn.Module, pattern: str) -> None:
+    """Drop those of a module's remarks that contain a match of a regular expression."""
+    if (before := vars(module).get(REMARK)) is not None:
+        kept = [text for text in before.split("; ") if not re.search(pattern, text)]
+        if kept:
+            setattr(module, REMARK, "; ".join(kept))
+        else:
+            delattr(module, REMARK)
 
 
 def remarks(model: nn.Module) -> tuple[str, ...]:

@@ -263,13 +263,13 @@ def _ct_entry(parts: Parts, group: Mapping[str, object], dtype: torch.dtype, not
     points = compressed_tensors.points_of(parts.only(["weight_zero_point"]).tensors(), bits, (shape[0], blocks), parts.module)
     symmetric = points is None or bool((points == zero_points.middle(bits)).all())
     weights = group.get("weights")
-    said = weights.get("group_size") if isinstance(weights, dict) else None
-    size = compressed_tensors.group_size_of(shape[1], blocks, said, parts.module)
+    configured = weights.get("group_size") if isinstance(weights, dict) else None
+    size = compressed_tensors.group_size_of(shape[1], blocks, configured, parts.module)
     fmt = Format(bits, "channel" if size < 0 else size, "none" if symmetric else "point", parts.scale_dtype("weight_scale"))
     order = _order(parts, "weight_g_idx", shape[1], zero_points.block_of(size, shape[1]))
     quantized = Quantized(fmt, "compressed-tensors", order, *_activation(group))
     return parts.entry(
-        TensorSpec(dtype, shape), lambda _: compressed_tensors.read(parts.tensors(), bits, said, parts.module)[0], quantized
+        TensorSpec(dtype, shape), lambda _: compressed_tensors.read(parts.tensors(), bits, configured, parts.module)[0], quantized
     )
 
 

@@ -186,10 +186,10 @@ def steps_to(model: Any, files: Mapping[str, TensorSpec]) -> tuple[list[Step], d
         else:
             converted[target].append((name, pattern))
     steps = [rename(source, target, files[source]) for target, source in renamed.items()]
-    unreplaced = _Unreplaced(model)
+    original = _OriginalParameters(model)
     for target, sources in converted.items():
         converter = next(c for c in converters if sources[0][1] in c.source_patterns)
-        steps.append(_conversion(unreplaced, target, converter, sources, files))
+        steps.append(_conversion(original, target, converter, sources, files))
     return steps, unused
 
 
@@ -213,7 +213,7 @@ def rename(source: str, target: str, spec: TensorSpec) -> Step:
     return Step((source,), {target: spec}, lambda read: {target: read(source)})
 
 
-class _Unreplaced:
+class _OriginalParameters:
     """A model with the parameters that it has now: conversions run when modules of quantized weights may have replaced them."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -227,7 +227,7 @@ class _Unreplaced:
 
 
 def _conversion(
-    model: _Unreplaced, target: str, converter: Any, sources: Sequence[tuple[str, str]], files: Mapping[str, TensorSpec]
+    model: _OriginalParameters, target: str, converter: Any, sources: Sequence[tuple[str, str]], files: Mapping[str, TensorSpec]
 ) -> Step:
     """Return the step of a WeightConverter of transformers; `sources` are names in the files with the patterns that they match."""
     from transformers.core_model_loading import Concatenate, MergeModulelist

@@ -17,6 +17,7 @@ Source: github.com/vllm-project/compressed-tensors, compressors/pack_quantized a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from reprlib import repr as short
 
 import torch
 from torch import Tensor
@@ -78,19 +79,23 @@ def why_not(fmt: Format, shape: tuple[int, ...]) -> str | None:
     return zero_points.why_not(fmt, shape, (4, 8), n_multiple=1, k_multiple=1)
 
 
-def group_size_of(k: int, groups: int, said: object, where: str) -> int:
-    """Return how many of `k` inputs share one of `groups` scales, -1 where all do: what the config says if that gives as many, the last
-    for fewer inputs; else the size that divides them.
+def group_size_of(k: int, groups: int, configured: object, where: str) -> int:
+    """Return the size of the groups of `k` inputs that share a scale, -1 if there is one group.
+
+    It is the `configured` one if that gives this number of groups, the last of which may be smaller; otherwise that of equal groups.
 
     Raises:
         CheckpointError: Neither fits.
     """
     if groups == 1:
         return -1
-    if type(said) is int and said > 0 and -(-k // said) == groups:
-        return said
+    if type(configured) is int and configured > 0 and -(-k // configured) == groups:
+        return configured
     if groups == 0 or k < groups or k % groups:
-        raise CheckpointError(f"{where} has {groups} scales for each {k} inputs, which do not divide them: the checkpoint is damaged")
+        what = (
+            f"{where} has {groups} scales for each {k} inputs, which do not divide them, and the config's group_size is {short(configured)}"
+        )
+        raise CheckpointError(f"{what}: the checkpoint is damaged")
     return k // groups
 
 
