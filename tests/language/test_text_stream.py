@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from os.path import commonprefix
 from typing import Any
 
 import pytest
@@ -164,8 +163,9 @@ def test_an_answer_begins_where_the_text_of_the_prompt_ends(kind: str, data: st.
     ids = _ids(kind, b"".join(encoded))
     cut_at = data.draw(st.integers(0, len(ids)))
     whole = actual.decode(ids)
-    common = commonprefix([whole, actual.decode(ids[:cut_at])])
-    assert continued(actual, ids[:cut_at], ids[cut_at:]) == whole[len(common) :]
+    prompt = actual.decode(ids[:cut_at])
+    common = max(size for size in range(len(prompt) + 1) if whole.startswith(prompt[:size]))
+    assert continued(actual, ids[:cut_at], ids[cut_at:]) == whole[common:]
 
 
 def _ids(kind: str, data: bytes) -> list[int]:

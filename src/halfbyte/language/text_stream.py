@@ -7,7 +7,6 @@ few tokens of context, and only text that no later token can change is given out
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Sequence
 
 from halfbyte.errors import ArgumentError
@@ -23,8 +22,8 @@ class TextStream:
     """The text of one sequence, piece by piece, up to a stop string.
 
     What `push` and `extend` return, one after the other, and then `flush`, is what `tokenizer.decode` gives for all ids, cut before the
-    first stop string that is complete. With a `prefix`, it is what `decode` gives for all ids from the first character on that the text of the
-    prefix does not have: a character that the prefix begins is part of the answer.
+    first stop string that is complete. With a `prefix`, it is a continuation: what `decode` gives for both, from the first character
+    that the text of the prefix does not have, such as one of several bytes that the prefix begins.
 
     Attributes:
         finished: Whether a stop string has come; ids that are pushed afterwards are ignored.
@@ -171,7 +170,10 @@ class _RawStream:
 
     def _common(self, text: str) -> int:
         """Return the length of the common prefix of a text and `emitted`."""
-        return len(self._emitted) if text.startswith(self._emitted) else len(os.path.commonprefix([text, self._emitted]))
+        if text.startswith(self._emitted):
+            return len(self._emitted)
+        pairs = enumerate(zip(text, self._emitted, strict=False))
+        return next((at for at, (new, emitted) in pairs if new != emitted), len(text))
 
     def _move_context(self) -> None:
         """Forget earlier tokens, if the last ones have text of their own."""
