@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from _thread import RLock
-from threading import Condition, Lock
+from threading import Lock
 
 
 class FairLock(RLock):  # type: ignore[misc]  # final for type checkers only
@@ -21,27 +21,20 @@ class FairLock(RLock):  # type: ignore[misc]  # final for type checkers only
     """
 
     def __init__(self) -> None:
-        self._next, self._condition = Lock(), Condition(self)
+        self._next = Lock()
 
     def __enter__(self) -> FairLock:  # type: ignore[override]
         """Wait for the lock, unless this thread has it."""
+        # `extend` acquires the lock and notes it in one call into C: KeyboardInterrupt between the two would leave the lock locked.
         acquired: list[bool] = []
         try:
-            if self._is_owner():
+            if self._is_owned():  # type: ignore[attr-defined]  # not documented, but what threading.Condition asks a lock
                 acquired.extend(map(self.acquire, (True,)))
             else:
                 with self._next:
-                    acquired.extend(map(self.acquire, (True,)))  # one call, so that no interrupt comes between its two effects
+                    acquired.extend(map(self.acquire, (True,)))
             return self
         except BaseException:
             if acquired:
                 self.release()
             raise
-
-    def _is_owner(self) -> bool:
-        """Whether this thread has the lock: what a Condition requires."""
-        try:
-            self._condition.notify(0)
-        except RuntimeError:
-            return False
-        return True

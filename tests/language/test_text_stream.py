@@ -111,12 +111,9 @@ def test_the_pieces_are_the_whole(kind: str, data: st.DataObject) -> None:
 def test_bytes_that_are_characters_or_not(kind: str, data: st.DataObject) -> None:
     actual = tokenizer(kind)
     encoded = data.draw(st.lists(st.one_of(st.text(max_size=4).map(str.encode), st.binary(max_size=3)), max_size=12))
-    alphabet = dict(zip(_bytes(), _characters(), strict=True))
-    names = [alphabet[byte] if kind == "bytes" else f"<0x{byte:02X}>" for byte in b"".join(encoded)]
-    ids = [actual.backend.token_to_id(name) for name in names]
-    assert None not in ids
-    assert "".join(streamed(actual, ids)[0]) == actual.decode(ids)  # type: ignore[arg-type]
-    assert "".join(together(actual, ids, data)) == actual.decode(ids)  # type: ignore[arg-type]
+    ids = _ids(kind, b"".join(encoded))
+    assert "".join(streamed(actual, ids)[0]) == actual.decode(ids)
+    assert "".join(together(actual, ids, data)) == actual.decode(ids)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "sentencepiece with prefix"])
@@ -129,6 +126,54 @@ def test_a_text_goes_on_after_its_prefix(kind: str, prefix: str, text: str) -> N
         head = []
     stream = TextStream(actual, prefix=head)
     assert actual.decode(head) + "".join([stream.push(id) for id in tail[len(head) :]] + [stream.flush()]) == actual.decode(tail)
+
+
+def continued(actual: Tokenizer, head: Sequence[int], tail: Sequence[int]) -> str:
+    stream = TextStream(actual, prefix=head)
+    return "".join([stream.push(id) for id in tail] + [stream.flush()])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "sentencepiece with prefix"])
+@pytest.mark.parametrize("cut_at", [1, 2, 3, 4, 5])
+def test_a_character_that_the_prompt_begins_is_part_of_the_answer(kind: str, cut_at: int) -> None:
+    actual = tokenizer(kind)
+    a, *rest = actual.encode("a")
+    ids = [a, *rest, *_ids(kind, "🦊é".encode())]
+    cut_at += len(rest)
+    assert continued(actual, ids[:cut_at], ids[cut_at:]) == ("🦊é" if cut_at < len(rest) + 5 else "é")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "sentencepiece with prefix"])
+def test_no_character_of_the_prompt_is_repeated(kind: str) -> None:
+    """U+FFFD in the prompt is a character, or bytes that stay incomplete."""
+    actual = tokenizer(kind)
+    b = actual.encode("b")
+    for data in ("\ufffd".encode(), b"\xf0\x9f", b"\x80", b"\xff\xff"):
+        head = [*actual.encode("a"), *_ids(kind, data)]
+        assert continued(actual, head, b) == actual.decode([*head, *b])[len(actual.decode(head)) :]
+        assert continued(actual, head, []) == ""
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "sentencepiece with prefix"])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_an_answer_begins_where_the_text_of_the_prompt_ends(kind: str, data: st.DataObject) -> None:
+    actual = tokenizer(kind)
+    encoded = data.draw(st.lists(st.one_of(st.text("a é🦊\ufffd", max_size=4).map(str.encode), st.binary(max_size=2)), max_size=12))
+    ids = _ids(kind, b"".join(encoded))
+    cut_at = data.draw(st.integers(0, len(ids)))
+    whole = actual.decode(ids)
+    prompt = actual.decode(ids[:cut_at])
+    common = max(size for size in range(len(prompt) + 1) if whole.startswith(prompt[:size]))
+    assert continued(actual, ids[:cut_at], ids[cut_at:]) == whole[common:]
+
+
+def _ids(kind: str, data: bytes) -> list[int]:
+    """Return tokens of one byte each."""
+    alphabet = dict(zip(_bytes(), _characters(), strict=True))
+    ids = [tokenizer(kind).backend.token_to_id(alphabet[byte] if kind == "bytes" else f"<0x{byte:02X}>") for byte in data]
+    assert None not in ids
+    return ids  # type: ignore[return-value]
 
 
 def _bytes() -> list[int]:

@@ -310,6 +310,21 @@ def test_a_template_that_ignores_tools(server: Server, model: LanguageModel, mon
     assert server.chat(tools=[WEATHER], tool_choice="required", max_tokens=200).json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("others", [{}, {"default": "{{ raise_exception('roles must alternate') }}"}])
+def test_a_template_for_tools_is_rendered_alone(
+    server: Server, model: LanguageModel, monkeypatch: pytest.MonkeyPatch, others: dict[str, str]
+) -> None:
+    monkeypatch.setattr(model.tokenizer, "chat_templates", {"tool_use": language_model.TEMPLATE, **others})
+    assert server.chat(tools=[WEATHER]).status_code == 200
+
+
+def test_a_template_that_demands_tools(server: Server, model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% if not tools %}{{ raise_exception('tools are missing') }}{% endif %}" + model.tokenizer.chat_templates["default"]
+    monkeypatch.setitem(model.tokenizer.chat_templates, "default", template)
+    assert server.chat(tools=[WEATHER]).status_code == 200
+    assert "tools are missing" in server.chat().json()["error"]["message"]
+
+
 # What is refused
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -344,7 +359,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"add_generation_prompt": False}, "add_generation_prompt is not supported"),
     ({"continue_final_message": True}, "continue_final_message is not supported"),
     ({"echo": True}, "echo is not supported"),
-    ({"n_predict": 4}, "n_predict is not supported"),
+    ({"n_predict": 4}, "n_predict is not supported here: use max_tokens"),
+    ({"repeat_penalty": 1.1}, "repeat_penalty is not supported here: use repetition_penalty"),
+    ({"typical_p": 0.9}, "typical_p is not supported here: leave it out"),
+    ({"modalities": ["text", "audio"]}, "modalities is not supported"),
     ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "add it"),
@@ -382,6 +400,9 @@ def test_what_is_wrong_is_said(server: Server, settings: dict[str, Any], said: s
         (True, {"logprobs": False, "top_logprobs": 0}),
         (True, {"ignore_eos": None}),
         (True, {"modalities": ["text"]}),
+        (True, {"repeat_penalty": 1.0, "typical_p": 1.0, "n_predict": -1, "mirostat": 0}),
+        (False, {"repeat_penalty": 1, "typical_p": 1, "n_predict": -1}),
+        (True, {"repetition_penalty": 1.1, "max_tokens": 4}),
         (True, {"guided_json": None, "min_tokens": 0, "stop_token_ids": [], "use_beam_search": False, "response_format": {"type": "text"}}),
         (True, {"skip_special_tokens": True, "add_generation_prompt": None, "echo": False}),
         (False, {"echo": None, "logprobs": None, "best_of": None, "suffix": ""}),
@@ -422,20 +443,24 @@ def test_no_json(server: Server, body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"),
+    ("method", "path", "allowed"),
     [
-        ("GET", "/v2", 404),
-        ("GET", "/v1/completions", 405),
-        ("POST", "/health", 405),
-        ("GET", "/page.html", 404),
-        ("GET", "/../engine.py", 404),
+        ("GET", "/v2", None),
+        ("GET", "/v1/completions", {"POST"}),
+        ("POST", "/health", {"GET", "HEAD"}),
+        ("POST", "/v1/models", {"GET", "HEAD"}),
+        ("GET", "/page.html", None),
+        ("GET", "/../engine.py", None),
     ],
 )
-def test_other_paths_and_methods(server: Server, method: str, path: str, status: int) -> None:
+def test_other_paths_and_methods(server: Server, method: str, path: str, allowed: set[str] | None) -> None:
     found = server.client.request(method, path)
-    assert found.status_code == status
     error = found.json()["error"]
-    assert (error["code"], f"{method} " in error["message"]) == ("not_found" if status == 404 else "method_not_allowed", True)
+    assert f"{method} " in error["message"]
+    assert (found.status_code, error["code"]) == ((404, "not_found") if allowed is None else (405, "method_not_allowed"))
+    if allowed is not None:
+        assert set(error["message"].partition("; use ")[2].split(", ")) == allowed
+        assert set(found.headers["allow"].split(", ")) == allowed
 
 
 def test_clients_of_the_responses_api_are_told_what_to_use(client: Any) -> None:

@@ -219,7 +219,8 @@ class Batch:
             prompt_ids: Token ids of the prompt.
             sampling: How its tokens are chosen.
             processors: Change its logits before a token is chosen.
-            is_chat: Its text begins anew; that of other prompts goes on, with the space that SentencePiece removes from a beginning.
+            is_chat: Whether the prompt is a rendered chat, whose answer is decoded as a new text. Otherwise it is decoded as a
+                continuation, which keeps its leading space.
 
         Raises:
             ArgumentError: The prompt is empty, has ids that the model does not have, or is longer than the model's positions.

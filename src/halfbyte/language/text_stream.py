@@ -22,7 +22,8 @@ class TextStream:
     """The text of one sequence, piece by piece, up to a stop string.
 
     What `push` and `extend` return, one after the other, and then `flush`, is what `tokenizer.decode` gives for all ids, cut before the
-    first stop string that is complete; behind a `prefix`, what it gives for both without the text of the prefix.
+    first stop string that is complete. With a `prefix`, it is a continuation: what `decode` gives for both, from the first character
+    that the text of the prefix does not have, such as one of several bytes that the prefix begins.
 
     Attributes:
         finished: Whether a stop string has come; ids that are pushed afterwards are ignored.
@@ -40,7 +41,7 @@ class TextStream:
         Args:
             tokenizer: The model's tokenizer.
             stop: Strings that end the text; they are not part of it.
-            prefix: Token ids of the text that it continues.
+            prefix: Token ids of the prompt, where the text is a continuation, which keeps its leading space. Empty for a new text.
 
         Raises:
             ArgumentError: A stop string is empty, which would end every text before it begins.
@@ -101,7 +102,8 @@ class TextStream:
 class _RawStream:
     """`backend.decode`, a few tokens at a time.
 
-    Invariant: for all further ids X, the text of all ids is what was emitted followed by decode(context + tokens + X)[emitted:].
+    Invariant: for all further ids X, the text of all ids is what was emitted followed by what decode(context + tokens + X) has
+    behind its common prefix with `emitted`. That is shorter than `emitted` only where later tokens complete a character of the prompt.
     `context` may be any earlier tokens for which this holds: those that were decoded last, if they have text of their own, to which a
     decoder then does what it does to the beginning of a text.
     """
@@ -119,7 +121,7 @@ class _RawStream:
             start -= 1
         self._context = [id for id in prefix[start:] if self._token(id) is not None]
         self._tokens: list[int] = []
-        self._emitted = len(self._decode(self._context))
+        self._emitted = self._decode(self._context)
 
     def extend(self, ids: Sequence[int], look_ahead: bool) -> tuple[str, str]:
         """Append tokens.
@@ -140,31 +142,44 @@ class _RawStream:
             return "", ""
         # A run of byte tokens becomes U+FFFD as a whole where one of them is no UTF-8, so it is known at its end only.
         if not self._streams or (self._bytes_as_tokens and _is_byte(last)):
-            return "", self._decode(self._context + self._tokens)[self._emitted :] if look_ahead else ""
+            return "", self._rest() if look_ahead else ""
         text = self._decode(self._context + self._tokens)
         end = len(text)
         if self._bytes_in_characters and text.endswith(_REPLACEMENT):  # perhaps the beginning of a character
             end -= 1
-        stable, outlook = text[self._emitted : end], text[max(end, self._emitted) :]
-        self._emitted = max(end, self._emitted)
+        stable, outlook = text[self._common(text[:end]) : end], text[max(end, self._common(text)) :]
+        if stable:
+            self._emitted = text[:end]
         if end == len(text):
             self._move_context()
         elif len(self._tokens) > 2 * _CONTEXT:  # text that is no UTF-8: decoding is in step again after one character
             self._context, self._tokens = [], self._tokens[-_CONTEXT:]
-            self._emitted = len(self._decode(self._tokens)) - 1
+            self._emitted = self._decode(self._tokens)[:-1]
         return stable, outlook
 
     def flush(self) -> str:
         """End the text, and return what later tokens could have changed."""
-        text = self._decode(self._context + self._tokens)[self._emitted :]
-        self._context, self._tokens, self._emitted = [], [], 0
+        text = self._rest()
+        self._context, self._tokens, self._emitted = [], [], ""
         return text
+
+    def _rest(self) -> str:
+        """Return the text that was not emitted."""
+        text = self._decode(self._context + self._tokens)
+        return text[self._common(text) :]
+
+    def _common(self, text: str) -> int:
+        """Return the length of the common prefix of a text and `emitted`."""
+        if text.startswith(self._emitted):
+            return len(self._emitted)
+        pairs = enumerate(zip(text, self._emitted, strict=False))
+        return next((at for at, (new, emitted) in pairs if new != emitted), len(text))
 
     def _move_context(self) -> None:
         """Forget earlier tokens, if the last ones have text of their own."""
         last = self._tokens[-_CONTEXT:]
         if alone := self._decode(last):
-            self._context, self._tokens, self._emitted = last, [], len(alone)
+            self._context, self._tokens, self._emitted = last, [], alone
 
     def _token(self, id: int) -> str | None:
         """Return a token as it is in the vocabulary; None if it has no text."""

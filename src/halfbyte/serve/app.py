@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -88,7 +89,7 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     asked, headers = f"{request.method} {request.url.path[:200]}", dict(error.headers or {})
     if error.status_code == 405:
-        message = f"{asked}: this path has another method; use {headers.get('allow', 'POST')}"
+        message = f"{asked}: this path has another method; use {Headers(headers)['allow']}"
         return ApiError(405, message, "method_not_allowed", headers=headers).reply()
     if request.url.path.startswith("/v1/responses"):
         message = f"{asked}: this server does not have the Responses API; use /v1/chat/completions"

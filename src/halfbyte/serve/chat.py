@@ -11,6 +11,7 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 
+from halfbyte.errors import CheckpointError
 from halfbyte.language.model import LanguageModel
 from halfbyte.serve.protocol import ChatRequest, Message, NamedTool
 from halfbyte.serve.replies import ApiError
@@ -45,7 +46,7 @@ def prompt(model: LanguageModel, request: ChatRequest) -> str:
         return model.chat_prompt(messages, **variables)
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
     text = model.chat_prompt(messages, **{**variables, "tools": tools})
-    if request.tool_choice in (None, "auto") and text == model.chat_prompt(messages, **{**variables, "tools": None}):
+    if request.tool_choice in (None, "auto") and text == _without_tools(model, messages, variables):
         raise ApiError(
             400,
             "the chat template of this model ignores tools: leave them out, or demand a call by tool_choice",
@@ -53,6 +54,16 @@ def prompt(model: LanguageModel, request: ChatRequest) -> str:
             "tools",
         )
     return text
+
+
+def _without_tools(model: LanguageModel, messages: Sequence[dict[str, object]], variables: dict[str, object]) -> str | None:
+    """Return the prompt of the template without tools; None where it has no such prompt, and so reads tools."""
+    if "tool_use" in model.tokenizer.chat_templates:  # the template for requests with tools: without them, another one is rendered
+        return None
+    try:
+        return model.chat_prompt(messages, **{**variables, "tools": None})
+    except CheckpointError:  # the template demands tools
+        return None
 
 
 def _plain(message: Message) -> dict[str, object]:

@@ -48,7 +48,7 @@ class TokenTexts:
             return bytes(_BYTES[character] for character in name)
         if self._bytes_as_tokens and _BYTE.fullmatch(name):
             return bytes([int(name[3:5], 16)])
-        # Behind itself: decoders remove the space of the token that begins a text.
+        # Decode the token twice: decoders strip the leading space of a text's first token.
         alone = self._backend.decode([token], False)
         return self._backend.decode([token, token], False)[len(alone) :].encode()
 

@@ -22,6 +22,9 @@ _REFUSED |= {"stop_token_ids", "min_tokens", "bad_words", "prompt_logprobs", "us
 _REFUSED |= {"echo", "continue_final_message", "documents", "chat_template", "prompt_embeds", "include_stop_str_in_output"}
 _REFUSED |= {"return_token_ids", "return_tokens_as_token_ids", "thinking_token_budget", "truncate_prompt_tokens", "max_tokens_per_doc"}
 _REFUSED |= {"n_predict", "repeat_penalty", "typical_p", "mirostat"}
+# Values that clients send as defaults, and that do not change an answer, besides None, 0, False and empty ones.
+_NEUTRAL = {"modalities": ["text"], "n_predict": -1, "repeat_penalty": 1.0, "typical_p": 1.0}
+_NAMES_HERE = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 _REFUSED_IF_FALSE = {"skip_special_tokens", "add_generation_prompt"}
 
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
@@ -298,8 +301,9 @@ def parse(kind: type[R], body: bytes) -> R:
         raise _invalid(e) from e
     for name, value in (request.model_extra or {}).items():
         is_refused = value is False if name in _REFUSED_IF_FALSE else name in _REFUSED and value
-        if is_refused and (name, value) != ("modalities", ["text"]):
-            raise ApiError(400, f"{name} is not supported here: leave it out", "unsupported_parameter", name)
+        if is_refused and value != _NEUTRAL.get(name):
+            remedy = f"use {_NAMES_HERE[name]}" if _NAMES_HERE.get(name) in kind.model_fields else "leave it out"
+            raise ApiError(400, f"{name} is not supported here: {remedy}", "unsupported_parameter", name)
     return request
 
 
@@ -316,7 +320,7 @@ def _invalid(error: ValidationError) -> ApiError:
 
 
 def _reach(error: ErrorDetails) -> tuple[int, bool, list[int]]:
-    """Return how far an alternative of a union matches: in depth, whether its type is right, and how many elements of lists are."""
+    """Return the sort key of an error: depth of its field, whether the type is right, indices in lists."""
     place = [part for part in error["loc"] if not _is_alternative(part)]
     return len(place), not error["type"].endswith("_type"), [part for part in place if isinstance(part, int)]
 

@@ -46,7 +46,8 @@ class VectorService:
                 400, f"embeddings have {self.encoder.dimensions} dimensions, got {request.dimensions}: leave it out", param="dimensions"
             )
         given = [request.input] if isinstance(request.input, str) or isinstance(request.input[0], int) else request.input
-        rows, tokens = await self._embeddings(given, receive, "input.{}".format)
+        field = "input.{}" if given is request.input else "input"
+        rows, tokens = await self._embeddings(given, receive, field.format)
         reply = partial(self._reply, rows, tokens, is_base64=request.encoding_format == "base64")
         return await asyncio.get_running_loop().run_in_executor(self._executor, reply)
 
