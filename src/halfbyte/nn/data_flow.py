@@ -96,7 +96,7 @@ def _statement_pairs(tree: ast.AST) -> Iterator[tuple[ast.stmt, ast.stmt]]:
 
 
 def _ends(statement: ast.stmt, variable: str) -> bool:
-    """Return whether nobody can read a variable's value after a statement: it assigns the variable, or leaves the function."""
+    """Return whether nothing can read the value of a variable after a statement: it assigns the variable, or leaves the function."""
     match statement:
         case ast.Assign(targets=[ast.Name(id=assigned)]):
             return assigned == variable
