@@ -37,10 +37,17 @@ def test_export(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert export.run.__module__ == "halfbyte.cli.export"
 
 
-def test_onnx(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_onnx(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import BertModel
+
     pytest.importorskip("onnxscript")
     assert main(["convert", str(folder), str(tmp_path / "m.onnx"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == []
+    plain = BertModel.forward
+    branching = lambda self, input_ids, **named: plain(self, input_ids if len(input_ids) < 64 else -input_ids, **named)  # noqa: E731
+    monkeypatch.setattr(BertModel, "forward", branching)
+    assert main(["convert", str(folder), str(tmp_path / "limited.onnx")]) == 0
+    assert capsys.readouterr().out.startswith("batch up to 63: the forward takes another branch")
     for arguments, said in (
         ([str(tmp_path / "m.onnx")], "exists: choose another place"),
         ([str(tmp_path / "m"), "--to", "onnx"], "DST writes a file called *.onnx"),

@@ -114,13 +114,32 @@ def test_a_unet_whose_input_and_output_have_one_name(tmp_path: Path) -> None:
     unet = diffusers.UNet2DModel(sample_size=8, layers_per_block=1, norm_num_groups=8, **sizes).eval()
     hb.quantize_(unet, hb.Config("q8_0", compute="float"))
     inputs = {"sample": torch.randn(1, 3, 8, 8), "timestep": torch.tensor([500])}
-    hb.export_onnx(unet, tmp_path / "m.onnx", inputs, {"sample": {0: "batch"}, "timestep": {0: "batch"}})
+    notes = hb.export_onnx(unet, tmp_path / "m.onnx", inputs, {"sample": {0: "batch"}, "timestep": {0: "batch"}})
+    assert [note.partition(":")[0] for note in notes] == ["batch up to 63"]
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
     assert [output.name for output in session.get_outputs()] == ["out_sample"]
     for batch in (1, 3):
         inputs = {"sample": torch.randn(batch, 3, 8, 8), "timestep": torch.full((batch,), 500)}
         # As below; about 20 layers follow each other, and norms between them divide by their inputs' size.
         assert error(computed(tmp_path / "m.onnx", **inputs), unet(**inputs).sample.double()) < 256 * torch.finfo(torch.float32).eps
+
+
+@torch.no_grad()
+def test_limits_of_sizes_are_noted(tmp_path: Path) -> None:
+    """A forward that branches on a size is exported with one branch, and runtimes do not check which."""
+
+    class Branching(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y * 2 if x.shape[0] < 64 else y * 3
+
+    torch.manual_seed(0)
+    model = hb.quantize_(Branching(nn.Linear(32, 8)), hb.Config("int8_channel", compute="float")).eval()
+    x = torch.randn(63, 32)
+    limit = "batch up to 63: the forward takes another branch for larger ones, which is not exported"
+    assert hb.export_onnx(model, tmp_path / "m.onnx", [x[:2]], {"x": {0: "batch"}}) == [limit]
+    torch.testing.assert_close(computed(tmp_path / "m.onnx", x=x), model(x))
+    assert hb.export_onnx(model, tmp_path / "m.onnx", [x[:2]]) == []
 
 
 @torch.no_grad()

@@ -37,7 +37,8 @@ def export_onnx(
         sizes: Names of the sizes that may vary, by input and dimension: {"x": {0: "batch"}}; all others are fixed.
 
     Returns:
-        A sentence for each weight that is stored in floating point.
+        A sentence for each weight that is stored in floating point, and for each size with a limit, such as "batch up to 63": the forward
+        takes another branch for 64 images. Runtimes do not check limits, and compute wrong results beyond them.
 
     Raises:
         ArgumentError: The inputs are not known, or the model is in bfloat16.
@@ -60,18 +61,19 @@ def export_onnx(
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise CheckpointError("torch writes ONNX with the package onnxscript: pip install 'halfbyte[onnx]'") from error
-    example = example_of(model, inputs, sizes)
-    _check_dtypes(model, example)
-    traced, example = example.of(with_qdq(example.module)).trace()
+    call = example_of(model, inputs, sizes)
+    _check_dtypes(model, call)
+    traced, example = call.of(with_qdq(call.module)).trace()
     graph = traced.module()
     notes = replace_ops(graph)
-    program = _translate(example, example.of(graph).trace()[0])
+    traced, example = example.of(graph).trace()
+    program = _translate(example, traced)
     content = program.model_proto.SerializeToString()
     if len(content) > FILE_LIMIT:
         raise UnsupportedError(f"the model takes {len(content)} bytes as ONNX, and a file holds {FILE_LIMIT}: quantize more, to fewer bits")
     with replacing_file(target) as temporary:
         temporary.write_bytes(content)
-    return notes
+    return [*example.limits(call), *notes]
 
 
 def _check_dtypes(model: nn.Module, example: Example) -> None:
@@ -84,7 +86,7 @@ def _check_dtypes(model: nn.Module, example: Example) -> None:
 
 
 def _translate(example: Example, traced: ExportedProgram) -> ONNXProgram:
-    """torch's own ONNX program."""
+    """Return torch's ONNX program."""
     outputs, names = traced.call_spec.out_spec, None
     if outputs.type is dict:
         names = [f"out_{name}" if name in example.inputs else name for name in outputs.context]
@@ -99,7 +101,7 @@ def _translate(example: Example, traced: ExportedProgram) -> ONNXProgram:
             )
         assert program is not None  # with dynamo=True
         return program
-    except Exception as error:  # of many classes
+    except Exception as error:  # torch's exporter raises many classes
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
             error = error.__cause__
         raise UnsupportedError(f"torch has no ONNX form of an operation of this model ({first_line(error)}): use export_program") from error
