@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.onnx import ONNXProgram
 
@@ -85,6 +85,22 @@ def _check_dtypes(model: nn.Module, example: Example) -> None:
         raise ArgumentError(f"an ONNX file is for float32 or float16, {got}: call model.float(), and pass such inputs")
 
 
+def _missing_forms() -> dict[Callable[..., object], Callable[..., object]]:
+    """Return the ONNX forms of torch's operations for which torch has none or a wrong one, as for a squeeze of a size other than 1."""
+    from onnxscript import opset18  # torch's own forms are of this version, and are converted to OPSET
+
+    squeeze_of: Callable[..., object] = opset18.Squeeze
+    identity: Callable[..., object] = opset18.Identity
+
+    def squeeze(x: Tensor, dim: int) -> object:
+        return squeeze_of(x, [dim]) if x.shape and x.shape[dim] == 1 else identity(x)
+
+    def view_of(x: Tensor) -> object:
+        return identity(x)
+
+    return {torch.ops.aten.squeeze.dim: squeeze, torch.ops.prims.view_of.default: view_of}
+
+
 def _translate(example: Example, traced: ExportedProgram) -> ONNXProgram:
     """Return torch's ONNX program."""
     outputs, names = traced.call_spec.out_spec, None
@@ -97,7 +113,14 @@ def _translate(example: Example, traced: ExportedProgram) -> ONNXProgram:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
-                traced, input_names=list(example.inputs), output_names=names, opset_version=OPSET, dynamo=True, optimize=True, verbose=False
+                traced,
+                input_names=list(example.inputs),
+                output_names=names,
+                opset_version=OPSET,
+                dynamo=True,
+                optimize=True,
+                verbose=False,
+                custom_translation_table=_missing_forms(),
             )
         assert program is not None  # with dynamo=True
         return program
