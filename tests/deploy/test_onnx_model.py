@@ -114,8 +114,7 @@ def test_a_unet_whose_input_and_output_have_one_name(tmp_path: Path) -> None:
     unet = diffusers.UNet2DModel(sample_size=8, layers_per_block=1, norm_num_groups=8, **sizes).eval()
     hb.quantize_(unet, hb.Config("q8_0", compute="float"))
     inputs = {"sample": torch.randn(1, 3, 8, 8), "timestep": torch.tensor([500])}
-    notes = hb.export_onnx(unet, tmp_path / "m.onnx", inputs, {"sample": {0: "batch"}, "timestep": {0: "batch"}})
-    assert notes[0].startswith("batch up to 63: ")
+    hb.export_onnx(unet, tmp_path / "m.onnx", inputs, {"sample": {0: "batch"}, "timestep": {0: "batch"}})
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
     assert [output.name for output in session.get_outputs()] == ["out_sample"]
     for batch in (1, 3):
