@@ -11,7 +11,7 @@ from torch import nn
 
 import halfbyte as hb
 from halfbyte.cli import export, main
-from halfbyte.deploy import program
+from halfbyte.deploy import onnx_model, program
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +48,11 @@ def test_onnx(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ):
         assert main(["convert", str(folder), *arguments]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_notes_of_onnx_are_printed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(onnx_model, "export_onnx", lambda model, path: ["batch up to 63: the forward takes another branch"])
+    assert main(["convert", str(folder), str(tmp_path / "m.onnx")]) == 0
+    assert capsys.readouterr().out.startswith("batch up to 63: the forward takes another branch\nwritten to ")

@@ -173,11 +173,11 @@ class _Chunked(nn.Module):
 def test_sizes_of_1_vary_and_those_that_a_forward_depends_on_are_limited() -> None:
     traced, call = example.example_of(nn.Linear(4, 4).eval(), [torch.randn(1, 4)], {"input": {0: "batch"}}).trace()
     assert traced.module()(torch.zeros(3, 4)).shape == (3, 4)
-    assert call.most == {"batch": 65536}
+    assert call.max_sizes == {"batch": 65536}
     assert call.inputs["input"].shape == (1, 4)
     traced, call = example.example_of(_Chunked().eval(), [torch.randn(2, 4)], {"x": {0: "batch"}}).trace()
     assert traced.module()(torch.ones(63, 4)).sum() == 63 * 8
-    assert call.most == {"batch": 63}
+    assert call.max_sizes == {"batch": 63}
 
     class Fixed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         hb.load_program(tmp_path)
     good = {
         "halfbyte": hb.__version__, "torch": torch.__version__.partition("+")[0], "device": "cpu",
-        "cpu": torch.backends.cpu.get_cpu_capability(), "inputs": ["x"], "sizes": {}, "most": {},
+        "cpu": torch.backends.cpu.get_cpu_capability(), "inputs": ["x"], "sizes": {}, "max_sizes": {},
     }  # fmt: skip
     for change, error, message in (
         ({"torch": "1.0"}, UnsupportedError, "exported with torch 1.0.*install torch 1.0, or export it again"),

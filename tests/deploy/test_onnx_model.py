@@ -124,16 +124,48 @@ def test_a_unet_whose_input_and_output_have_one_name(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_squeeze_that_does_nothing(tmp_path: Path) -> None:
+def test_limits_of_sizes_are_noted(tmp_path: Path) -> None:
+    """A forward that branches on a size is exported with one branch, and runtimes do not check which."""
+
+    class Branching(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y * 2 if x.shape[0] < 64 else y * 3
+
+    torch.manual_seed(0)
+    model = hb.quantize_(Branching(nn.Linear(32, 8)), hb.Config("int8_channel", compute="float")).eval()
+    x = torch.randn(63, 32)
+    limit = "batch up to 63: the forward takes another branch for larger ones, which is not exported"
+    assert hb.export_onnx(model, tmp_path / "m.onnx", [x[:2]], {"x": {0: "batch"}}) == [limit]
+    torch.testing.assert_close(computed(tmp_path / "m.onnx", x=x), model(x))
+    assert hb.export_onnx(model, tmp_path / "m.onnx", [x[:2]]) == []
+
+
+@pytest.mark.parametrize(
+    "squeezed",
+    [
+        lambda x: x.squeeze(1).squeeze(-1),
+        lambda x: x.squeeze((1, 2)),
+        lambda x: x[:, :1].squeeze((1, 2)),
+        lambda x: x.squeeze(()),
+        lambda x: (x + 1).squeeze_(1),
+        lambda x: torch.squeeze_copy(x, 1),
+        lambda x: x.sum() + x.sum().squeeze(0) + x.sum().squeeze((0,)) + x.sum().squeeze(),
+        lambda x: x.squeeze(),
+    ],
+)
+@torch.no_grad()
+def test_squeezes(squeezed: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    """A squeeze of a size other than 1 does nothing in torch, and fails in ONNX."""
+
     class Squeezed(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = super().forward(x).squeeze(1).squeeze(-1)
-            return y
+            return squeezed(super().forward(x)) * 2
 
-    model = hb.quantize_(Squeezed(nn.Linear(32, 1)), hb.Config("int8_channel", compute="float")).eval()
+    model = hb.quantize_(Squeezed(nn.Linear(32, 3)), hb.Config("int8_channel", compute="float")).eval()
     hb.export_onnx(model, tmp_path / "m.onnx", [torch.randn(2, 3, 32)], {"x": {0: "batch"}})
-    x = torch.randn(5, 3, 32)
-    torch.testing.assert_close(computed(tmp_path / "m.onnx", x=x), model(x))
+    for x in (torch.randn(5, 3, 32), torch.randn(1, 3, 32)):
+        torch.testing.assert_close(computed(tmp_path / "m.onnx", x=x), model(x))
 
 
 @pytest.mark.parametrize("fmt", ["int8_tensor", "int8_channel", "q4_1", "int4_g32_zp", "iq4_nl", "int5_g32"])

@@ -21,11 +21,11 @@ Inputs = Mapping[str, Tensor] | Sequence[Tensor]
 Sizes = dict[int, str]  # names of the sizes of an input that vary, by dimension; those of one name are equal
 
 _BATCH, _TOKENS, _CONTEXT = 2, 16, 2048
-_MOST = 1 << 16  # of a size that the model does not limit
+_MAX_SIZE = 1 << 16  # the maximum of a size that the model does not limit
 
 
 class _Plain(nn.Module):
-    """A model that takes tensors by position and whose result has no class of its own; `names`: by which it takes them, if by name."""
+    """Call a model with tensors by position, and convert its result to plain containers; `names` are its keywords, if it takes those."""
 
     def __init__(self, model: nn.Module, names: Sequence[str] = (), **more: object) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Plain(nn.Module):
 
 
 class _Positional(nn.Module):
-    """A module with one variable argument, as `_Plain` has, for which torch.export takes the sizes in the same form."""
+    """Call a module with one variable argument, as `_Plain` does, so that torch.export takes the sizes in the same form."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -58,27 +58,30 @@ class Example:
         module: Takes the inputs by position.
         inputs: The tensors by name, in order.
         sizes: For each input the names of its sizes that vary; the others stay as they are.
-        most: The largest of such a size, by its name.
+        max_sizes: The maximum of each size that varies, by its name.
         model: The class of the model, for errors.
     """
 
     module: nn.Module
     inputs: Mapping[str, Tensor]
     sizes: Mapping[str, Sizes]
-    most: Mapping[str, int]
+    max_sizes: Mapping[str, int]
     model: str = ""
 
     def of(self, module: nn.Module) -> Example:
-        """The same call of another module."""
+        """Return the same call of another module."""
         return replace(self, module=_Positional(module))
 
     def trace(self) -> tuple[ExportedProgram, Example]:
-        """The program of the model, and this call with the largest sizes for which the model computes the same operations.
+        """Trace the model.
+
+        Returns:
+            The program, and this call with the maxima of the sizes for which the forward takes the same branches.
 
         Raises:
             UnsupportedError: torch.export cannot follow its forward.
         """
-        symbols = {name: Dim(name, min=1, max=most) for name, most in self.most.items()}
+        symbols = {name: Dim(name, min=1, max=size) for name, size in self.max_sizes.items()}
         shapes = tuple({at: symbols[size] for at, size in self.sizes.get(name, {}).items()} for name in self.inputs)
         inputs = tuple(_repeated(tensor, self.sizes.get(name, {})) for name, tensor in self.inputs.items())
         try:
@@ -88,39 +91,47 @@ class Example:
             raise
         except Exception as error:  # whatever a forward raises
             suggestion, *_ = str(error).split("\n\n")
-            if (most := self._limited(suggestion, shapes)) is not None:
-                return replace(self, most=most).trace()
+            if (max_sizes := self._suggested_max_sizes(suggestion, shapes)) is not None:
+                return replace(self, max_sizes=max_sizes).trace()
             remedy = "rewrite what depends on the values of tensors, or export the part of the model that does not"
             raise UnsupportedError(f"torch.export cannot trace {self.model} ({first_line(error)}): {remedy}") from error
 
-    def _limited(self, message: str, shapes: tuple[dict[int, Dim], ...]) -> dict[str, int] | None:
-        """The smaller sizes that an error of torch.export suggests, for a forward that does something else beyond them; None for others."""
+    def _suggested_max_sizes(self, message: str, shapes: tuple[dict[int, Dim], ...]) -> dict[str, int] | None:
+        """Return the smaller maxima that an error of torch.export suggests where a forward branches on sizes; None for other errors."""
         try:
             refined = refine_dynamic_shapes_from_suggested_fixes(message, list(shapes))
-        except Exception:  # of an error of other words
+        except Exception:  # the message has no such suggestions
             return None
-        most = dict(self.most)
+        max_sizes = dict(self.max_sizes)
         for name, dims in zip(self.inputs, refined, strict=True):
             for at, size in self.sizes.get(name, {}).items():
-                most[size] = min(most[size], getattr(dims[at], "max", 0))  # an integer is a size that does not vary
-        return most if most != self.most and min(most.values()) > 1 else None
+                max_sizes[size] = min(max_sizes[size], getattr(dims[at], "max", 0))  # an integer is a size that does not vary
+        return max_sizes if max_sizes != self.max_sizes and min(max_sizes.values()) > 1 else None
+
+    def limits(self, before: Example) -> list[str]:
+        """Return a sentence for each size whose maximum was larger before tracing."""
+        return [
+            f"{size} up to {limit}: the forward takes another branch for larger ones, which is not exported"
+            for size, limit in self.max_sizes.items()
+            if limit < before.max_sizes[size]
+        ]
 
 
 def _repeated(tensor: Tensor, sizes: Sizes) -> Tensor:
-    """The tensor with sizes of 2 where it has 1 and they vary: torch.export takes a size of 1 as one that does not."""
+    """Repeat a tensor along the dimensions of size 1 that vary: torch.export takes a size of 1 as one that does not."""
     for at in (at for at in sizes if tensor.shape[at] == 1):
         tensor = torch.cat([tensor, tensor], at)
     return tensor
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its class; of torch.export's list of sizes that cannot vary the first of these."""
+    """Return the first line of an error's message, or its class; torch.export's first reason where it lists sizes that cannot vary."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[1 if lines[0].startswith("Constraints violated") and lines[1:] else 0].lstrip(" -")[:300]
 
 
 def example_of(model: nn.Module, inputs: Inputs | None, sizes: Mapping[str, Sizes] | None, context: int | None = None) -> Example:
-    """The call that a model is exported with.
+    """Return the call that a model is exported with.
 
     Args:
         model: In evaluation mode.
@@ -151,18 +162,18 @@ def example_of(model: nn.Module, inputs: Inputs | None, sizes: Mapping[str, Size
             got = {name: list(tensor.shape) for name, tensor in inputs.items()}
             raise ArgumentError(f"sizes names dimension {at} of {name}, got inputs of shapes {got}: name a dimension of one of them")
     module = _Plain(model, tuple(inputs) if by_name else ())
-    most = {size: _MOST for varying in sizes.values() for size in varying.values()}
-    return Example(module, inputs, sizes, most, type(model).__name__)
+    max_sizes = {size: _MAX_SIZE for varying in sizes.values() for size in varying.values()}
+    return Example(module, inputs, sizes, max_sizes, type(model).__name__)
 
 
 def _known(model: nn.Module, context: int | None) -> Example:
-    """The call of a model of transformers or diffusers."""
+    """Return the call of a model of transformers or diffusers."""
     main, name, generates = getattr(model, "main_input_name", None), type(model).__name__, getattr(model, "can_generate", lambda: False)
     if main not in ("input_ids", "pixel_values") and name not in ("UNet2DModel", "UNet2DConditionModel"):
         raise _unknown(name)
     config, batch, device, dtype = attrgetter("config")(model), {0: "batch"}, _device(model), getattr(model, "dtype", torch.float32)
     if main == "input_ids" and not getattr(config, "is_encoder_decoder", False):
-        most = int(getattr(config, "max_position_embeddings", _MOST))
+        most = int(getattr(config, "max_position_embeddings", _MAX_SIZE))
         ids = torch.arange(_BATCH * _TOKENS, device=device).reshape(_BATCH, _TOKENS) % config.vocab_size
         if context is not None and generates():
             from halfbyte.deploy.decoder_step import decoder_step
@@ -172,12 +183,12 @@ def _known(model: nn.Module, context: int | None) -> Example:
         sizes = {0: "batch", 1: "tokens"}
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         module = _Plain(model, tuple(inputs), **({"use_cache": False} if generates() else {}))
-        return Example(module, inputs, dict.fromkeys(inputs, sizes), {"batch": _MOST, "tokens": most})
+        return Example(module, inputs, dict.fromkeys(inputs, sizes), {"batch": _MAX_SIZE, "tokens": most})
     if main == "pixel_values":
         side, channels = getattr(config, "image_size", 224), getattr(config, "num_channels", 3)
         height, width = side if isinstance(side, list | tuple) else (side, side)
         inputs = {"pixel_values": torch.zeros(_BATCH, channels, height, width, device=device, dtype=dtype)}
-        return Example(_Plain(model, tuple(inputs)), inputs, {"pixel_values": batch}, {"batch": _MOST})
+        return Example(_Plain(model, tuple(inputs)), inputs, {"pixel_values": batch}, {"batch": _MAX_SIZE})
     if main is not None:  # an encoder and a decoder
         raise _unknown(name)
     side = config.sample_size

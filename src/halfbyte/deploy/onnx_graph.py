@@ -151,7 +151,6 @@ def replace_ops(traced: fx.GraphModule) -> list[str]:
         UnsupportedError: The model has an op that ONNX has no form for.
     """
     notes: list[str] = []
-    _erase_squeezes(traced)
     for node in list(traced.graph.nodes):
         if node.op != "call_function" or getattr(node.target, "namespace", "") != "halfbyte":
             continue
@@ -170,16 +169,6 @@ def replace_ops(traced: fx.GraphModule) -> list[str]:
     traced.delete_all_unused_submodules()
     traced.recompile()
     return notes
-
-
-def _erase_squeezes(traced: fx.GraphModule) -> None:
-    """Erase torch's squeeze of a dimension of another size than 1: it does nothing, and ONNX's fails."""
-    for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.squeeze.dim):
-        x, dim = node.args
-        size = x.meta["val"].shape[dim]
-        if not isinstance(size, int) or size != 1:
-            node.replace_all_uses_with(x)
-            traced.graph.erase_node(node)
 
 
 def _codes(traced: fx.GraphModule, node: fx.Node, format: str, n: int, k: int) -> Codes:

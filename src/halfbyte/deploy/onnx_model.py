@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.onnx import ONNXProgram
 
@@ -37,7 +37,8 @@ def export_onnx(
         sizes: Names of the sizes that may vary, by input and dimension: {"x": {0: "batch"}}; all others are fixed.
 
     Returns:
-        A sentence for each weight that is stored in floating point.
+        A sentence for each weight that is stored in floating point, and for each size with a limit, such as "batch up to 63": the forward
+        takes another branch for 64 images. Runtimes do not check limits, and compute wrong results beyond them.
 
     Raises:
         ArgumentError: The inputs are not known, or the model is in bfloat16.
@@ -60,18 +61,19 @@ def export_onnx(
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise CheckpointError("torch writes ONNX with the package onnxscript: pip install 'halfbyte[onnx]'") from error
-    example = example_of(model, inputs, sizes)
-    _check_dtypes(model, example)
-    traced, example = example.of(with_qdq(example.module)).trace()
+    call = example_of(model, inputs, sizes)
+    _check_dtypes(model, call)
+    traced, example = call.of(with_qdq(call.module)).trace()
     graph = traced.module()
     notes = replace_ops(graph)
-    program = _translate(example, example.of(graph).trace()[0])
+    traced, example = example.of(graph).trace()
+    program = _translate(example, traced)
     content = program.model_proto.SerializeToString()
     if len(content) > FILE_LIMIT:
         raise UnsupportedError(f"the model takes {len(content)} bytes as ONNX, and a file holds {FILE_LIMIT}: quantize more, to fewer bits")
     with replacing_file(target) as temporary:
         temporary.write_bytes(content)
-    return notes
+    return [*example.limits(call), *notes]
 
 
 def _check_dtypes(model: nn.Module, example: Example) -> None:
@@ -83,8 +85,24 @@ def _check_dtypes(model: nn.Module, example: Example) -> None:
         raise ArgumentError(f"an ONNX file is for float32 or float16, {got}: call model.float(), and pass such inputs")
 
 
+def _missing_forms() -> dict[Callable[..., object], Callable[..., object]]:
+    """Return the ONNX forms of torch's operations for which torch has none or a wrong one, as for a squeeze of a size other than 1."""
+    from onnxscript import opset18  # torch's own forms are of this version, and are converted to OPSET
+
+    squeeze_of: Callable[..., object] = opset18.Squeeze
+    identity: Callable[..., object] = opset18.Identity
+
+    def squeeze(x: Tensor, dim: int) -> object:
+        return squeeze_of(x, [dim]) if x.shape and x.shape[dim] == 1 else identity(x)
+
+    def view_of(x: Tensor) -> object:
+        return identity(x)
+
+    return {torch.ops.aten.squeeze.dim: squeeze, torch.ops.prims.view_of.default: view_of}
+
+
 def _translate(example: Example, traced: ExportedProgram) -> ONNXProgram:
-    """torch's own ONNX program."""
+    """Return torch's ONNX program."""
     outputs, names = traced.call_spec.out_spec, None
     if outputs.type is dict:
         names = [f"out_{name}" if name in example.inputs else name for name in outputs.context]
@@ -95,11 +113,18 @@ def _translate(example: Example, traced: ExportedProgram) -> ONNXProgram:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
-                traced, input_names=list(example.inputs), output_names=names, opset_version=OPSET, dynamo=True, optimize=True, verbose=False
+                traced,
+                input_names=list(example.inputs),
+                output_names=names,
+                opset_version=OPSET,
+                dynamo=True,
+                optimize=True,
+                verbose=False,
+                custom_translation_table=_missing_forms(),
             )
         assert program is not None  # with dynamo=True
         return program
-    except Exception as error:  # of many classes
+    except Exception as error:  # torch's exporter raises many classes
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
             error = error.__cause__
         raise UnsupportedError(f"torch has no ONNX form of an operation of this model ({first_line(error)}): use export_program") from error

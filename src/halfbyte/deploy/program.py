@@ -49,7 +49,7 @@ from halfbyte.ops.transformer import routing as _routing  # noqa: F401
 
 _PACKAGE, _KERNELS, _EXAMPLE, _MANIFEST, _LOADER = "model.pt2", "kernels", "example.safetensors", "program.json", "load.py"
 _MANIFEST_BYTES = 1 << 20
-_LONGER = 16  # times the example's size, of what is no batch
+_LONGER = 16  # the warm-up multiplies sizes other than the batch by it
 _CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")  # torch's names, each including those before
 _LOAD = '''"""`from load import program; y = program({arguments})`
 
@@ -73,7 +73,7 @@ class _Manifest(TypedDict):
     cpu: str
     inputs: list[str]
     sizes: dict[str, dict[str, str]]
-    most: dict[str, int]
+    max_sizes: dict[str, int]
 
 
 class Program:
@@ -109,12 +109,12 @@ class Program:
             example, varying = self._example[name], {int(at): size for at, size in self._manifest["sizes"].get(name, {}).items()}
             wanted = [varying.get(at, length) for at, length in enumerate(example.shape)]
             fits = tensor.dim() == len(wanted) and all(
-                n == w if isinstance(w, int) else n == lengths.setdefault(w, n) <= self._manifest["most"][w]
+                n == w if isinstance(w, int) else n == lengths.setdefault(w, n) <= self._manifest["max_sizes"][w]
                 for n, w in zip(tensor.shape, wanted, strict=True)
             )
             if not fits or (tensor.dtype, tensor.device.type) != (example.dtype, example.device.type):
-                most = "".join(f", {size} up to {self._manifest['most'][size]}" for size in varying.values())
-                takes = f"{name} [{', '.join(map(str, wanted))}] {example.dtype} on {example.device.type}{most}"
+                limits = "".join(f", {size} up to {self._manifest['max_sizes'][size]}" for size in varying.values())
+                takes = f"{name} [{', '.join(map(str, wanted))}] {example.dtype} on {example.device.type}{limits}"
                 raise ArgumentError(
                     f"this program was compiled for {takes}, got "
                     f"{list(tensor.shape)} {tensor.dtype} on {tensor.device.type}: convert it, or export the model with such an input"
@@ -130,7 +130,7 @@ class Program:
         for name, places in self._manifest["sizes"].items():
             for at, size in places.items():
                 here = example[name].shape[int(at)]
-                choices[size] = {*range(1, here + 1), min(_LONGER * here, self._manifest["most"][size]) if int(at) else here}
+                choices[size] = {*range(1, here + 1), min(_LONGER * here, self._manifest["max_sizes"][size]) if int(at) else here}
         for sizes in itertools.product(*choices.values()):
             chosen = dict(zip(choices, sizes, strict=True))
             self(**{name: self._resized(name, tensor, chosen) for name, tensor in example.items()})
@@ -192,7 +192,7 @@ def export_program(
         cpu=torch.backends.cpu.get_cpu_capability(),
         inputs=list(example.inputs),
         sizes={name: {str(at): size for at, size in varying.items()} for name, varying in example.sizes.items()},
-        most=dict(example.most),
+        max_sizes=dict(example.max_sizes),
     )
     with replacing(target) as staging:
         _compile(traced, example, staging.path / _PACKAGE)
@@ -214,7 +214,7 @@ def _compile(traced: ExportedProgram, example: Example, package: Path) -> None:
             aoti_compile_and_package(traced, package_path=str(package))
     except OSError:
         raise
-    except Exception as error:  # of many classes
+    except Exception as error:  # torch raises many classes
         causes = [error, *_causes(error)]
         if any(isinstance(cause, InvalidCxxCompiler) for cause in causes):
             raise UnsupportedError("AOTInductor needs a C++ compiler, and there is none: install g++, or name one in CXX") from error
@@ -295,7 +295,7 @@ def _read_manifest(source: Path) -> _Manifest:
     if not is_file(source / _MANIFEST):
         raise CheckpointError(f"{source} is not a folder that export_program has written: name such a folder")
     manifest = load_json(source / _MANIFEST, _MANIFEST_BYTES)
-    kinds = dict.fromkeys(_Manifest.__annotations__, str) | {"inputs": list, "sizes": dict, "most": dict}
+    kinds = dict.fromkeys(_Manifest.__annotations__, str) | {"inputs": list, "sizes": dict, "max_sizes": dict}
     if {name: type(value) for name, value in manifest.items()} != kinds:
         raise CheckpointError(f"{source / _MANIFEST} is not that of a program: copy or export the program again")
     return cast(_Manifest, manifest)

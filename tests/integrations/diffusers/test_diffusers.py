@@ -116,6 +116,12 @@ def test_modules_that_compute_in_float32_stay_float(folder: Path, monkeypatch: p
     assert model.time_embedding.linear_1.weight.dtype == torch.float32
     assert "time_embedding.linear_1" in str(hb.report(model))
     assert "computes it in float32" in str(hb.report(model))
+    monkeypatch.setattr(UNet2DConditionModel, "_keep_in_fp32_modules", [name for name, _ in model.named_children()])
+    with pytest.raises(
+        ArgumentError, match=r"nothing to quantize in UNet2DConditionModel: \S+ stays as it is \(UNet.* computes it in float32\)"
+    ):
+        quantized(folder, torch_dtype=torch.bfloat16)
+    assert count(loaded(folder, torch_dtype=torch.bfloat16)) == 0
 
 
 def test_a_pipeline_is_quantized_by_component(tmp_path: Path) -> None:

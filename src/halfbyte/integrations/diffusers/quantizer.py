@@ -136,16 +136,16 @@ class HalfbyteDiffusersQuantizer(DiffusersQuantizer):
     def _decide(self, model: nn.Module, config: Config, blocks: set[str]) -> None:
         found = candidates(model, without_data=True)
         decisions = choose(found, config)
-        formats = formats_of(decisions)
+        formats = {name: fmt for name, fmt in formats_of(decisions).items() if not self._stays_float32(model, name)}
         if not formats and not blocks:
-            raise nothing_to_quantize(model, decisions)
+            raise nothing_to_quantize(model, {**decisions, **self._kept})
         for name in [name for name in formats if f"{name}{_WEIGHT}" in blocks]:
-            if isinstance(model.get_submodule(name), nn.Linear):  # whose codes are taken over
+            if isinstance(model.get_submodule(name), nn.Linear):  # its codes are taken over
                 del formats[name]
-        self._formats = {name: fmt for name, fmt in formats.items() if not self._stays_float32(model, name)}
+        self._formats = formats
 
     def _stays_float32(self, model: nn.Module, name: str) -> bool:
-        """Whether the model computes a module in float32, whatever its dtype; notes that for the report."""
+        """Return whether the model computes a module in float32, whatever its dtype; note that for the report."""
         if self._in_float32.isdisjoint(name.split(".")):
             return False
         self._kept[name] = f"{type(model).__name__} computes it in float32"
