@@ -12,6 +12,7 @@ op's implementations.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -396,8 +397,11 @@ class _OpArguments(NamedTuple):
 
     def _weight(self, data: Tensor, format: str, bias: Tensor | None, shape: tuple[int, ...]) -> Weight:
         layout = cpu_tiles.NAME if data.is_cpu else gpu_tiles.NAME
-        packed = Packed(as_format(format), shape, layout if len(shape) == 2 else PREFIX + layout, data, name=format)
+        packed = Packed(_format_of(format), shape, layout if len(shape) == 2 else PREFIX + layout, data, name=format)
         return Weight(packed, bias, self.compute, self.activation)
+
+
+_format_of = functools.lru_cache(maxsize=64)(as_format)  # parsing a name takes longer than the checks
 
 
 def _op_arguments(mixture: Experts) -> tuple[object, ...]:
