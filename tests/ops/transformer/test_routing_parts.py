@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from halfbyte import ops
+from halfbyte.errors import ArgumentError
 from halfbyte.ops.grouped import grouped_linear
 from halfbyte.ops.transformer.experts import Experts, SharedExpert
 from halfbyte.ops.transformer.norms import normed
-from halfbyte.ops.transformer.routing import add_experts, mixed, route
+from halfbyte.ops.transformer.routing import add_experts, mixed, route, shared_output
 from halfbyte.ops.transformer.sublayers import Norm
 from halfbyte.ops.transformer.weights import Weight
 
@@ -49,3 +50,59 @@ def test_each_product_computes_as_its_weight_says(computes: tuple[str, str, str,
     difference = add_experts(x, half) - wanted
     assert difference.norm() <= close * (wanted - x).norm()
     assert torch.allclose(mixed(z, ids, weights, half), of_experts, atol=close * float(of_experts.abs().max()))
+
+
+def mixture(down: str = "float") -> Experts:
+    """Experts with a shared expert; `down` is the compute of the second stack."""
+    first, second = weight(EXPERTS, 2 * INNER, K, compute="float"), weight(EXPERTS, K, INNER, compute=down)
+    shared = SharedExpert(weight(2 * INNER, K, compute="float"), weight(K, INNER, compute="float"), None)
+    return Experts(first, second, torch.randn(EXPERTS, K), 2, True, Norm(torch.rand(K), 1e-5), shared)
+
+
+@pytest.mark.parametrize("down", ["float", "int8"])
+def test_stacks_that_do_not_fit_are_refused(down: str) -> None:
+    """A kernel would read beyond the rows of each expert."""
+    right, x = mixture(down), torch.randn(3, K)
+    routed = route(x, right)
+    half_up = right._replace(gate_up=weight(EXPERTS, INNER, K, compute="float"))
+    for call in (lambda: add_experts(x, half_up), lambda: route(x, half_up), lambda: mixed(*routed[:3], half_up)):
+        with pytest.raises(ArgumentError, match=rf"experts have stacks \[E, 2 I, K\] .*, got \[\({EXPERTS}, {INNER}, {K}\)"):
+            call()
+    fewer = right._replace(router=right.router[1:])
+    with pytest.raises(ArgumentError, match=rf"take a router \[{EXPERTS}, {K}\], got \[{EXPERTS - 1}, {K}\]"):
+        add_experts(x, fewer)
+    assert right.shared_expert is not None
+    narrow = right._replace(shared_expert=right.shared_expert._replace(down_proj=weight(1, INNER, compute="float")))
+    for call in (lambda: add_experts(x, narrow), lambda: shared_output(routed, narrow)):
+        with pytest.raises(ArgumentError, match=rf"weights \[2 I, {K}\] and \[{K}, I\], got .* and \[1, {INNER}\]"):
+            call()
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    right = mixture()
+    z, ids, weights, _ = route(torch.randn(3, K), right)
+    assert mixed(z, ids, weights, right).shape == (3, K)
+    for operands in (
+        (torch.randn(3, K + 1), ids, weights),
+        (z, ids, weights[:, :1]),
+        (z[:2], ids, weights),
+        (z.view(3, 1, K), ids, weights),
+    ):
+        with pytest.raises(ArgumentError, match=rf"these experts take z \[M, {K}\], and ids and weights \[M, T\]"):
+            mixed(*operands, right)
+
+
+@pytest.mark.parametrize("down", ["float", "int8"])
+def test_all_parts_refuse_a_layer_norm(down: str) -> None:
+    right, x = mixture(down), torch.randn(3, K)
+    routed = route(x, right)
+    wrong = right._replace(pre_norm=right.pre_norm._replace(layer_norm=True, bias=torch.randn(K)))
+    calls = (
+        lambda: add_experts(x, wrong),
+        lambda: route(x, wrong),
+        lambda: mixed(*routed[:3], wrong),
+        lambda: shared_output(routed, wrong),
+    )
+    for call in calls:
+        with pytest.raises(ArgumentError, match="got a layer norm"):
+            call()

@@ -6,11 +6,13 @@ On an NVIDIA GPU five or six kernels compute it for decoding, some more for prom
 operations with `halfbyte::grouped_linear`. `route`, `mixed` and `shared_output` are its parts, for experts on another device
 (decoder/offload). What experts consist of is in experts.py, which also computes few rows on a CPU in one native call.
 
-The op takes `Experts` as a flat list of arguments (`_OpArguments`), which torch requires. All functions here take `Experts`.
+The op takes `Experts` as a flat list of arguments (`_OpArguments`), which torch requires. The functions here take `Experts`, except for the
+op's implementations.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,7 +36,7 @@ from halfbyte.ops.cuda import on
 from halfbyte.ops.grouped import check_stack
 from halfbyte.ops.registration import OPS
 from halfbyte.ops.tensors import aligned
-from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert, check_scores, many_rows
+from halfbyte.ops.transformer.experts import Clamped, Experts, SharedExpert, check_scores, check_stacks, many_rows
 from halfbyte.ops.transformer.normed_linear import activated_in_torch, normed_linear
 from halfbyte.ops.transformer.norms import norm_in_torch
 from halfbyte.ops.transformer.sublayers import Norm
@@ -62,9 +64,10 @@ def add_experts(x: Tensor, mixture: Experts) -> Tensor:
     Raises:
         ArgumentError: Shapes and dtypes do not fit, or the norm is a LayerNorm.
     """
+    _check_mixture(mixture)
     if _has_one_compute(mixture):
         return OPS.add_experts.default(x, *_op_arguments(mixture))  # type: ignore[no-any-return]
-    return _add_in_parts(x, route(x, mixture), mixture)
+    return _add_in_parts(x, _route(x, mixture), mixture)
 
 
 def _has_one_compute(mixture: Experts) -> bool:
@@ -90,7 +93,17 @@ class Routed(NamedTuple):
 
 
 def route(x: Tensor, mixture: Experts) -> Routed:
-    """Norm rows x [..., K] and choose their experts, which themselves may be on another device."""
+    """Norm rows x [..., K] and choose their experts, which themselves may be on another device.
+
+    Raises:
+        ArgumentError: As `add_experts`.
+    """
+    _check_mixture(mixture)
+    return _route(x, mixture)
+
+
+def _route(x: Tensor, mixture: Experts) -> Routed:
+    """Return what `route` does, by kernels where there are some."""
     _check(x, mixture)
     if x.is_cuda and x.numel():
         here, (experts, k) = gpu(x.get_device()), mixture.router.shape
@@ -108,7 +121,19 @@ def mixed(z: Tensor, ids: Tensor, weights: Tensor, mixture: Experts) -> Tensor:
         z: [M, K]
         ids, weights: [M, T]
         mixture: The experts. All is on one device.
+
+    Raises:
+        ArgumentError: Shapes do not fit, or the norm is a LayerNorm.
     """
+    _check_mixture(mixture)
+    if ids.dim() != 2 or z.shape != (len(ids), mixture.k) or weights.shape != ids.shape:
+        got = f"z {list(z.shape)}, ids {list(ids.shape)} and weights {list(weights.shape)}"
+        raise ArgumentError(f"these experts take z [M, {mixture.k}], and ids and weights [M, T] of its rows, got {got}: flatten the tokens")
+    return _mixed(z, ids, weights, mixture)
+
+
+def _mixed(z: Tensor, ids: Tensor, weights: Tensor, mixture: Experts) -> Tensor:
+    """Return what `mixed` does, without its checks."""
     if z.is_cpu and 0 not in (z.numel(), ids.numel(), mixture.inner):
         gate_up, down = (_checked_stack(weight, z, ids) for weight in (mixture.gate_up, mixture.down_proj))
         return many_rows(gate_up, down, z, ids, weights, mixture.clamped)
@@ -117,10 +142,20 @@ def mixed(z: Tensor, ids: Tensor, weights: Tensor, mixture: Experts) -> Tensor:
 
 
 def shared_output(routed: Routed, mixture: Experts) -> Tensor | None:
-    """Return what the shared expert adds to rows, float32 [M, K]; None where there is none."""
+    """Return what the shared expert adds to rows, float32 [M, K]; None where there is none.
+
+    Raises:
+        ArgumentError: Shapes do not fit, or the norm is a LayerNorm.
+    """
     if mixture.shared_expert is None:
         return None
-    y = _shared_without_gate(routed.z, mixture.shared_expert).float()
+    _check_mixture(mixture)
+    return _shared_output(routed, mixture.shared_expert)
+
+
+def _shared_output(routed: Routed, shared: SharedExpert) -> Tensor:
+    """Return what `shared_output` does, without its checks."""
+    y = _shared_without_gate(routed.z, shared).float()
     return y if routed.shared_logits is None else torch.sigmoid(routed.shared_logits).unsqueeze(-1) * y
 
 
@@ -131,16 +166,31 @@ def add_mixed(x: Tensor, y: Tensor) -> Tensor:
 
 def _add_in_parts(x: Tensor, routed: Routed, mixture: Experts) -> Tensor:
     """Return x + mixture(z) for routed rows; all is on one device."""
-    total, of_shared = mixed(routed.z, routed.ids, routed.weights, mixture), shared_output(routed, mixture)
-    return add_mixed(x, total if of_shared is None else total.add_(of_shared))
+    total, shared = _mixed(routed.z, routed.ids, routed.weights, mixture), mixture.shared_expert
+    return add_mixed(x, total if shared is None else total.add_(_shared_output(routed, shared)))
+
+
+def _check_mixture(mixture: Experts) -> None:
+    """Raise ArgumentError for what the arguments of the op do not say: a LayerNorm, and weights whose shapes do not fit together."""
+    if mixture.pre_norm.layer_norm:
+        raise ArgumentError("the norm before experts is an RMS norm, got a layer norm: compute this layer in torch")
+    check_stacks(mixture.gate_up, mixture.down_proj)
+    if mixture.router.shape != (shape := mixture.down_proj.packed.shape)[:2]:
+        raise ArgumentError(
+            f"stacks {list(shape)} take a router {list(shape[:2])}, got {list(mixture.router.shape)}: pass that of their layer"
+        )
+    if (shared := mixture.shared_expert) is not None:
+        up, down = shared.gate_up.packed.shape, shared.down_proj.packed.shape
+        if down[:1] != shape[1:2] or up != (2 * down[1], mixture.k):
+            expected = f"[2 I, {mixture.k}] and [{mixture.k}, I]"
+            raise ArgumentError(f"the shared expert has weights {expected}, got {list(up)} and {list(down)}: pass those of its layer")
 
 
 def _check(x: Tensor, mixture: Experts) -> None:
-    """Raise ArgumentError where shapes or dtypes do not fit; `halfbyte::grouped_linear` checks the bytes and biases of the stacks."""
+    """Raise ArgumentError where tensors do not fit x; `halfbyte::grouped_linear` checks the bytes and biases of the stacks."""
     norm, router, shared = mixture.pre_norm.weight, mixture.router, mixture.shared_expert
     shared_gate = None if shared is None else shared.gate
     fits = x.dim() > 0 and router.dim() == 2 and x.shape[-1:] == router.shape[1:] == norm.shape
-    fits = fits and mixture.gate_up.packed.shape[::2] == mixture.down_proj.packed.shape[:2] == router.shape
     fits = fits and x.device == router.device == norm.device
     experts, k = router.shape[:1], router.shape[1:]
     for part, shape in ((mixture.router_bias, experts), (mixture.correction_bias, experts), (shared_gate, k)):
@@ -170,7 +220,8 @@ def _checked_stack(stack: Weight, x: Tensor, ids: Tensor) -> Weight:
     """Return a stack on a CPU with aligned bytes. Raise ArgumentError where it does not fit, or ids are out of range."""
     packed, (experts, n, k) = stack.packed, stack.packed.shape
     check_stack(x, packed.data, ids, stack.bias, packed.name, experts, n, k, stack.compute, stack.activation)
-    return stack._replace(packed=replace(packed, data=aligned(packed.data)))
+    data = aligned(packed.data)
+    return stack if data is packed.data else stack._replace(packed=replace(packed, data=data))
 
 
 def _gated(both: Tensor, clamped: Clamped | None) -> Tensor:
@@ -346,14 +397,15 @@ class _OpArguments(NamedTuple):
 
     def _weight(self, data: Tensor, format: str, bias: Tensor | None, shape: tuple[int, ...]) -> Weight:
         layout = cpu_tiles.NAME if data.is_cpu else gpu_tiles.NAME
-        packed = Packed(as_format(format), shape, layout if len(shape) == 2 else PREFIX + layout, data, name=format)
+        packed = Packed(_format_of(format), shape, layout if len(shape) == 2 else PREFIX + layout, data, name=format)
         return Weight(packed, bias, self.compute, self.activation)
+
+
+_format_of = functools.lru_cache(maxsize=64)(as_format)  # parsing a name takes longer than the checks
 
 
 def _op_arguments(mixture: Experts) -> tuple[object, ...]:
     """Return the arguments of `halfbyte::add_experts` after x."""
-    if mixture.pre_norm.layer_norm:
-        raise ArgumentError("the norm before experts is an RMS norm, got a layer norm: compute this layer in torch")
     router = mixture.router, mixture.router_bias, mixture.top_k, mixture.norm_topk
     scores = mixture.scores, mixture.correction_bias, mixture.scaling_factor
     stacks = *_weight_arguments(mixture.gate_up), *_weight_arguments(mixture.down_proj)

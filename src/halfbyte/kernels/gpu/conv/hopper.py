@@ -29,7 +29,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from halfbyte.kernels.gpu.conv.hopper_tile import Static, convolve
-from halfbyte.kernels.gpu.conv.hopper_write import GROUP, Image, Window
+from halfbyte.kernels.gpu.conv.hopper_write import GROUP, Image, Taps
 from halfbyte.kernels.gpu.conv.implicit_gemm import supports as supports_any
 from halfbyte.kernels.gpu.hopper.gluon_compat import LARGER_VIEWS
 from halfbyte.kernels.gpu.hopper.ring import descriptor, why_not_hopper
@@ -283,7 +283,7 @@ def launch(problem: ConvProblem, config: Config, x: Tensor, weight: Tensor, out:
         problem.n // static.outputs_divisor,
         (-(-problem.n // config.rows), *boxes),
         Image(problem.batch, *problem.image, *problem.out),
-        Window(window.padding[0], window.padding[2], *window.dilation),
+        Taps(window.padding[0], window.padding[2], *window.dilation),
         epilogue.numbers,
         0 if table is None else table.stride(1),
         static,

@@ -9,7 +9,7 @@ Arguments that the functions share:
 
     S          a `Static`
     grid       tiles along outputs, images, rows and columns of y; a tile's index counts outputs fastest, then columns, rows and images
-    image, window   `Image` and `Window` of `hopper_write.py`
+    image, window   `Image` and `Taps` of `hopper_write.py`
     bounds     `Epilogue.numbers`: the clamp of y, then scales, offset and clamp of the addition, if there is one
     table      of codes: float32 [4 or 4 + taps, table_stride], of which rows 0 to 2 are the constant, the multiplier and the integer that
                is added to the sums of each output, and row 4 + tap the integer to add where that tap is outside of the image; floats: None
@@ -325,11 +325,11 @@ def _consume(args, W: gl.constexpr, S: gl.constexpr):
             rn = gl.minimum(_place_of(tile, 0, W, grid, S).output + gl.arange(0, 64, layout=gl.SliceLayout(1, PIECE)), N - 1)
             constant = gl.load(table + rn)
             multiplier = gl.load(table + table_stride + rn)
-            start = gl.load(table + 2 * table_stride + rn).to(gl.int32, bitcast=True)
+            addend = gl.load(table + 2 * table_stride + rn).to(gl.int32, bitcast=True)
             padding_terms = ()
             for tap in gl.static_range(PADDING_TAPS):
                 padding_terms += (gl.load(table + (4 + tap) * table_stride + rn).to(gl.int32, bitcast=True),)  # type: ignore[assignment]
-            requant = Requantization(rn, constant, multiplier, start, padding_terms)
+            requant = Requantization(rn, constant, multiplier, addend, padding_terms)
         acc = gl.zeros([64, COLUMNS], gl.int32 if INTEGER else gl.float32, layout=MMA)
         for t in range(S.steps):
             stage = step % STAGES

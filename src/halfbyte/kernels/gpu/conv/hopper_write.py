@@ -1,7 +1,7 @@
 """The epilogues of `hopper_tile.py`: a warpgroup's sums [outputs, pixels] become y, codes or floats, by stores or by TMA.
 
 `write_codes` and `write` store from registers, to pixels of y in memory. `send_codes` and `send` take the residual from a slot in shared
-memory, overwrite it with y, and store that by TMA. Arguments are those of `hopper_tile.py`, an `Image`, a `Window`, and of a piece of sums
+memory, overwrite it with y, and store that by TMA. Arguments are those of `hopper_tile.py`, an `Image`, `Taps`, and of a piece of sums
 its `Place` and, for codes, its `Requantization`.
 """
 
@@ -45,8 +45,8 @@ class Image(NamedTuple):
     out_width: Value
 
 
-class Window(NamedTuple):
-    """Padding at the top and at the left, and dilation along rows and along columns."""
+class Taps(NamedTuple):
+    """Where taps lie: padding at the top and at the left, and dilation along rows and along columns."""
 
     top: Value
     left: Value
@@ -55,7 +55,7 @@ class Window(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where sums belong: the first output; the first pixel within the tile's box; the box's first image, row and column of y."""
+    """Coordinates of a tile of sums in y: first output; first pixel within the tile's box; the box's first image, row and column."""
 
     output: Value
     pixel: Value
@@ -65,7 +65,7 @@ class Place(NamedTuple):
 
 
 class Requantization(NamedTuple):
-    """What makes codes of the sums of `outputs` [64]: y = round(clamp((sum + start) * multiplier + constant)).
+    """Constants that requantize the sums of 64 `outputs`: y = round(clamp((sum + addend) * multiplier + constant)).
 
     `padding_terms` has for each tap the integers that are added to `sum` where the tap is outside of the image.
     """
@@ -73,7 +73,7 @@ class Requantization(NamedTuple):
     outputs: Value
     constant: Value
     multiplier: Value
-    start: Value
+    addend: Value
     padding_terms: Value
 
 
@@ -151,7 +151,7 @@ def send_codes(
 @gluon.jit
 def _codes(acc, table, requant, at, image, window, bounds, table_stride, S: gl.constexpr):
     """Return sums as codes."""
-    acc += gl.expand_dims(requant.start, 1)
+    acc += gl.expand_dims(requant.addend, 1)
     if S.padding_terms:
         acc = _add_padding_terms(acc, table, requant, at, image, window, table_stride, S)
     multiplier = gl.expand_dims(requant.multiplier, 1)

@@ -66,7 +66,7 @@ class Mask(NamedTuple):
         visible: uint8 [B or 1, T, S], not 0 where a query sees a key.
         batch_stride, row_stride: Elements from one batch and query to the next; 0 batches if all have one mask.
         flags: uint8 [B or 1, tiles of queries, pieces], not 0 where a tile sees any key of a piece.
-        batch_flags: Flags of a batch; 0 if all have one mask.
+        flags_batch_stride: Flags from one batch to the next; 0 if all have one mask.
         pieces: Pieces of the keys.
     """
 
@@ -74,7 +74,7 @@ class Mask(NamedTuple):
     batch_stride: Value
     row_stride: Value
     flags: Value
-    batch_flags: Value
+    flags_batch_stride: Value
     pieces: Value
 
 
@@ -133,10 +133,10 @@ def launch(
     if mask is not None:
         masks, visible = len(mask), mask.view(torch.uint8)
         flags = workspace(out.device, masks * tiles * pieces)
-        batch_stride, batch_flags = (mask.stride(0), tiles * pieces) if masks > 1 else (0, 0)
-        mask_and_flags = Mask(visible, batch_stride, mask.stride(1), flags, batch_flags, pieces)
-        find = visible, batch_stride, mask.stride(1), flags, tokens, size, s.rows, _PIECE, s.pdl
-        launcher.run(_find, launcher.flat_grid(masks * tiles, pieces), *find, num_warps=4, early=s.pdl)
+        batch_stride, flags_batch_stride = (mask.stride(0), tiles * pieces) if masks > 1 else (0, 0)
+        mask_and_flags = Mask(visible, batch_stride, mask.stride(1), flags, flags_batch_stride, pieces)
+        find_arguments = visible, batch_stride, mask.stride(1), flags, tokens, size, s.rows, _PIECE, s.pdl
+        launcher.run(_find, launcher.flat_grid(masks * tiles, pieces), *find_arguments, num_warps=4, early=s.pdl)
     launcher.run(
         _attend,
         launcher.flat_grid(tiles, batch * heads),
@@ -225,7 +225,7 @@ def _attend(queries, keys, values, strides, length, mask, sinks, out, sizes, fac
             most, total, sums = _add_tile(q, keys, values, strides, k, size, visible, factors[0], most, total, sums, S)
     else:
         piece = tl.arange(0, PIECES)
-        flags = mask.flags + batch * mask.batch_flags + tile * mask.pieces
+        flags = mask.flags + batch * mask.flags_batch_stride + tile * mask.pieces
         sees = tl.load(flags + piece, mask=piece < mask.pieces, other=0) != 0
         begin = tl.min(tl.where(sees, piece, PIECES), axis=0) * S.piece
         end = tl.minimum((tl.max(tl.where(sees, piece, -1), axis=0) + 1) * S.piece, size)
