@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -48,7 +47,7 @@ def output_noise(traced: fx.GraphModule, scales: Mapping[str, Scale], images: Te
         images = images.float() if images.is_floating_point() else images
     samples = images[:_SAMPLE_IMAGES].split(1) if images.dim() >= 2 else (images,)
     # One image's outputs may be close to 0, so that errors are relative to the mean over the images.
-    output_power = torch.stack([_output_power(traced, scales, sample) for sample in samples]).mean(0).clamp(min=1e-30)
+    output_power = torch.stack([_output_power(traced, sample) for sample in samples]).mean(0).clamp(min=1e-30)
     probes = max(1, _PROBES // len(samples))
     generator = torch.Generator().manual_seed(0)
     noise: dict[str, Tensor] = {}
@@ -58,10 +57,24 @@ def output_noise(traced: fx.GraphModule, scales: Mapping[str, Scale], images: Te
     return {name: float(power.amax().sqrt()) for name, power in noise.items()}
 
 
-def _output_power(traced: fx.GraphModule, scales: Mapping[str, Scale], image: Tensor) -> Tensor:
+@torch.no_grad()
+def _output_power(traced: fx.GraphModule, image: Tensor) -> Tensor:
     """Return |y|² of each output y, [outputs]."""
-    outputs = _Activations(traced, scales).outputs(image)
-    return torch.tensor([float(y.detach().square().sum()) for y in outputs], dtype=torch.float64, device="cpu")
+    outputs = _float_outputs(fx.Interpreter(traced).run(image.clone()))
+    return torch.tensor([float(y.square().sum()) for y in outputs], dtype=torch.float64, device="cpu")
+
+
+def _float_outputs(result: Argument) -> list[Tensor]:
+    """Return the floating-point tensors of a network's result."""
+    outputs: list[Tensor] = []
+
+    def collect(value: Argument) -> Argument:
+        if isinstance(value, Tensor) and value.dtype in FLOATS and value.numel():
+            outputs.append(value)
+        return value
+
+    fx.node.map_aggregate(result, collect)
+    return outputs
 
 
 def _noise_power(
@@ -69,11 +82,13 @@ def _noise_power(
 ) -> dict[str, Tensor]:
     """Return the sum over probes of |J e|² / |y|² of each activation, [groups of outputs], by its name."""
     activations = _Activations(traced, scales)
-    outputs = activations.outputs(image)
-    groups = min(_GROUPS, len(outputs))
+    with torch.enable_grad():  # the clone has gradients, unlike an inference tensor, and the network may write to it
+        outputs = _float_outputs(activations.run(image.clone()))
+    differentiable = [j for j, y in enumerate(outputs) if y.requires_grad]
+    groups = min(_GROUPS, len(differentiable))
     noise: dict[str, Tensor] = {}
     for group in [*range(groups)] * probes:
-        members = range(group, len(outputs), _GROUPS)
+        members = differentiable[group::_GROUPS]
         vectors = [_rademacher(outputs[j], generator) / float(output_power[j] * len(members)) ** 0.5 for j in members]
         gradients = torch.autograd.grad(
             [outputs[j] for j in members], list(activations.values.values()), vectors, retain_graph=True, allow_unused=True
@@ -103,20 +118,6 @@ class _Activations(fx.Interpreter):
         self.extra_traceback = False  # errors stay one sentence
         self.values: dict[str, Tensor] = {}
         self._scales, self._modules = scales, dict(traced.named_modules())
-
-    @torch.enable_grad()
-    def outputs(self, image: Tensor) -> list[Tensor]:
-        """Return the floating-point outputs that depend on some activation."""
-        differentiable: list[Tensor] = []
-
-        def collect(value: Argument) -> Argument:
-            if isinstance(value, Tensor) and value.dtype in FLOATS and value.requires_grad and value.numel():
-                differentiable.append(value)
-            return value
-
-        # The clone has gradients, unlike an inference tensor, and the network may write to it.
-        fx.node.map_aggregate(cast("Argument", self.run(image.clone())), collect)
-        return differentiable
 
     def run_node(self, n: fx.Node) -> object:
         if writes_first_input(n, self._modules) and isinstance(x := self.env[first_input(n)], Tensor):
