@@ -98,6 +98,7 @@ def _noise_power(
                 output_error = gradient * rounding_error(value.detach(), scales[name])
                 power = noise.setdefault(name, torch.zeros(groups, dtype=torch.float64, device="cpu"))
                 power[group] += float(torch.maximum(output_error.sum().square(), output_error.square().sum()))
+        del gradients  # before those of the next group need memory
     return noise
 
 
