@@ -98,12 +98,13 @@ def test_results_that_are_written_to_are_measured_as_they_were() -> None:
 def test_noise_is_relative_to_the_mean_power_of_the_images() -> None:
     """The last image's output is almost 0, where its own relative error would be huge. Probes of one output are exact."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 1, bias=False))
+    first, second = nn.Linear(16, 16, bias=False), nn.Linear(16, 1, bias=False)
+    model = nn.Sequential(first, second)
     x, scale = torch.randn(4, 16), Scale.of_range(-4, 4)
     with torch.no_grad():
-        row = model[1].weight @ model[0].weight
+        row = second.weight @ first.weight
         x[3] -= (x[3] @ row.T) / row.square().sum() * row[0] * 0.99999
-        output_error = rounding_error(model[0](x), scale) * model[1].weight
+        output_error = rounding_error(first(x), scale) * second.weight
         power = torch.maximum(output_error.sum(1).square(), output_error.square().sum(1)).sum()
         expected = float((power / model(x).square().sum()).sqrt())
     assert output_noise(prepare(model).traced, {"_0": scale}, x)["_0"] == pytest.approx(expected, rel=1e-3)
@@ -159,7 +160,7 @@ def test_the_mean_of_sparse_activations_is_kept() -> None:
     """An average pool rounds to its input's scale, whose step is larger than most means."""
     torch.manual_seed(0)
     conv = nn.Conv2d(3, 32, 3)
-    nn.init.constant_(conv.bias, -2.5)
+    conv.bias = nn.Parameter(torch.full((32,), -2.5))
     nn.init.normal_(conv.weight, std=0.2)
     model = nn.Sequential(conv, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10, bias=False)).eval()
     x, expected = images(1), model(images(1))
