@@ -119,8 +119,8 @@ def _rewrite(
         return GraphRewriter(traced, scales, weights).rewrite(notes)
     why_float: dict[str, str] = {}
     while too_sensitive := {name: noise[name] for name in rewriter.rounded if not noise.get(name, 0.0) <= MAX_RELATIVE_NOISE}:
-        for name, error in too_sensitive.items():
-            why_float[name] = f"quantizing {name} to int8 would add {error:.0%} relative error to the outputs"
+        for name, share in too_sensitive.items():
+            why_float[name] = f"quantizing {name} to int8 would add {share:.0%} relative error to the outputs"
         scales = {name: scale for name, scale in scales.items() if name not in too_sensitive}
         rewriter = GraphRewriter(traced, scales, weights, why_float)
         network = rewriter.rewrite(notes)
