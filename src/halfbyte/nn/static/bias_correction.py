@@ -55,7 +55,7 @@ class BiasCorrector(fx.Interpreter):
     def collect(self, images: Tensor, means: Mapping[str, Tensor]) -> None:
         """Add what these images show; `means`: the `channel_means` of the layers in floating point, by name."""
         self._means = means
-        self.run(images)
+        self.run(images.clone())  # the network may write to its input
 
     def call_module(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, object]) -> object:
         name, layer = str(target), self.submodules[str(target)]

@@ -22,15 +22,15 @@ from torch import Tensor, fx, nn
 from halfbyte.errors import ArgumentError, HalfbyteError, UnsupportedError
 from halfbyte.formats.spec import as_format
 from halfbyte.nn.config import Observer
-from halfbyte.nn.described import CALIBRATION_KEY, Calibrated
+from halfbyte.nn.described import CALIBRATION_KEY, Calibrated, Scale
 from halfbyte.nn.kinds import kind_of, pack_weight, quantize_weight
 from halfbyte.nn.modules.quantized import keep_hooks
 from halfbyte.nn.report import add_notes
-from halfbyte.nn.static.bias_correction import BiasCorrector, Layer, LayerWeight
+from halfbyte.nn.static.bias_correction import BiasCorrector, Layer, LayerWeight, Weights
 from halfbyte.nn.static.equalization import equalize_
 from halfbyte.nn.static.moments import InputMoments
 from halfbyte.nn.static.network import IntegerNetwork
-from halfbyte.nn.static.output_noise import MOST_NOISE, output_noise
+from halfbyte.nn.static.output_noise import MAX_RELATIVE_NOISE, output_noise
 from halfbyte.nn.static.prepare import prepare
 from halfbyte.nn.static.ranges import RangeObserver
 from halfbyte.nn.static.rewriter import GraphRewriter
@@ -54,7 +54,7 @@ def calibration_of(model: nn.Module) -> Calibrated | None:
     return record if isinstance(record, Calibrated) else None
 
 
-@torch.inference_mode(False)  # whose tensors have no gradients, which output_noise.py takes
+@torch.inference_mode(False)  # inference tensors have no gradients, which output_noise.py needs
 def build_integer_network(
     model: nn.Module,
     batches: Iterable[object],
@@ -103,17 +103,28 @@ def build_integer_network(
         raise ArgumentError("there are no calibration images of float32, bfloat16 or float16: pass at least one batch")
     count = len(normed_layers)
     notes = (f"{count} batch norm{' was' if count == 1 else 's were'} folded into the layers before",) if count else ()
-    scales, weights = ranges.scales(), corrector.weights()
-    noise = output_noise(traced, scales, sample)
+    return _rewrite(traced, ranges.scales(), corrector.weights(), sample, notes)
+
+
+def _rewrite(
+    traced: fx.GraphModule, scales: Mapping[str, Scale], weights: Weights, images: Tensor, notes: tuple[str, ...]
+) -> IntegerNetwork:
+    """Return the network on int8 codes, with the activations in floating point to whose rounding the outputs are too sensitive."""
+    rewriter = GraphRewriter(traced, scales, weights)
+    network = rewriter.rewrite(notes)
+    try:
+        noise = output_noise(traced, {**scales, **rewriter.rounded}, images)
+    except Exception as error:  # no derivative, no memory for gradients, no forward of one image: the network itself works
+        notes += (f"how far int8 codes change the outputs was not measured: {_first_line(error)}",)
+        return GraphRewriter(traced, scales, weights).rewrite(notes)
     why_float: dict[str, str] = {}
-    while True:
+    while too_sensitive := {name: noise[name] for name in rewriter.rounded if not noise.get(name, 0.0) <= MAX_RELATIVE_NOISE}:
+        for name, share in too_sensitive.items():
+            why_float[name] = f"quantizing {name} to int8 would add {share:.0%} relative error to the outputs"
+        scales = {name: scale for name, scale in scales.items() if name not in too_sensitive}
         rewriter = GraphRewriter(traced, scales, weights, why_float)
         network = rewriter.rewrite(notes)
-        too_loud = {name: noise[name] for name in rewriter.rounded if noise.get(name, 0.0) > MOST_NOISE}
-        if not too_loud:
-            return network
-        why_float |= {name: f"codes of {name} would change the outputs by {share**0.5:.0%}" for name, share in too_loud.items()}
-        scales = {name: scale for name, scale in scales.items() if name not in too_loud}
+    return network
 
 
 def rebuild_integer_network(model: nn.Module, record: Calibrated) -> IntegerNetwork:
@@ -163,17 +174,21 @@ def _observe(ranges: RangeObserver, images: Tensor) -> None:
     """Run images through the float network.
 
     Raises:
-        ArgumentError: It does not take their integers.
+        ArgumentError: It does not take their bytes.
     """
     try:
-        ranges.run(images)
+        ranges.run(images.clone())  # the network may write to its input
     except RuntimeError as error:
-        if images.is_floating_point() or isinstance(error, HalfbyteError):
+        if images.dtype != torch.uint8 or isinstance(error, HalfbyteError | torch.OutOfMemoryError):
             raise
-        reason = str(error).strip().partition("\n")[0]
         raise ArgumentError(
-            f"the network fails for calibration images of {images.dtype} ({reason}): pass what it takes, such as images.float() / 255"
+            f"the network fails for calibration images of {images.dtype} ({_first_line(error)}): pass what it takes, such as "
+            "images.float() / 255"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _images_of(batch: object) -> Tensor:

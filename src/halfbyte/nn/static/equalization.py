@@ -60,7 +60,7 @@ def equalize_(traced: fx.GraphModule, images: Iterable[Tensor]) -> None:
     ranges = _ChannelRanges(traced)
     for batch in images:
         if batch.numel():
-            ranges.run(batch)
+            ranges.run(batch.clone())  # the network may write to its input
     modules = dict(traced.named_modules())
     for stream in _streams(traced, ranges.shapes, modules):
         if stream.fixed or not stream.writers or not stream.readers:

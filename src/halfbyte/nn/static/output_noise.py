@@ -1,101 +1,124 @@
-"""What rounding each result of a float network to int8 codes adds to the error of its outputs, measured at calibration (build.py).
+"""Sensitivity of a float network's outputs to int8 rounding of its activations, measured at calibration; called by build.py.
 
-One scale per tensor is not enough for every tensor: where a class token is a hundred times smaller than the tokens of an image, its codes
-are all 0, and a LayerNorm behind it makes its error as large as the token. The error of a tensor itself does not show that, as the other
-tokens hide it; what arrives at the outputs does. To first order, the error e of a result arrives as J e, where J is the Jacobian of the
-outputs y. For v of random signs, E[(v · J e)²] = |J e|², and v · J e = g · e for the gradient g of v · y: a backward pass for each v
-measures all results at once.
+One scale per tensor does not suit every tensor: a class token a hundred times smaller than the image's tokens has codes of 0, and a
+LayerNorm behind it makes its error as large as the token. The tensor's own error hides that; the error of the outputs shows it.
 
-Errors of elements that are independent of each other arrive as sum(g² e²). That of a token whose codes are all 0 is the token itself, which
-a LayerNorm, that ignores the size of its input, does not show to first order: g · e = 0. Clipped elements have errors of one sign, which
-arrive as (g · e)². The larger one counts.
+To first order, the rounding error e of an activation changes the outputs y by J e, where J is the Jacobian. Rademacher probes v, as in
+Hutchinson's estimator, give E[(v · J e)²] = |J e|², and v · J e = g · e for the vector-Jacobian product g = Jᵀ v: one backward pass for
+each v measures all activations at once.
+
+Independent errors of elements add sum(g² e²) to |J e|², and errors of one sign (g · e)²: those of clipped elements. A LayerNorm ignores the
+size of its input, so g · e = 0 for a token whose codes are all 0, where sum(g² e²) is not 0. The larger of the two counts.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import copy
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from halfbyte.nn.described import Scale
-from halfbyte.nn.static.ranges import rounding_error
+from halfbyte.nn.static.ranges import parameter_dtype, rounding_error
 from halfbyte.nn.static.tracing import first_input, writes_first_input
 from halfbyte.ops.checks import FLOATS
 
-MOST_NOISE = 0.01  # of the outputs' power, that the codes of one result may add: a relative error of 10 %
-_BACKWARDS = 4  # whose mean is within a factor of 2 in most cases
-_IMAGES = 4
+MAX_RELATIVE_NOISE = 0.1  # the relative output error that quantizing one activation may add
+_SAMPLE_IMAGES = 4
+_PROBES = 4  # over all images: their mean is within a factor of 2 in most cases
+_GROUPS = 8  # of outputs: an output with a large error is not hidden by the average over many others
 
 
 def output_noise(traced: fx.GraphModule, scales: Mapping[str, Scale], images: Tensor) -> dict[str, float]:
-    """Measure the power of the error of each result, as it arrives at the outputs, as a share of their power, averaged over the outputs.
+    """Estimate how much the int8 rounding error of each activation contributes to the error of the outputs.
 
     Args:
         traced: The float network.
-        scales: Of each result that can become codes, by the name of its node.
-        images: A batch of calibration images, of which a few are taken, one by one, so that memory is that of one image's training.
+        scales: The scale of each activation that can become codes, by the name of its node.
+        images: A batch of calibration images. A few of them run one by one: the memory is that of training with one image.
 
     Returns:
-        By the names of `scales`; results that no gradient reaches are left out.
+        The relative output error by the names of `scales`, the largest of all groups of outputs; activations without gradient are left out.
     """
-    images = images.clone()  # an inference tensor has no gradients
-    parts = images[:_IMAGES].split(1) if images.dim() >= 4 else (images,)
-    repeats = max(1, _BACKWARDS // max(1, len(parts)))
-    noise: defaultdict[str, float] = defaultdict(float)
+    if parameter_dtype(traced) != torch.float32:  # gradients would overflow in float16
+        traced = copy.deepcopy(traced).float()
+        images = images.float() if images.is_floating_point() else images
+    samples = images[:_SAMPLE_IMAGES].split(1) if images.dim() >= 2 else (images,)
+    # One image's outputs may be close to 0, so that errors are relative to the mean over the images.
+    output_power = torch.stack([_output_power(traced, sample) for sample in samples]).mean(0).clamp(min=1e-30)
+    probes = max(1, _PROBES // len(samples))
     generator = torch.Generator().manual_seed(0)
-    for part in parts:
-        recorder = _ErrorRecorder(traced, scales)
-        with torch.enable_grad():
-            outputs = recorder.outputs(part)
-        # Outputs are divided by |y|, and all of them multiplied by `unit`, as gradients of float16 would underflow.
-        unit = sum(y.numel() for y in outputs) ** 0.5
-        factors = [unit / y.detach().float().norm().clamp(min=1e-30) for y in outputs]
-        for repeat in range(repeats if outputs else 0):
-            probes = [(_random_signs(y, generator) * factor).to(y.dtype) for y, factor in zip(outputs, factors, strict=True)]
-            last = repeat == repeats - 1
-            gradients = torch.autograd.grad(outputs, list(recorder.values.values()), probes, retain_graph=not last, allow_unused=True)
-            for (name, error), gradient in zip(recorder.errors.items(), gradients, strict=True):
-                if gradient is not None:
-                    arrived = gradient.float() * error / unit
-                    power = max(float(arrived.sum()) ** 2, float(arrived.square().sum()))
-                    noise[name] += power / len(outputs) / (repeats * len(parts))
-    return dict(noise)
+    noise: dict[str, Tensor] = {}
+    for sample in samples:
+        for name, power in _noise_power(traced, scales, sample, output_power, probes, generator).items():
+            noise[name] = noise.get(name, 0.0) + power / (probes * len(samples))
+    return {name: float(power.amax().sqrt()) for name, power in noise.items()}
 
 
-def _random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    return (torch.randint(2, like.shape, generator=generator, device="cpu") * 2 - 1).to(like.device)
+@torch.no_grad()
+def _output_power(traced: fx.GraphModule, image: Tensor) -> Tensor:
+    """Return |y|² of each output y, [outputs]."""
+    outputs = _float_outputs(fx.Interpreter(traced).run(image.clone()))
+    return torch.tensor([float(y.square().sum()) for y in outputs], dtype=torch.float64, device="cpu")
 
 
-class _ErrorRecorder(fx.Interpreter):
-    """Runs a float network with gradients.
+def _float_outputs(result: Argument) -> list[Tensor]:
+    """Return the floating-point tensors of a network's result."""
+    outputs: list[Tensor] = []
+
+    def collect(value: Argument) -> Argument:
+        if isinstance(value, Tensor) and value.dtype in FLOATS and value.numel():
+            outputs.append(value)
+        return value
+
+    fx.node.map_aggregate(result, collect)
+    return outputs
+
+
+def _noise_power(
+    traced: fx.GraphModule, scales: Mapping[str, Scale], image: Tensor, output_power: Tensor, probes: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Return the sum over probes of |J e|² / |y|² of each activation, [groups of outputs], by its name."""
+    activations = _Activations(traced, scales)
+    with torch.enable_grad():  # the clone has gradients, unlike an inference tensor, and the network may write to it
+        outputs = _float_outputs(activations.run(image.clone()))
+    differentiable = [j for j, y in enumerate(outputs) if y.requires_grad]
+    groups = min(_GROUPS, len(differentiable))
+    noise: dict[str, Tensor] = {}
+    for group in [*range(groups)] * probes:
+        members = differentiable[group::_GROUPS]
+        vectors = [_rademacher(outputs[j], generator) / float(output_power[j] * len(members)) ** 0.5 for j in members]
+        gradients = torch.autograd.grad(
+            [outputs[j] for j in members], list(activations.values.values()), vectors, retain_graph=True, allow_unused=True
+        )
+        for (name, value), gradient in zip(activations.values.items(), gradients, strict=True):
+            if gradient is not None:
+                output_error = gradient * rounding_error(value.detach(), scales[name])
+                power = noise.setdefault(name, torch.zeros(groups, dtype=torch.float64, device="cpu"))
+                power[group] += float(torch.maximum(output_error.sum().square(), output_error.square().sum()))
+        del gradients  # before those of the next group need memory
+    return noise
+
+
+def _rademacher(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random signs in the shape of `like`."""
+    return (torch.randint(2, like.shape, generator=generator, device="cpu") * 2 - 1).to(like)
+
+
+class _Activations(fx.Interpreter):
+    """Runs a float network with gradients and records the activations that can become codes.
 
     Attributes:
-        values: The results that can become codes, by the names of their nodes.
-        errors: Of the codes of each one, float32.
+        values: The activations, by the names of their nodes.
     """
 
     def __init__(self, traced: fx.GraphModule, scales: Mapping[str, Scale]) -> None:
         super().__init__(traced)
         self.extra_traceback = False  # errors stay one sentence
         self.values: dict[str, Tensor] = {}
-        self.errors: dict[str, Tensor] = {}
         self._scales, self._modules = scales, dict(traced.named_modules())
-
-    def outputs(self, images: Tensor) -> list[Tensor]:
-        """Return the floating-point outputs for images that depend on some result."""
-        found: list[Tensor] = []
-
-        def collect(value: Argument) -> Argument:
-            if isinstance(value, Tensor) and value.dtype in FLOATS and value.requires_grad and value.numel():
-                found.append(value)
-            return value
-
-        fx.node.map_aggregate(cast("Argument", self.run(images)), collect)
-        return found
 
     def run_node(self, n: fx.Node) -> object:
         if writes_first_input(n, self._modules) and isinstance(x := self.env[first_input(n)], Tensor):
@@ -105,5 +128,5 @@ class _ErrorRecorder(fx.Interpreter):
             return value
         if not value.requires_grad:
             value = value.detach().requires_grad_()
-        self.values[n.name], self.errors[n.name] = value, rounding_error(value.detach(), self._scales[n.name])
+        self.values[n.name] = value
         return value

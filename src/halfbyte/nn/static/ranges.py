@@ -138,7 +138,7 @@ def _sample(value: Tensor) -> Tensor:
 
 
 def rounding_error(x: Tensor, scale: Scale) -> Tensor:
-    """Return what the codes of x stand for less x, float32."""
+    """Return dequantize(quantize(x)) − x, float32."""
     x = x.float()
     codes = (x / scale.step + scale.zero).round().clamp(LEAST, MOST)
     return (codes - scale.zero) * scale.step - x

@@ -114,9 +114,13 @@ class GraphRewriter:
         return network.eval()
 
     @property
-    def rounded(self) -> list[str]:
-        """The names of the results that are rounded to codes of their own scale, after `rewrite`."""
-        return [node.name for node, codes in self._int8_of.items() if codes.scale is self._scales[node.name]]
+    def rounded(self) -> dict[str, Scale]:
+        """The scales of the results that are rounded, after `rewrite`: others have their input's codes."""
+        return {
+            node.name: codes.scale
+            for node, codes in self._int8_of.items()
+            if codes.scale is self._scales[node.name] or isinstance(self._module(node), _AVERAGE_POOLS)
+        }
 
     # After all nodes were visited
 
