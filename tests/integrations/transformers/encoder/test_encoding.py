@@ -217,7 +217,7 @@ def test_what_stays_as_it_is() -> None:
         (text,) = [text for text in remarks(replace_forwards_(model)) if "layer 0 and 2 more: " in text]
         return text.partition("layer 0 and 2 more: ")[2]
 
-    assert reason(pair(optimized=False, fused=False)[1]).startswith("query+key+value are not all computed together")
+    assert reason(pair(optimized=False, fused=False)[1]).startswith("query+key+value are not computed together")
     assert reason(pair(optimized=False, hidden_act="relu")[1]).startswith("its intermediate.dense has no GELU")
     assert reason(pair(optimized=False, is_decoder=True)[1]) == "it is a decoder"
     eager = pair(optimized=False)[1]
