@@ -222,6 +222,7 @@ def adapter(folder: Path, targets: list[str], width: int = 32) -> Path:
     return file
 
 
+@pytest.mark.filterwarnings("ignore:merging rounds the sums:UserWarning")
 def test_lora(folder: Path, tmp_path: Path) -> None:
     file = adapter(tmp_path, ["to_q", "to_v", "proj_in", "conv1", "conv_shortcut", "downsamplers.0.conv"])
     model = loaded(folder, hb.HalfbyteConfig("q8_0", compute="float", skip=["*.proj_in"]))

@@ -123,6 +123,7 @@ def test_group_offloading(kind: str, config: dict[str, Any]) -> None:
     assert distance(output(small, call, torch.bfloat16), want) < 2**-6
 
 
+@pytest.mark.filterwarnings("ignore:merging rounds the sums:UserWarning")
 def test_an_adapter_of_convolutions(tmp_path: Path) -> None:
     small: Any = hb.quantize_(tiny_diffusers.unet(), hb.Config("q8_0", compute="float")).cuda()
     call = {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor(3), "encoder_hidden_states": torch.randn(2, 5, 32)}

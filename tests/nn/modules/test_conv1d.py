@@ -143,6 +143,7 @@ def test_pruning(gpt2: Any) -> None:
         assert bool(((layer.weight.T.unflatten(-1, (-1, 4)) != 0).sum(-1) <= 2).all())
 
 
+@pytest.mark.filterwarnings("ignore:merging rounds the sums:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_adapters(gpt2: Any) -> None:
     """Merged the right way round, also where peft is told that weights are [K, N], as it has to be for a float GPT-2."""
