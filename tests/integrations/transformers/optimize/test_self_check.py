@@ -178,7 +178,7 @@ def test_images_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     if not any(name.endswith("mlp.fc1") for name, _ in model.named_modules()):
         pytest.skip("this version's MLP has names that are not fused")
     monkeypatch.setattr(self_check, "_read", lambda _: None)
-    monkeypatch.setattr(fused, "_calls_in_turn", lambda *_: True)
+    monkeypatch.setattr(fused, "feeds_only", lambda *_: True)
     with pytest.warns(RuntimeWarning, match="an optimized SegformerModel differs"):
         hb.optimize_(segformer())
 
