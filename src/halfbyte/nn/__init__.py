@@ -12,6 +12,6 @@ Quantizing in place
   dequantized.py  the float forms of modules, of a model or of layers that are trained
 Faster
   fused.py, fused_convolutions.py    `fuse_`; fused_blocks.py, fused_transformers.py: blocks of diffusers on CPUs
-  data_flow.py    whether the output of one submodule feeds only another one
+  data_flow.py    whether the output of one submodule feeds only another one; fusion_notes.py: what the report says of fused ones
   frozen.py       whether a module is still what something was compiled from
 """

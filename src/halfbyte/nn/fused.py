@@ -15,7 +15,6 @@ keeps the outputs for an input until each sibling was called with it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
@@ -37,17 +36,14 @@ from halfbyte.nn.data_flow import feeds_only
 from halfbyte.nn.described import RESIDUAL
 from halfbyte.nn.fused_blocks import fuse_blocks_
 from halfbyte.nn.fused_convolutions import fuse_convolutions_
+from halfbyte.nn.fusion_notes import WATCHED, note_alone, note_together
 from halfbyte.nn.modules.low_rank import LowRankLinear
 from halfbyte.nn.modules.packed_check import digest
 from halfbyte.nn.modules.quantized import DerivedLinear, QuantLinear, QuantModule, why_not_hooks
 from halfbyte.nn.modules.weight_view import AnyPacked, WeightView, traced
-from halfbyte.nn.report import REMARK, add_remark, drop_remarks
 from halfbyte.ops.tensors import geglu
 
 _Approximate = Literal["none", "tanh"]
-_TOGETHER = "computed together: "
-_ALONE = "are not all computed together: "
-_WATCHED = "hooks, a forward of its own or a bias to train"  # of a module that `_is_watched`
 
 # Names of children that their parent in transformers or diffusers calls in this order with the same tensor
 SIBLINGS = (
@@ -134,7 +130,7 @@ def _fuse_siblings(parent: nn.Module, names: Sequence[str]) -> None:
     layers = [layer for place in places if type(layer := place.layer) is QuantLinear and not _is_watched(layer)]
     if len(layers) < len(names):
         if layers and (reason := _why_no_siblings(names, places)) is not None:
-            _remark_alone(parent, names, reason)
+            note_alone(parent, names, reason)
         return
     single = list[str]()
     for _, neighbours in groupby(zip(names, places, layers, strict=True), lambda each: _fusion_key(each[2])):
@@ -143,7 +139,7 @@ def _fuse_siblings(parent: nn.Module, names: Sequence[str]) -> None:
             single += fused_names
             continue
         if len({linear.bias.dtype for linear in linears if linear.bias is not None}) > 1:
-            _remark_alone(parent, fused_names, "their biases have several dtypes")
+            note_alone(parent, fused_names, "their biases have several dtypes")
             continue
         group = _Group.of(linears)
         branches = [place.home for place in fused_places if isinstance(place.home, LowRankLinear)]
@@ -151,11 +147,11 @@ def _fuse_siblings(parent: nn.Module, names: Sequence[str]) -> None:
             group.branches = branches
         for i, (place, linear) in enumerate(zip(fused_places, linears, strict=True)):
             setattr(place.home, place.name, FusedLinear(group, i, linear))
-        _remark(parent, fused_names)
+        note_together(parent, fused_names)
     if single:
         pairs = pairwise(zip(names, map(_fusion_key, layers), strict=True))
         differences = [f"{b} differs from {a} in {what}" for (a, old), (b, new) in pairs if (what := _difference(old, new))]
-        _remark_alone(parent, names, ", ".join(differences))
+        note_alone(parent, names, ", ".join(differences))
 
 
 def _why_no_siblings(names: Sequence[str], places: Sequence[_Place]) -> str | None:
@@ -164,7 +160,7 @@ def _why_no_siblings(names: Sequence[str], places: Sequence[_Place]) -> str | No
     if any(layer is None or isinstance(layer, FusedLinear) for _, layer in layers):
         return None
     unquantized = [f"{name} is a {type(layer).__name__}" for name, layer in layers if type(layer) is not QuantLinear]
-    return [*unquantized, *(f"{name} has {_WATCHED}" for name, layer in layers if layer and _is_watched(layer))][0]
+    return [*unquantized, *(f"{name} has {WATCHED}" for name, layer in layers if layer and _is_watched(layer))][0]
 
 
 def _fuse_diffusers_activation(model: nn.Module, path: str, module: nn.Module) -> None:
@@ -174,11 +170,11 @@ def _fuse_diffusers_activation(model: nn.Module, path: str, module: nn.Module) -
         return
     if path and _is_of_diffusers(module, "GEGLU") and not _is_watched(module):
         model.set_submodule(path, fused := Geglu(proj).train(module.training))
-        _remark(fused, ("proj", "geglu"))
+        note_together(fused, ("proj", "geglu"))
     if _is_of_diffusers(module, "GELU"):
         module.proj = GeluLinear(proj, cast("_Approximate", module.approximate))
         vars(module)["gelu"] = _identity  # comes before the method
-        _remark(module, ("proj", "gelu"))
+        note_together(module, ("proj", "gelu"))
 
 
 def _fuse_gelu(parent: nn.Module, name: str, function: str) -> None:
@@ -187,14 +183,14 @@ def _fuse_gelu(parent: nn.Module, name: str, function: str) -> None:
     if type(linear) is not QuantLinear or approximate is None:
         return
     if _is_watched(linear):
-        _remark_alone(parent, (name, function), f"{name} has {_WATCHED}")
+        note_alone(parent, (name, function), f"{name} has {WATCHED}")
     elif "forward" in vars(parent) or not feeds_only(type(parent), name, function):
         reason = f"the source of {type(parent).__name__} does not show that only {function} reads the output of {name}"
-        _remark_alone(parent, (name, function), reason)
+        note_alone(parent, (name, function), reason)
     else:
         setattr(parent, name, GeluLinear(linear, approximate))
         setattr(parent, function, nn.Identity())
-        _remark(parent, (name, function))
+        note_together(parent, (name, function))
 
 
 class _Place(NamedTuple):
@@ -212,24 +208,6 @@ def _place(parent: nn.Module, name: str) -> _Place:
     """Return where the linear layer is that gets the input of the child `name`: that child, or the residual of a `LowRankLinear`."""
     child = parent._modules.get(name)
     return _Place(child, RESIDUAL) if isinstance(child, LowRankLinear) and child.input_scale is None else _Place(parent, name)
-
-
-def _remark(parent: nn.Module, names: Sequence[str]) -> None:
-    """Note for the report that children of a module are computed together, which may not have been so before."""
-    joined = "+".join(names)
-    drop_remarks(parent, rf"^{re.escape(joined)} {_ALONE}")
-    before = getattr(parent, REMARK, "")
-    if before.rpartition("; ")[2].startswith(_TOGETHER):
-        setattr(parent, REMARK, f"{before}, {joined}")
-    else:
-        add_remark(parent, _TOGETHER + joined)
-
-
-def _remark_alone(parent: nn.Module, names: Sequence[str], reason: str) -> None:
-    """Note for the report why children of a module are not all computed together, unless it says so of more of them."""
-    noted = [text.partition(f" {_ALONE}") for text in getattr(parent, REMARK, "").split("; ")]
-    if not any(mark and {*names} < {*subject.split("+")} for subject, mark, _ in noted):
-        add_remark(parent, f"{'+'.join(names)} {_ALONE}{reason}")
 
 
 def _is_watched(module: nn.Module) -> bool:
