@@ -132,11 +132,11 @@ def _fuse_siblings(parent: nn.Module, names: Sequence[str]) -> None:
         if layers and (reason := _why_no_siblings(names, places)) is not None:
             note_alone(parent, names, reason)
         return
-    single = list[str]()
+    differ = False
     for _, neighbours in groupby(zip(names, places, layers, strict=True), lambda each: _fusion_key(each[2])):
         fused_names, fused_places, linears = zip(*neighbours, strict=True)
         if len(linears) < 2:
-            single += fused_names
+            differ = True
             continue
         if len({linear.bias.dtype for linear in linears if linear.bias is not None}) > 1:
             note_alone(parent, fused_names, "their biases have several dtypes")
@@ -148,7 +148,7 @@ def _fuse_siblings(parent: nn.Module, names: Sequence[str]) -> None:
         for i, (place, linear) in enumerate(zip(fused_places, linears, strict=True)):
             setattr(place.home, place.name, FusedLinear(group, i, linear))
         note_together(parent, fused_names)
-    if single:
+    if differ:
         pairs = pairwise(zip(names, map(_fusion_key, layers), strict=True))
         differences = [f"{b} differs from {a} in {what}" for (a, old), (b, new) in pairs if (what := _difference(old, new))]
         note_alone(parent, names, ", ".join(differences))

@@ -15,7 +15,7 @@ _ALONE = "are not all computed together: "
 
 
 def note_together(parent: nn.Module, names: Sequence[str]) -> None:
-    """Note for the report that children of a module are computed together, which may not have been so before."""
+    """Add to the report that submodules are computed together, and drop the reason why they were not before."""
     joined = "+".join(names)
     drop_remarks(parent, rf"^{re.escape(joined)} {_ALONE}")
     before = getattr(parent, REMARK, "")
@@ -26,7 +26,9 @@ def note_together(parent: nn.Module, names: Sequence[str]) -> None:
 
 
 def note_alone(parent: nn.Module, names: Sequence[str], reason: str) -> None:
-    """Note for the report why children of a module are not all computed together, unless it says so of more of them."""
-    noted = [text.partition(f" {_ALONE}") for text in getattr(parent, REMARK, "").split("; ")]
-    if not any(mark and {*names} < {*subject.split("+")} for subject, mark, _ in noted):
-        add_remark(parent, f"{'+'.join(names)} {_ALONE}{reason}")
+    """Add to the report why submodules are not all computed together, unless it has a reason for a larger group that contains them."""
+    for remark in getattr(parent, REMARK, "").split("; "):
+        group, separator, _ = remark.partition(f" {_ALONE}")
+        if separator and {*names} < {*group.split("+")}:
+            return
+    add_remark(parent, f"{'+'.join(names)} {_ALONE}{reason}")
